@@ -1,0 +1,66 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The list of operators as data: names, arguments, shapes. Bindings, the command line and the tests are loops over
+ * this list, so an operator's arguments are written down in one place (src/ops/<stem>.c). */
+#ifndef WEFT_OPS_H
+#define WEFT_OPS_H
+
+#include <weft/weft.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum weft_arg_kind { WEFT_ARG_IN = 0, WEFT_ARG_OUT, WEFT_ARG_GRAD } weft_arg_kind;
+
+/* Which dtypes an argument takes. Once any tensor of a call is float64, all of them must be (reference only). */
+typedef enum weft_arg_type {
+    WEFT_TYPE_ACT = 0, /* the activation type of the call: f32, bf16 or f16, the same for all of these */
+    WEFT_TYPE_WIDE,    /* f32 or the activation type: stream gradients */
+    WEFT_TYPE_COEF,    /* f32, bf16 or f16: coefficients and their gradients */
+    WEFT_TYPE_PARAM,   /* f32, bf16 or f16: parameters and their gradients */
+    WEFT_TYPE_FULL     /* f32: the raw projection and the mean square */
+} weft_arg_type;
+
+/* Sizes a dimension can stand for; a positive number below WEFT_DIM_TOKENS is that number itself. */
+typedef enum weft_arg_dim {
+    WEFT_DIM_TOKENS = 100,
+    WEFT_DIM_STREAMS,
+    WEFT_DIM_CHANNELS,
+    WEFT_DIM_GATES, /* 2 * streams + streams^2: rows of the projection, in the order pre | post | res */
+    WEFT_DIM_ROWS   /* rows of a projection by itself: any number from 1 to 4096 */
+} weft_arg_dim;
+
+typedef struct weft_arg_info {
+    const char *name;
+    size_t offset; /* of the weft_tensor (in, out) or weft_grad (grad) in the args struct */
+    weft_arg_kind kind;
+    weft_arg_type type;
+    int32_t optional;
+    int32_t ndim;
+    int32_t dim[WEFT_MAX_DIMS];
+    const char *in_place; /* argument whose very memory this output may use, or NULL */
+} weft_arg_info;
+
+typedef struct weft_op_info {
+    const char *name; /* "mhc_post_fwd" */
+    size_t args_size;
+    int32_t num_args;
+    const weft_arg_info *args;
+} weft_op_info;
+
+WEFT_API int32_t weft_op_count(void);
+/* NULL where index is out of range. */
+WEFT_API const weft_op_info *weft_op_at(int32_t index);
+WEFT_API const weft_op_info *weft_op_find(const char *name);
+/* The tensors of one weft_mhc_replay_layer, in the same form; not an operator and not in the list. */
+WEFT_API const weft_op_info *weft_mhc_replay_layer_info(void);
+
+/* Calls an operator through its description; args is the operator's own args struct. */
+WEFT_API weft_status weft_op_call(const weft_op_info *op, const weft_exec *exec, const void *args);
+WEFT_API weft_status weft_op_workspace(const weft_op_info *op, const weft_exec *exec, const void *args, size_t *bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,156 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * weft: fused operators for multi-stream residual connections.
+ *
+ * This header holds what every operator shares: status, dtype, tensor, exec. The operators themselves are in
+ * weft/mhc.h and weft/norm.h; weft/ops.h lists them for bindings and tools.
+ *
+ * The library owns no memory and keeps no state: tensors and workspace belong to the caller, every call may be made
+ * from any number of threads at once, and a call that returns an error has written nothing. */
+#ifndef WEFT_WEFT_H
+#define WEFT_WEFT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define WEFT_VERSION_MAJOR 0
+#define WEFT_VERSION_MINOR 1
+#define WEFT_VERSION_PATCH 0
+
+#if defined(__GNUC__)
+#define WEFT_API __attribute__((visibility("default")))
+#else
+#define WEFT_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum weft_status {
+    WEFT_OK = 0,
+    WEFT_ERR_ARGUMENT,    /* a value, shape, dtype, stride or pointer that the operator does not take */
+    WEFT_ERR_OVERLAP,     /* an output shares memory with another argument where the header does not allow it */
+    WEFT_ERR_WORKSPACE,   /* exec.workspace is smaller than weft_<op>_workspace asks for */
+    WEFT_ERR_UNSUPPORTED, /* correct, but this backend or this build has no kernel for it */
+    WEFT_ERR_DEVICE       /* the device or its runtime reported an error */
+} weft_status;
+
+/* Zero means "no dtype": a zero-initialised tensor is an absent one. */
+typedef enum weft_dtype { WEFT_NONE = 0, WEFT_F32, WEFT_BF16, WEFT_F16, WEFT_F64 } weft_dtype;
+
+typedef enum weft_backend {
+    WEFT_BACKEND_REF = 1, /* plain loops in double precision: the executable specification */
+    WEFT_BACKEND_CPU = 2, /* vectorised and threaded, host memory */
+    WEFT_BACKEND_CUDA = 3
+} weft_backend;
+
+/* Instruction sets of the CPU backend, in ascending order. */
+typedef enum weft_isa {
+    WEFT_ISA_BEST = 0, /* the best one this machine has */
+    WEFT_ISA_BASE,     /* portable C */
+    WEFT_ISA_AVX2,
+    WEFT_ISA_AVX512,
+    WEFT_ISA_AMX /* AVX-512 with AMX tiles in the projection */
+} weft_isa;
+
+#define WEFT_MAX_DIMS 4
+
+/* A view of memory that somebody else owns. Strides count elements, not bytes, so a stream layout, a padded row or a
+ * transposed weight is a matter of strides. dtype WEFT_NONE: the tensor is absent (an input that is not there, an
+ * output that is not wanted). data may be NULL only where the tensor has no elements. */
+typedef struct weft_tensor {
+    void *data;
+    weft_dtype dtype;
+    int32_t ndim;
+    int64_t shape[WEFT_MAX_DIMS];
+    int64_t stride[WEFT_MAX_DIMS];
+} weft_tensor;
+
+/* Where a gradient goes: overwritten (add = 0) or added to what is there (add = 1). */
+typedef struct weft_grad {
+    weft_tensor to;
+    int32_t add;
+} weft_grad;
+
+/* How and where a call runs. Zero-initialise, then set backend. */
+typedef struct weft_exec {
+    weft_backend backend;
+    int32_t device;         /* CUDA device; 0 on the CPU */
+    int32_t threads;        /* CPU threads, 0 = OpenMP's default; never changes a result */
+    weft_isa isa;           /* CPU: highest instruction set to use; a machine that lacks it is an error */
+    void *stream;           /* cudaStream_t; NULL on the CPU */
+    void *workspace;        /* at least weft_<op>_workspace bytes, any alignment, contents undefined before and after */
+    size_t workspace_bytes;
+} weft_exec;
+
+/* Every args struct begins with struct_size, so that fields can be appended without breaking compiled callers. This
+ * macro fills it and takes the rest as designated initialisers:
+ *     weft_mhc_expand_fwd(&exec, WEFT_ARGS(weft_mhc_expand_fwd_args, .u = u, .x = x)); */
+#ifndef __cplusplus
+#define WEFT_ARGS(type, ...) (&(type){.struct_size = sizeof(type), __VA_ARGS__})
+#endif
+
+/* The sentence that goes with the last error of this thread: operator, argument, expected, got. "" after success. */
+WEFT_API const char *weft_last_error(void);
+
+WEFT_API const char *weft_status_name(weft_status status);
+WEFT_API const char *weft_dtype_name(weft_dtype dtype);
+WEFT_API size_t weft_dtype_size(weft_dtype dtype);
+WEFT_API const char *weft_backend_name(weft_backend backend);
+WEFT_API const char *weft_isa_name(weft_isa isa);
+WEFT_API const char *weft_version(void);
+
+/* The highest instruction set that this machine has and this build contains. */
+WEFT_API weft_isa weft_cpu_isa(void);
+/* 1 where this build has the backend and this machine can run it. */
+WEFT_API int weft_backend_available(weft_backend backend);
+
+/* A dense row-major tensor; the usual way to make one by hand. */
+static inline weft_tensor weft_dense(void *data, weft_dtype dtype, int32_t ndim, const int64_t *shape)
+{
+    weft_tensor t;
+    int64_t step = 1;
+    t.data = data;
+    t.dtype = dtype;
+    t.ndim = ndim;
+    for (int i = 0; i < WEFT_MAX_DIMS; i++) t.shape[i] = t.stride[i] = 0;
+    for (int i = ndim - 1; i >= 0; i--) {
+        t.shape[i] = shape[i];
+        t.stride[i] = step;
+        step *= shape[i];
+    }
+    return t;
+}
+
+static inline weft_tensor weft_dense1(void *data, weft_dtype dtype, int64_t a)
+{
+    int64_t shape[1] = {a};
+    return weft_dense(data, dtype, 1, shape);
+}
+
+static inline weft_tensor weft_dense2(void *data, weft_dtype dtype, int64_t a, int64_t b)
+{
+    int64_t shape[2] = {a, b};
+    return weft_dense(data, dtype, 2, shape);
+}
+
+static inline weft_tensor weft_dense3(void *data, weft_dtype dtype, int64_t a, int64_t b, int64_t c)
+{
+    int64_t shape[3] = {a, b, c};
+    return weft_dense(data, dtype, 3, shape);
+}
+
+/* [a, b, c] whose memory order is (a, c, b): the (C, n) stream layout seen as [tokens, streams, channels]. */
+static inline weft_tensor weft_dense3_swapped(void *data, weft_dtype dtype, int64_t a, int64_t b, int64_t c)
+{
+    weft_tensor t = weft_dense3(data, dtype, a, b, c);
+    t.stride[1] = 1;
+    t.stride[2] = b;
+    return t;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif

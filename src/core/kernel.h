@@ -1,0 +1,82 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What a backend sees of the rest of the library: the validated call, its table row, and the workspace arena. */
+#ifndef WEFT_CORE_KERNEL_H
+#define WEFT_CORE_KERNEL_H
+
+#include <stdbool.h>
+#include <weft/mhc.h>
+#include <weft/norm.h>
+#include <weft/ops.h>
+
+typedef enum weft_op {
+#define WEFT_OP(name) WEFT_OP_##name,
+#include "core/ops.def"
+#undef WEFT_OP
+    WEFT_OP_COUNT
+} weft_op;
+
+/* A call after validation: nobody below checks a shape again. */
+typedef struct weft_call {
+    weft_op op;
+    const weft_exec *exec;
+    weft_isa isa;     /* CPU: the instruction set chosen for this call */
+    weft_dtype dtype; /* activation type, or f32/f64 for operators without activations */
+    bool f64;         /* every tensor is float64 */
+    int64_t tokens, streams, channels;
+    int64_t rows; /* rows of the projection where the operator has one */
+} weft_call;
+
+/* One row of a backend's table. `args` is the operator's args struct, complete (fields the caller's older struct did
+ * not have are zero). `workspace` may be NULL: none needed. */
+typedef struct weft_kernel {
+    weft_dtype dtype; /* WEFT_NONE: any */
+    int32_t streams;  /* 0: any */
+    weft_status (*run)(const weft_call *call, const void *args);
+    size_t (*workspace)(const weft_call *call, const void *args);
+} weft_kernel;
+
+/* Tables end with a row whose run is NULL. */
+#define WEFT_OP(name)                                                                                                \
+    extern const weft_kernel weft_ref_##name[];                                                                     \
+    extern const weft_kernel weft_cpu_base_##name[];                                                                 \
+    extern const weft_kernel weft_cpu_avx2_##name[];                                                                 \
+    extern const weft_kernel weft_cpu_avx512_##name[];
+#include "core/ops.def"
+#undef WEFT_OP
+
+static inline bool weft_has(const weft_tensor *t)
+{
+    return t->dtype != WEFT_NONE;
+}
+
+/* Hands out aligned pieces of exec.workspace. With a NULL base it only counts, so the code that asks for the size and
+ * the code that uses the memory are the same code. */
+typedef struct weft_arena {
+    char *base;
+    size_t used;
+} weft_arena;
+
+#define WEFT_ARENA_ALIGN 64
+
+static inline weft_arena weft_arena_open(void *workspace)
+{
+    uintptr_t p = (uintptr_t)workspace;
+    weft_arena a = {workspace ? (char *)((p + WEFT_ARENA_ALIGN - 1) & ~(uintptr_t)(WEFT_ARENA_ALIGN - 1)) : NULL, 0};
+    return a;
+}
+
+static inline void *weft_arena_take(weft_arena *a, size_t bytes)
+{
+    void *p = a->base ? a->base + a->used : NULL;
+    a->used += (bytes + WEFT_ARENA_ALIGN - 1) & ~(size_t)(WEFT_ARENA_ALIGN - 1);
+    return p;
+}
+
+/* Bytes to ask the caller for: what was taken plus room to align the base. */
+static inline size_t weft_arena_bytes(const weft_arena *a)
+{
+    return a->used ? a->used + WEFT_ARENA_ALIGN - 1 : 0;
+}
+
+#endif
