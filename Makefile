@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# One command each; CMake and its presets do the work.
+#   make                   configure and build in build/
+#   make run               build, self-check, short benchmark
+#   make test              build, install what the tests need, run all tests
+#   make bench             benchmark: OP=mhc_post_fwd BACKEND=cpu ARGS="--tokens 4096 --json"
+#   make format            clang-format all C sources in place
+#   make check             all that CI asks for: format, tests, sanitizers, fuzzing
+#   make fuzz              fuzz the readers of outside data for FUZZ_SECONDS
+#   make install           PREFIX=/usr/local DESTDIR=
+
+PREFIX ?= /usr/local
+DESTDIR ?=
+WERROR ?= OFF
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+GOLDEN ?= $(or $(WEFT_GOLDEN_DIR),$(wildcard ../shared/golden))
+FUZZ_SECONDS ?= 60
+C_SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.c' '*.h')
+
+CMAKE_FLAGS = -DWEFT_WERROR=$(WERROR) -DCMAKE_INSTALL_PREFIX=$(PREFIX)
+export CTEST_PARALLEL_LEVEL ?= $(JOBS)
+
+SHELL = /bin/bash
+
+.PHONY: all build run test bench format check check-format check-asan check-tsan check-fuzz fuzz install clean
+.PHONY: deps-build deps-test deps-check build-tests
+
+all: build
+
+deps-build deps-test deps-check:
+	@tools/deps.sh $(@:deps-%=%)
+
+build: deps-build
+	@cmake --preset release $(CMAKE_FLAGS) --log-level=WARNING
+	@cmake --build --preset release
+
+build-tests: deps-test
+	@cmake --preset release $(CMAKE_FLAGS) -DWEFT_TESTS=ON --log-level=WARNING
+	@cmake --build --preset release
+
+run: build
+	@build/weft info
+	@echo
+	build/weft check
+	@echo
+	build/weft bench --tokens 1024
+
+bench: build
+	build/weft bench $(if $(OP),--op $(OP)) $(if $(BACKEND),--backend $(BACKEND)) $(ARGS)
+
+# The log is kept so that a run of several suites can close with the summary of this one.
+test: build-tests
+	@set -o pipefail; ctest --preset release | tee build/ctest.log
+	@$(if $(GOLDEN),,echo "Golden files: skipped, there is no ../shared/golden and WEFT_GOLDEN_DIR is not set.")
+
+format: deps-check
+	@clang-format -i $(C_SOURCES)
+
+check: WERROR = ON
+check: check-format test check-asan check-tsan check-fuzz
+	@echo "make check: format, tests, sanitizers and fuzzing passed."
+
+check-format: deps-check
+	@clang-format --dry-run -Werror $(C_SOURCES)
+
+check-asan check-tsan: check-%: deps-check
+	@cmake --preset $* --log-level=WARNING
+	@cmake --build --preset $*
+	@ctest --preset $*
+
+# Replays the corpus, then looks for new inputs for a short while.
+check-fuzz: deps-check
+	@cmake --preset fuzz --log-level=WARNING
+	@cmake --build --preset fuzz
+	@ctest --preset fuzz
+
+fuzz: deps-check
+	@cmake --preset fuzz --log-level=WARNING
+	@cmake --build --preset fuzz
+	@for target in build-fuzz/tests/fuzz_*; do \
+	    [ -x "$$target" ] || continue; \
+	    tests/fuzz/run.sh "$$target" $(FUZZ_SECONDS) || exit 1; \
+	done
+
+install: build
+	@DESTDIR=$(DESTDIR) cmake --install build --prefix $(PREFIX)
+
+clean:
+	rm -rf build build-asan build-tsan build-fuzz
