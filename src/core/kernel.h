@@ -23,6 +23,7 @@ typedef struct weft_call {
     weft_isa isa;     /* CPU: the instruction set chosen for this call */
     weft_dtype dtype; /* activation type, or f32/f64 for operators without activations */
     bool f64;         /* every tensor is float64 */
+    bool query;       /* asks for the workspace size only: pointers mean nothing */
     int64_t tokens, streams, channels;
     int64_t rows; /* rows of the projection where the operator has one */
 } weft_call;

@@ -1,0 +1,67 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * How an operator describes its arguments (src/ops/<stem>.c) and what the shared validator makes of it. */
+#ifndef WEFT_CORE_CHECK_H
+#define WEFT_CORE_CHECK_H
+
+#include "core/kernel.h"
+#include "core/status.h"
+
+/* info is public through weft/ops.h; check looks at what a table of tensors cannot say: scalars, enums, and which
+ * optional tensors need each other. It runs after the tensors were checked, with the sizes of the call known. */
+typedef struct weft_op_desc {
+    weft_op_info info;
+    weft_status (*check)(const weft_call *call, const void *args);
+} weft_op_desc;
+
+#define WEFT_OP(name) extern const weft_op_desc weft_desc_##name;
+#include "core/ops.def"
+#undef WEFT_OP
+
+/* Rows of an argument table. The struct is named once, by #define ARGS, in front of each table. */
+#define WEFT_DIMS(...) .ndim = sizeof((int[]){__VA_ARGS__}) / sizeof(int), .dim = {__VA_ARGS__}
+#define IN(field, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_IN, .type = WEFT_TYPE_##t, WEFT_DIMS(__VA_ARGS__)}
+#define OPT(field, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_IN, .type = WEFT_TYPE_##t, .optional = 1, WEFT_DIMS(__VA_ARGS__)}
+#define OUT(field, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_OUT, .type = WEFT_TYPE_##t, WEFT_DIMS(__VA_ARGS__)}
+#define OUT_OPT(field, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_OUT, .type = WEFT_TYPE_##t, .optional = 1, WEFT_DIMS(__VA_ARGS__)}
+#define OUT_OVER(field, over, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_OUT, .type = WEFT_TYPE_##t, .in_place = #over, WEFT_DIMS(__VA_ARGS__)}
+#define GRAD(field, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_GRAD, .type = WEFT_TYPE_##t, WEFT_DIMS(__VA_ARGS__)}
+#define GRAD_OPT(field, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_GRAD, .type = WEFT_TYPE_##t, .optional = 1, WEFT_DIMS(__VA_ARGS__)}
+#define GRAD_OVER(field, over, opt, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_GRAD, .type = WEFT_TYPE_##t, .optional = opt, .in_place = #over, WEFT_DIMS(__VA_ARGS__)}
+
+#define TOKENS WEFT_DIM_TOKENS
+#define STREAMS WEFT_DIM_STREAMS
+#define CHANNELS WEFT_DIM_CHANNELS
+#define GATES WEFT_DIM_GATES
+#define ROWS WEFT_DIM_ROWS
+
+#define WEFT_DESC(op, table, check_fn)                                                                               \
+    const weft_op_desc weft_desc_##op = {                                                                            \
+        .info = {#op, sizeof(weft_##op##_args), (int32_t)(sizeof(table) / sizeof *(table)), table}, .check = check_fn}
+
+/* Checks the tensors of a table and binds the sizes of the call; `prefix` stands before names in messages. */
+weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix);
+
+/* A struct of arguments with its table; index is -1, or the layer number for messages. */
+typedef struct weft_arg_group {
+    const weft_op_info *info;
+    const void *args;
+    int32_t index;
+} weft_arg_group;
+/* No output of either group shares memory with another argument of the two (which may be one and the same group). */
+weft_status weft_check_overlap(const weft_call *call, const weft_arg_group *a, const weft_arg_group *b);
+
+const char *weft_op_name(weft_op op);
+
+/* Scalars that several operators share. */
+weft_status weft_check_eps(const weft_call *call, const char *name, double eps);
+weft_status weft_check_enum(const weft_call *call, const char *name, int value, int count);
+weft_status weft_check_gates(const weft_call *call, const weft_mhc_numerics *numerics);
+weft_status weft_check_sinkhorn(const weft_call *call, const weft_mhc_numerics *numerics);
+weft_status weft_check_apply(const weft_call *call, const weft_mhc_numerics *numerics);
+weft_status weft_check_dropout(const weft_call *call, const char *prefix, const weft_dropout *dropout);
+/* `what` makes no sense unless `needs` is there too. */
+weft_status weft_check_needs(const weft_call *call, const char *what, const weft_tensor *w, const char *needs,
+                             const weft_tensor *n);
+
+#endif

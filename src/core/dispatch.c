@@ -1,0 +1,231 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The one way in: every public operator function passes through `enter`, which validates, and `find_kernel`, which
+ * looks the call up in a table. Both public functions of each operator are expanded from core/ops.def. */
+#include "core/check.h"
+
+#include <string.h>
+
+static const weft_op_desc *const descs[WEFT_OP_COUNT] = {
+#define WEFT_OP(name) [WEFT_OP_##name] = &weft_desc_##name,
+#include "core/ops.def"
+#undef WEFT_OP
+};
+
+/* Tables of a backend, one per operator. The CPU backend has a set per instruction set. */
+static const weft_kernel *const ref_tables[WEFT_OP_COUNT] = {
+#define WEFT_OP(name) [WEFT_OP_##name] = weft_ref_##name,
+#include "core/ops.def"
+#undef WEFT_OP
+};
+static const weft_kernel *const cpu_base_tables[WEFT_OP_COUNT] = {
+#define WEFT_OP(name) [WEFT_OP_##name] = weft_cpu_base_##name,
+#include "core/ops.def"
+#undef WEFT_OP
+};
+#if WEFT_HAVE_X86
+static const weft_kernel *const cpu_avx2_tables[WEFT_OP_COUNT] = {
+#define WEFT_OP(name) [WEFT_OP_##name] = weft_cpu_avx2_##name,
+#include "core/ops.def"
+#undef WEFT_OP
+};
+static const weft_kernel *const cpu_avx512_tables[WEFT_OP_COUNT] = {
+#define WEFT_OP(name) [WEFT_OP_##name] = weft_cpu_avx512_##name,
+#include "core/ops.def"
+#undef WEFT_OP
+};
+#endif
+
+static const weft_kernel *const *tables_of(const weft_call *call)
+{
+    if (call->exec->backend == WEFT_BACKEND_REF) return ref_tables;
+#if WEFT_HAVE_X86
+    if (call->isa >= WEFT_ISA_AVX512) return cpu_avx512_tables; /* AMX is a branch inside the projection */
+    if (call->isa == WEFT_ISA_AVX2) return cpu_avx2_tables;
+#endif
+    return cpu_base_tables;
+}
+
+const char *weft_op_name(weft_op op)
+{
+    return descs[op]->info.name;
+}
+
+int weft_backend_available(weft_backend backend)
+{
+    return backend == WEFT_BACKEND_REF || backend == WEFT_BACKEND_CPU;
+}
+
+/* ---- validation ------------------------------------------------------------------------------------------------- */
+
+static weft_status check_exec(weft_call *call)
+{
+    const weft_exec *e = call->exec;
+    const char *op = weft_op_name(call->op);
+    if (e->backend < WEFT_BACKEND_REF || e->backend > WEFT_BACKEND_CUDA)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.backend: expected ref, cpu or cuda, got the number %d", op,
+                         (int)e->backend);
+    if (!weft_backend_available(e->backend))
+        return weft_fail(WEFT_ERR_UNSUPPORTED, "%s: exec.backend: expected a backend of this build, got %s", op,
+                         weft_backend_name(e->backend));
+    if (e->device != 0)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.device: expected 0 on the %s backend, got %d", op,
+                         weft_backend_name(e->backend), (int)e->device);
+    if (e->threads < 0 || e->threads > 4096)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.threads: expected 0 to 4096, got %d", op, (int)e->threads);
+    if (e->isa < WEFT_ISA_BEST || e->isa > WEFT_ISA_AMX)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.isa: expected a weft_isa, got the number %d", op, (int)e->isa);
+    if (e->isa > weft_cpu_isa())
+        return weft_fail(WEFT_ERR_UNSUPPORTED, "%s: exec.isa: expected at most %s on this machine, got %s", op,
+                         weft_isa_name(weft_cpu_isa()), weft_isa_name(e->isa));
+    call->isa = e->isa == WEFT_ISA_BEST ? weft_cpu_isa() : e->isa;
+    return WEFT_OK;
+}
+
+/* Copies the caller's struct into one of the current size, so that kernels never meet an older or newer layout. */
+static weft_status take_args(const weft_op_desc *desc, const void *args, void *copy)
+{
+    size_t size, ours = desc->info.args_size;
+    memcpy(&size, args, sizeof size);
+    if (size < ours)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: struct_size: expected at least %zu (use WEFT_ARGS), got %zu",
+                         desc->info.name, ours, size);
+    if (size > ours + 65536)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: struct_size: expected %zu (use WEFT_ARGS), got %zu", desc->info.name,
+                         ours, size);
+    for (size_t i = ours; i < size; i++)
+        if (((const unsigned char *)args)[i])
+            return weft_fail(WEFT_ERR_UNSUPPORTED,
+                             "%s: struct_size: expected %zu, got %zu with a field set that this version does not know",
+                             desc->info.name, ours, size);
+    memcpy(copy, args, ours);
+    return WEFT_OK;
+}
+
+/* Large enough for the largest args struct. */
+typedef union args_copy {
+    size_t struct_size;
+    double align;
+    char bytes[4096];
+} args_copy;
+#define WEFT_OP(name)                                                                                                \
+    _Static_assert(sizeof(weft_##name##_args) <= sizeof(args_copy), "args_copy is too small for " #name);            \
+    _Static_assert(offsetof(weft_##name##_args, struct_size) == 0, "struct_size must come first in " #name);
+#include "core/ops.def"
+#undef WEFT_OP
+
+static weft_status find_kernel(const weft_call *call, const weft_kernel **found)
+{
+    for (const weft_kernel *k = tables_of(call)[call->op]; k->run; k++)
+        if ((k->dtype == WEFT_NONE || k->dtype == call->dtype) && (k->streams == 0 || k->streams == call->streams)) {
+            *found = k;
+            return WEFT_OK;
+        }
+    return weft_fail(WEFT_ERR_UNSUPPORTED, "%s: expected a case the %s backend has a kernel for, got %s with %lld streams",
+                     weft_op_name(call->op), weft_backend_name(call->exec->backend), weft_dtype_name(call->dtype),
+                     (long long)call->streams);
+}
+
+/* Everything up to the launch. */
+static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bool query, weft_call *call,
+                         args_copy *copy, const weft_kernel **kernel)
+{
+    const weft_op_desc *desc = descs[op];
+    weft_clear_error();
+    if (exec == NULL)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec: expected a pointer, got NULL", desc->info.name);
+    if (args == NULL)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: args: expected a pointer, got NULL", desc->info.name);
+    *call = (weft_call){.op = op, .exec = exec, .query = query, .tokens = -1, .streams = -1, .channels = -1, .rows = -1};
+    WEFT_TRY(take_args(desc, args, copy));
+    WEFT_TRY(check_exec(call));
+    WEFT_TRY(weft_check_tensors(call, &desc->info, copy, ""));
+    if (call->dtype == WEFT_NONE) call->dtype = WEFT_F32;
+    WEFT_TRY(desc->check(call, copy));
+    if (call->f64 && exec->backend != WEFT_BACKEND_REF)
+        return weft_fail(WEFT_ERR_UNSUPPORTED, "%s: expected f32, bf16 or f16 on the %s backend, got f64 (ref serves it)",
+                         desc->info.name, weft_backend_name(exec->backend));
+    weft_arg_group all = {&desc->info, copy, -1};
+    if (!query) WEFT_TRY(weft_check_overlap(call, &all, &all));
+    return find_kernel(call, kernel);
+}
+
+static weft_status run(weft_op op, const weft_exec *exec, const void *args)
+{
+    weft_call call;
+    args_copy copy;
+    const weft_kernel *kernel;
+    WEFT_TRY(enter(op, exec, args, false, &call, &copy, &kernel));
+    size_t need = kernel->workspace ? kernel->workspace(&call, &copy) : 0;
+    if (need > 0 && (exec->workspace == NULL || exec->workspace_bytes < need))
+        return weft_fail(WEFT_ERR_WORKSPACE, "%s: exec.workspace: expected at least %zu bytes, got %zu%s",
+                         weft_op_name(op), need, exec->workspace_bytes, exec->workspace ? "" : " at NULL");
+    return kernel->run(&call, &copy);
+}
+
+static weft_status workspace(weft_op op, const weft_exec *exec, const void *args, size_t *bytes)
+{
+    weft_call call;
+    args_copy copy;
+    const weft_kernel *kernel;
+    weft_clear_error();
+    if (bytes == NULL)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: bytes: expected a pointer, got NULL", weft_op_name(op));
+    WEFT_TRY(enter(op, exec, args, true, &call, &copy, &kernel));
+    *bytes = kernel->workspace ? kernel->workspace(&call, &copy) : 0;
+    return WEFT_OK;
+}
+
+/* ---- the public functions --------------------------------------------------------------------------------------- */
+
+#define WEFT_OP(name)                                                                                                \
+    weft_status weft_##name(const weft_exec *exec, const weft_##name##_args *args)                                   \
+    {                                                                                                                \
+        return run(WEFT_OP_##name, exec, args);                                                                      \
+    }                                                                                                                \
+    weft_status weft_##name##_workspace(const weft_exec *exec, const weft_##name##_args *args, size_t *bytes)        \
+    {                                                                                                                \
+        return workspace(WEFT_OP_##name, exec, args, bytes);                                                         \
+    }
+#include "core/ops.def"
+#undef WEFT_OP
+
+int32_t weft_op_count(void)
+{
+    return WEFT_OP_COUNT;
+}
+
+const weft_op_info *weft_op_at(int32_t index)
+{
+    return index >= 0 && index < WEFT_OP_COUNT ? &descs[index]->info : NULL;
+}
+
+const weft_op_info *weft_op_find(const char *name)
+{
+    for (int i = 0; name && i < WEFT_OP_COUNT; i++)
+        if (strcmp(descs[i]->info.name, name) == 0) return &descs[i]->info;
+    return NULL;
+}
+
+/* The operator a description belongs to, or -1. */
+static int index_of(const weft_op_info *info)
+{
+    for (int i = 0; i < WEFT_OP_COUNT; i++)
+        if (&descs[i]->info == info) return i;
+    return -1;
+}
+
+weft_status weft_op_call(const weft_op_info *info, const weft_exec *exec, const void *args)
+{
+    int op = index_of(info);
+    if (op < 0) return weft_fail(WEFT_ERR_ARGUMENT, "weft_op_call: op: expected an operator from weft_op_at, got another");
+    return run((weft_op)op, exec, args);
+}
+
+weft_status weft_op_workspace(const weft_op_info *info, const weft_exec *exec, const void *args, size_t *bytes)
+{
+    int op = index_of(info);
+    if (op < 0)
+        return weft_fail(WEFT_ERR_ARGUMENT, "weft_op_workspace: op: expected an operator from weft_op_at, got another");
+    return workspace((weft_op)op, exec, args, bytes);
+}

@@ -1,0 +1,274 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The validator behind every operator: walks an operator's argument table and checks presence, dtype, rank, shape,
+ * strides, alignment and overlap. Sizes are bound by the first tensor that shows them and must agree everywhere else. */
+#include "core/check.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum { MAX_ROWS = 4096 };
+static const int64_t max_tokens = (int64_t)1 << 40;
+static const int64_t max_channels = (int64_t)1 << 31;
+
+static const weft_tensor *tensor_of(const weft_arg_info *info, const void *args)
+{
+    /* weft_grad begins with its tensor, so the offset serves both kinds. */
+    return (const weft_tensor *)((const char *)args + info->offset);
+}
+
+static bool is_output(const weft_arg_info *info)
+{
+    return info->kind != WEFT_ARG_IN;
+}
+
+static int64_t elements(const weft_tensor *t)
+{
+    int64_t n = 1;
+    for (int i = 0; i < t->ndim; i++) n *= t->shape[i];
+    return n;
+}
+
+/* ---- dtype ------------------------------------------------------------------------------------------------------ */
+
+static weft_status check_dtype(weft_call *call, const weft_arg_info *info, const weft_tensor *t, const char *prefix,
+                               bool first)
+{
+    weft_dtype got = t->dtype;
+    const char *op = weft_op_name(call->op), *want;
+    if (got < WEFT_F32 || got > WEFT_F64)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a dtype, got the number %d", op, prefix, info->name,
+                         (int)got);
+    if (first) {
+        call->f64 = got == WEFT_F64;
+        if (call->f64) call->dtype = WEFT_F64;
+    }
+    if (call->f64 || got == WEFT_F64) {
+        if (call->f64 && got == WEFT_F64) return WEFT_OK;
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected %s like the other tensors, got %s", op, prefix,
+                         info->name, call->f64 ? "f64" : "no f64", weft_dtype_name(got));
+    }
+    switch (info->type) {
+    case WEFT_TYPE_ACT:
+        if (call->dtype == WEFT_NONE) call->dtype = got;
+        if (got == call->dtype) return WEFT_OK;
+        want = weft_dtype_name(call->dtype);
+        break;
+    case WEFT_TYPE_WIDE:
+        if (got == WEFT_F32 || call->dtype == WEFT_NONE || got == call->dtype) return WEFT_OK;
+        want = call->dtype == WEFT_BF16 ? "f32 or bf16" : call->dtype == WEFT_F16 ? "f32 or f16" : "f32";
+        break;
+    case WEFT_TYPE_FULL:
+        if (got == WEFT_F32) return WEFT_OK;
+        want = "f32";
+        break;
+    default: return WEFT_OK; /* coefficients and parameters: any of the three */
+    }
+    return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected %s, got %s", op, prefix, info->name, want,
+                     weft_dtype_name(got));
+}
+
+/* ---- shape ------------------------------------------------------------------------------------------------------ */
+
+/* The n whose 2n + n^2 is rows, or 0. */
+static int64_t streams_of_gates(int64_t rows)
+{
+    for (int64_t n = 1; n <= WEFT_MAX_STREAMS; n++)
+        if (2 * n + n * n == rows) return n;
+    return 0;
+}
+
+static weft_status bind_dim(weft_call *call, const weft_arg_info *info, int axis, int64_t got, const char *prefix)
+{
+    const char *op = weft_op_name(call->op);
+    int32_t dim = info->dim[axis];
+    int64_t low = 1, high = 0, *size = NULL;
+    const char *name = NULL;
+    switch (dim) {
+    case WEFT_DIM_TOKENS: name = "tokens", size = &call->tokens, low = 0, high = max_tokens; break;
+    case WEFT_DIM_STREAMS: name = "streams", size = &call->streams, high = WEFT_MAX_STREAMS; break;
+    case WEFT_DIM_CHANNELS: name = "channels", size = &call->channels, high = max_channels; break;
+    case WEFT_DIM_ROWS: name = "rows", size = &call->rows, high = MAX_ROWS; break;
+    case WEFT_DIM_GATES:
+        if (call->streams < 0) call->streams = streams_of_gates(got) ? streams_of_gates(got) : -1;
+        if (call->streams < 0)
+            return weft_fail(WEFT_ERR_ARGUMENT,
+                             "%s: %s%s: dim %d: expected 2n + n^2 for n from 1 to %d, got %lld", op, prefix, info->name,
+                             axis, WEFT_MAX_STREAMS, (long long)got);
+        call->rows = 2 * call->streams + call->streams * call->streams;
+        if (got == call->rows) return WEFT_OK;
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected 2n + n^2 = %lld for %lld streams, got %lld", op,
+                         prefix, info->name, axis, (long long)call->rows, (long long)call->streams, (long long)got);
+    default:
+        if (got == dim) return WEFT_OK;
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected %d, got %lld", op, prefix, info->name, axis,
+                         (int)dim, (long long)got);
+    }
+    if (got < low || got > high)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d (%s): expected %lld to %lld, got %lld", op, prefix,
+                         info->name, axis, name, (long long)low, (long long)high, (long long)got);
+    if (*size < 0) *size = got;
+    if (*size == got) return WEFT_OK;
+    return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d (%s): expected %lld like the other tensors, got %lld", op,
+                     prefix, info->name, axis, name, (long long)*size, (long long)got);
+}
+
+/* Bytes from the first to the end of the last element; -1 where that does not fit 62 bits. */
+static int64_t extent(const weft_tensor *t)
+{
+    int64_t last = 0, part;
+    for (int i = 0; i < t->ndim; i++)
+        if (__builtin_mul_overflow(t->shape[i] - 1, t->stride[i], &part) || __builtin_add_overflow(last, part, &last))
+            return -1;
+    last += 1;
+    return last > ((int64_t)1 << 58) ? -1 : last * (int64_t)weft_dtype_size(t->dtype);
+}
+
+/* No two indices reach the same element: each stride steps over everything that smaller strides can reach. */
+static bool writes_once(const weft_tensor *t)
+{
+    bool used[WEFT_MAX_DIMS] = {false};
+    int64_t reach = 1;
+    for (int k = 0; k < t->ndim; k++) {
+        int best = -1;
+        for (int i = 0; i < t->ndim; i++)
+            if (!used[i] && (best < 0 || t->stride[i] < t->stride[best] ||
+                             (t->stride[i] == t->stride[best] && t->shape[i] < t->shape[best])))
+                best = i;
+        used[best] = true;
+        if (t->shape[best] == 1) continue;
+        if (t->stride[best] < reach) return false;
+        reach = t->stride[best] * (t->shape[best] - 1) + reach;
+    }
+    return true;
+}
+
+static weft_status check_layout(const weft_call *call, const weft_arg_info *info, const weft_tensor *t,
+                                const char *prefix)
+{
+    const char *op = weft_op_name(call->op);
+    for (int i = 0; i < t->ndim; i++)
+        if (t->stride[i] < 0)
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: stride %d: expected 0 or more, got %lld", op, prefix,
+                             info->name, i, (long long)t->stride[i]);
+    if (elements(t) == 0) return WEFT_OK;
+    if (extent(t) < 0)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a span below 2^58 elements, got strides beyond it", op,
+                         prefix, info->name);
+    if (is_output(info) && !writes_once(t))
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected strides that write each element once, got overlapping ones",
+                         op, prefix, info->name);
+    if (call->query) return WEFT_OK;
+    if (t->data == NULL)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer to %lld elements, got NULL", op, prefix,
+                         info->name, (long long)elements(t));
+    if ((uintptr_t)t->data % weft_dtype_size(t->dtype))
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer aligned to its %d-byte elements, got %p", op,
+                         prefix, info->name, (int)weft_dtype_size(t->dtype), t->data);
+    return WEFT_OK;
+}
+
+weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix)
+{
+    const char *op = weft_op_name(call->op);
+    bool first = call->tokens < 0 && call->streams < 0 && call->channels < 0 && call->dtype == WEFT_NONE;
+    for (int32_t i = 0; i < info->num_args; i++) {
+        const weft_arg_info *a = &info->args[i];
+        const weft_tensor *t = tensor_of(a, args);
+        if (t->dtype == WEFT_NONE) {
+            if (a->optional) continue;
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a tensor, got none", op, prefix, a->name);
+        }
+        WEFT_TRY(check_dtype(call, a, t, prefix, first));
+        first = false;
+        if (t->ndim != a->ndim)
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected %d dimensions, got %d", op, prefix, a->name,
+                             (int)a->ndim, (int)t->ndim);
+        for (int d = 0; d < a->ndim; d++) WEFT_TRY(bind_dim(call, a, d, t->shape[d], prefix));
+        WEFT_TRY(check_layout(call, a, t, prefix));
+        if (a->kind == WEFT_ARG_GRAD) {
+            int32_t add = ((const weft_grad *)t)->add;
+            if (add != 0 && add != 1)
+                return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s.add: expected 0 or 1, got %d", op, prefix, a->name,
+                                 (int)add);
+        }
+    }
+    if (call->streams > 0) {
+        int64_t all;
+        if (__builtin_mul_overflow(call->streams, call->channels > 0 ? call->channels : 1, &all) ||
+            all > ((int64_t)1 << 31))
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: streams * channels: expected at most 2^31, got %lld * %lld", op,
+                             (long long)call->streams, (long long)call->channels);
+    }
+    return WEFT_OK;
+}
+
+/* ---- overlap ---------------------------------------------------------------------------------------------------- */
+
+/* Extent of one row: all dimensions but the first, in bytes. */
+static int64_t row_extent(const weft_tensor *t)
+{
+    weft_tensor row = *t;
+    row.shape[0] = 1;
+    return extent(&row);
+}
+
+/* Two views share an element? Exact for views whose rows lie a common stride apart (slices of one padded buffer, which
+ * interleave without touching); otherwise their byte ranges decide. */
+static bool share_memory(const weft_tensor *a, const weft_tensor *b)
+{
+    if (elements(a) == 0 || elements(b) == 0) return false;
+    uintptr_t pa = (uintptr_t)a->data, pb = (uintptr_t)b->data;
+    if (pa + (uintptr_t)extent(a) <= pb || pb + (uintptr_t)extent(b) <= pa) return false;
+    int64_t step = a->stride[0] * (int64_t)weft_dtype_size(a->dtype);
+    int64_t ra = row_extent(a), rb = row_extent(b);
+    if (step > 0 && step == b->stride[0] * (int64_t)weft_dtype_size(b->dtype) && ra <= step && rb <= step) {
+        int64_t offset = pa <= pb ? (int64_t)((pb - pa) % (uintptr_t)step)
+                                  : (step - (int64_t)((pa - pb) % (uintptr_t)step)) % step;
+        return offset < ra || offset + rb > step; /* b begins inside a's row, or runs into a's next row */
+    }
+    return true;
+}
+
+static bool same_view(const weft_tensor *a, const weft_tensor *b)
+{
+    if (a->data != b->data || a->dtype != b->dtype || a->ndim != b->ndim) return false;
+    for (int i = 0; i < a->ndim; i++)
+        if (a->shape[i] != b->shape[i] || (a->shape[i] > 1 && a->stride[i] != b->stride[i])) return false;
+    return true;
+}
+
+static const char *full_name(char *buffer, size_t size, const weft_arg_group *g, const weft_arg_info *a)
+{
+    if (g->index < 0) return a->name;
+    snprintf(buffer, size, "layers[%d].%s", (int)g->index, a->name);
+    return buffer;
+}
+
+/* Outputs of group a against everything in group b. */
+static weft_status outputs_apart(const weft_call *call, const weft_arg_group *ga, const weft_arg_group *gb)
+{
+    char na[64], nb[64];
+    for (int32_t i = 0; i < ga->info->num_args; i++) {
+        const weft_arg_info *a = &ga->info->args[i];
+        const weft_tensor *ta = tensor_of(a, ga->args);
+        if (!is_output(a) || ta->dtype == WEFT_NONE) continue;
+        for (int32_t j = 0; j < gb->info->num_args; j++) {
+            const weft_arg_info *b = &gb->info->args[j];
+            const weft_tensor *tb = tensor_of(b, gb->args);
+            if (ta == tb || tb->dtype == WEFT_NONE || !share_memory(ta, tb)) continue;
+            if (ga == gb && a->in_place && strcmp(a->in_place, b->name) == 0 && same_view(ta, tb)) continue;
+            return weft_fail(WEFT_ERR_OVERLAP, "%s: %s: expected memory of its own%s%s, got memory shared with %s",
+                             weft_op_name(call->op), full_name(na, sizeof na, ga, a),
+                             a->in_place ? " or exactly that of " : "", a->in_place ? a->in_place : "",
+                             full_name(nb, sizeof nb, gb, b));
+        }
+    }
+    return WEFT_OK;
+}
+
+weft_status weft_check_overlap(const weft_call *call, const weft_arg_group *a, const weft_arg_group *b)
+{
+    WEFT_TRY(outputs_apart(call, a, b));
+    return a == b ? WEFT_OK : outputs_apart(call, b, a);
+}
