@@ -24,19 +24,19 @@ export CTEST_PARALLEL_LEVEL ?= $(JOBS)
 SHELL = /bin/bash
 
 .PHONY: all build run test bench format check check-format check-asan check-tsan check-fuzz fuzz install clean
-.PHONY: deps-build deps-test deps-check build-tests
+.PHONY: deps-build deps-test deps-format deps-check build-tests
 
 all: build
 
-deps-build deps-test deps-check:
+deps-build deps-test deps-format deps-check:
 	@tools/deps.sh $(@:deps-%=%)
 
 build: deps-build
-	@cmake --preset release $(CMAKE_FLAGS) --log-level=WARNING
+	@cmake --preset release $(CMAKE_FLAGS) >/dev/null
 	@cmake --build --preset release
 
 build-tests: deps-test
-	@cmake --preset release $(CMAKE_FLAGS) -DWEFT_TESTS=ON --log-level=WARNING
+	@cmake --preset release $(CMAKE_FLAGS) -DWEFT_TESTS=ON >/dev/null
 	@cmake --build --preset release
 
 run: build
@@ -54,33 +54,33 @@ test: build-tests
 	@set -o pipefail; ctest --preset release | tee build/ctest.log
 	@$(if $(GOLDEN),,echo "Golden files: skipped, there is no ../shared/golden and WEFT_GOLDEN_DIR is not set.")
 
-format: deps-check
+format: deps-format
 	@clang-format -i $(C_SOURCES)
 
 check: WERROR = ON
 check: check-format test check-asan check-tsan check-fuzz
 	@echo "make check: format, tests, sanitizers and fuzzing passed."
 
-check-format: deps-check
-	@clang-format --dry-run -Werror $(C_SOURCES)
+check-format: deps-format
+	@clang-format --dry-run -Werror --ferror-limit=1 $(C_SOURCES) || { echo "Run: make format"; exit 1; }
 
 check-asan check-tsan: check-%: deps-check
-	@cmake --preset $* --log-level=WARNING
+	@cmake --preset $* >/dev/null
 	@cmake --build --preset $*
 	@ctest --preset $*
 
 # Replays the corpus, then looks for new inputs for a short while.
 check-fuzz: deps-check
-	@cmake --preset fuzz --log-level=WARNING
+	@cmake --preset fuzz >/dev/null
 	@cmake --build --preset fuzz
 	@ctest --preset fuzz
 
 fuzz: deps-check
-	@cmake --preset fuzz --log-level=WARNING
+	@cmake --preset fuzz >/dev/null
 	@cmake --build --preset fuzz
 	@for target in build-fuzz/tests/fuzz_*; do \
 	    [ -x "$$target" ] || continue; \
-	    tests/fuzz/run.sh "$$target" $(FUZZ_SECONDS) || exit 1; \
+	    tools/fuzz.sh "$$target" $(FUZZ_SECONDS) || exit 1; \
 	done
 
 install: build

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 #
-# tools/deps.sh build|test|check: makes sure that what a make target needs is on this machine. Missing Debian packages
+# tools/deps.sh build|test|format|check: makes sure that what a make target needs is on this machine. Missing Debian packages
 # are installed as root or through a sudo that asks no password; where that is not possible they are named.
 set -eu
 
@@ -11,17 +11,21 @@ need_header() { echo "#include <$1>" | "${CC:-cc}" -E -x c - >/dev/null 2>&1 || 
 
 find_missing() {
     missing=
+    if [ "$1" = format ]; then
+        need_command clang-format clang-format
+        return
+    fi
     need_command "${CC:-cc}" gcc
     need_command cmake cmake
     need_command ninja ninja-build
     need_header stdio.h libc6-dev
-    [ "$1" = build ] && return
+    if [ "$1" = build ]; then return; fi
     need_command c++ g++
     need_command nm binutils
     need_command python3 python3
     need_command pkg-config pkg-config
     need_header cmocka.h libcmocka-dev
-    [ "$1" = test ] && return
+    if [ "$1" = test ]; then return; fi
     need_command clang clang
     need_command clang-format clang-format
     need_command llvm-symbolizer llvm

@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that the documents speak of things that exist.
+
+  - A path of the repository named in `backticks` or as the target of a link exists. <stem> and * match anything, and
+    a name with "foo" in it is an example.
+  - In docs/math.md a tag such as [M1] stands in a heading, and its section names an implementing file under src/.
+  - A tag cited in a header or source exists in docs/math.md.
+  - Every operator of src/core/ops.def is named in docs/math.md.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MATH = ROOT / "docs" / "math.md"
+
+TAG = re.compile(r"\[([A-Z][0-9]+)\]")
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+PATH = re.compile(r"^[\w.*<>{},+-]+(/[\w.*<>{},+-]+)*/?$")
+
+failures = []
+
+
+def fail(path, text, position, message):
+    failures.append(f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, position) + 1}: {message}")
+
+
+def blank_fences(text):
+    """The text with fenced blocks emptied, lines kept."""
+    return FENCE.sub(lambda match: "\n" * match.group().count("\n"), text)
+
+
+def variants(name):
+    """`a/{b,c}.h` names two files."""
+    brace = re.search(r"\{([^{}]*)\}", name)
+    if not brace:
+        return [name]
+    return [v for part in brace.group(1).split(",")
+            for v in variants(name[:brace.start()] + part + name[brace.end():])]
+
+
+def resolve(name):
+    """Folders a name may be relative to, or [] where it does not look like a path of this repository."""
+    first = name.split("/")[0]
+    if "/" not in name:
+        is_root_file = re.fullmatch(r"(README|CONTRIBUTING|CHANGELOG|LICENSE|Makefile|CMake\w+)(\.\w+)?", name)
+        return [ROOT] if is_root_file else []
+    if first.startswith("build"):
+        return []
+    if (ROOT / first).is_dir() or first in {"python", ".ci"}:
+        return [ROOT]
+    if first == "weft" and name.endswith(".h"):
+        return [ROOT / "include"]
+    if (ROOT / "src" / first).is_dir():
+        return [ROOT / "src"]
+    return []
+
+
+def exists(base, name):
+    pattern = re.sub(r"<[^<>/]*>", "*", name.rstrip("/"))
+    return any(base.glob(pattern)) if "*" in pattern else (base / pattern).exists()
+
+
+def check_paths(document):
+    text = blank_fences(document.read_text(encoding="utf-8"))
+    for match in CODE.finditer(text):
+        name = re.sub(r":\d+$", "", match.group(1))
+        if not PATH.match(name) or "foo" in name:
+            continue
+        for variant in variants(name):
+            bases = resolve(variant)
+            if bases and not any(exists(base, variant) for base in bases):
+                fail(document, text, match.start(), f"{variant} does not exist")
+    for match in LINK.finditer(text):
+        target = match.group(1).split("#")[0]
+        if target and not re.match(r"^[a-z]+:", target) and not (document.parent / target).exists():
+            fail(document, text, match.start(), f"link to {target}, which does not exist")
+
+
+def check_math():
+    text = blank_fences(MATH.read_text(encoding="utf-8"))
+    headings = [match for match in re.finditer(r"^#+ .*$", text, re.M) if TAG.search(match.group())]
+    tags = set()
+    for i, heading in enumerate(headings):
+        end = headings[i + 1].start() if i + 1 < len(headings) else len(text)
+        named = [v for code in CODE.findall(text[heading.start():end]) for v in variants(code)]
+        here = TAG.findall(heading.group())
+        tags.update(here)
+        if not any(name.startswith("src/") and PATH.match(name) and exists(ROOT, name) for name in named):
+            fail(MATH, text, heading.start(), f"[{'], ['.join(here)}] names no implementing file under src/")
+    if not tags:
+        fail(MATH, text, 0, "no heading carries a tag such as [M1]")
+
+    sources = [path for folder in ("include", "src") for path in sorted((ROOT / folder).rglob("*"))
+               if path.suffix in {".c", ".h", ".cu", ".cuh"}]
+    for path in sources:
+        source = path.read_text(encoding="utf-8")
+        for comment in re.finditer(r"/\*.*?\*/|//[^\n]*", source, re.S):
+            for tag in TAG.finditer(comment.group()):
+                if tag.group(1) not in tags:
+                    fail(path, source, comment.start() + tag.start(), f"{tag.group()} is not a heading of docs/math.md")
+
+    operators = re.findall(r"^WEFT_OP\((\w+)\)", (ROOT / "src/core/ops.def").read_text(encoding="utf-8"), re.M)
+    for stem in sorted({re.sub(r"_(fwd|bwd)$", "", name) for name in operators}):
+        if not re.search(rf"\b{stem}\b", text):
+            fail(MATH, text, 0, f"the operator {stem} is not named")
+    return len(tags)
+
+
+def main():
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
+    for document in documents:
+        if document.is_file():
+            check_paths(document)
+        else:
+            failures.append(f"{document.relative_to(ROOT)} is missing")
+    tags = 0
+    if MATH.is_file():
+        tags = check_math()
+    else:
+        failures.append("docs/math.md is missing")
+    print(*failures, sep="\n", end="\n" if failures else "")
+    print(f"docs: {len(documents)} documents, {tags} tags, {len(failures)} problems")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
