@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 #
-# tools/deps.sh build|test|format|check: makes sure that what a make target needs is on this machine. Missing Debian packages
-# are installed as root or through a sudo that asks no password; where that is not possible they are named.
+# tools/deps.sh build|test|format|check: makes sure that what a make target needs is on this machine. Missing Debian
+# packages are installed as root or through a sudo that asks no password; where that is not possible they are named.
 set -eu
 
 missing=
