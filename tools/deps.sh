@@ -8,6 +8,9 @@ set -eu
 missing=
 need_command() { command -v "$1" >/dev/null 2>&1 || missing="$missing $2"; }
 need_header() { echo "#include <$1>" | "${CC:-cc}" -E -x c - >/dev/null 2>&1 || missing="$missing $2"; }
+need_clang_link() {
+    echo 'int main(void) { return 0; }' | clang "$1" -x c -o /dev/null - >/dev/null 2>&1 || missing="$missing $2"
+}
 
 find_missing() {
     missing=
@@ -29,33 +32,41 @@ find_missing() {
     need_command clang clang
     need_command clang-format clang-format
     need_command llvm-symbolizer llvm
-    # clang's own OpenMP and sanitizer runtimes, which gcc's do not replace.
-    if ! echo 'int main(void) { return 0; }' | clang -fopenmp=libomp -x c -o /dev/null - 2>/dev/null; then
-        missing="$missing libomp-dev"
+    # clang's OpenMP and sanitizer runtimes are packages of their own.
+    need_clang_link -fopenmp=libomp libomp-dev
+    if command -v clang >/dev/null 2>&1; then
+        need_clang_link -fsanitize=thread "libclang-rt-$(clang -dumpversion | cut -d. -f1)-dev"
     fi
 }
 
+# Prints how to become root without being asked for a password; fails where there is no way.
+as_root() {
+    if [ "$(id -u)" = 0 ]; then
+        echo env
+    elif command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then
+        echo sudo env
+    else
+        return 1
+    fi
+}
+
+# shellcheck disable=SC2086
+install_missing() {
+    command -v apt-get >/dev/null 2>&1 && root=$(as_root) || return 1
+    echo "Installing Debian packages:$missing"
+    $root apt-get -qq -o DPkg::Lock::Timeout=300 update || true
+    $root DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o DPkg::Lock::Timeout=300 install \
+        --no-install-recommends $missing >/dev/null
+}
+
+# Twice, because some packages can be named only when others are there.
+for round in 1 2; do
+    find_missing "$1"
+    [ -z "$missing" ] && exit 0
+    install_missing || break
+done
 find_missing "$1"
 [ -z "$missing" ] && exit 0
-
-if command -v apt-get >/dev/null 2>&1; then
-    if [ "$(id -u)" = 0 ]; then
-        as_root=env
-    elif command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then
-        as_root="sudo env"
-    else
-        as_root=
-    fi
-    if [ -n "$as_root" ]; then
-        echo "Installing Debian packages:$missing"
-        $as_root apt-get -qq -o DPkg::Lock::Timeout=300 update || true
-        # shellcheck disable=SC2086
-        $as_root DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o DPkg::Lock::Timeout=300 \
-            install --no-install-recommends $missing >/dev/null
-        find_missing "$1"
-        [ -z "$missing" ] && exit 0
-    fi
-fi
 
 echo "Missing on this machine, please install (names of Debian packages):$missing" >&2
 exit 1

@@ -17,9 +17,9 @@ int main(void)
     memset(x, 0xff, sizeof x);
 
     weft_exec exec = {.backend = WEFT_BACKEND_CPU};
-    weft_status status =
-        weft_mhc_expand_fwd(&exec, WEFT_ARGS(weft_mhc_expand_fwd_args, .u = weft_dense2(u, WEFT_F32, TOKENS, CHANNELS),
-                                             .x = weft_dense3(x, WEFT_F32, TOKENS, STREAMS, CHANNELS)));
+    weft_status status = weft_mhc_expand_fwd(
+        &exec, WEFT_ARGS(weft_mhc_expand_fwd_args, .u = weft_dense2(u, WEFT_F32, TOKENS, CHANNELS),
+                         .x = weft_dense3(x, WEFT_F32, TOKENS, STREAMS, CHANNELS)));
     if (status != WEFT_OK) {
         fprintf(stderr, "%s: %s\n", weft_status_name(status), weft_last_error());
         return 1;
