@@ -1,0 +1,311 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * One axis at a time around a small problem, then random points of the whole space: faults sit at edges and at
+ * combinations, and a full product would run for hours. */
+#include "support/grid.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <cmocka.h>
+
+#include "support/chain.h"
+#include "support/truth.h"
+
+static const weft_dtype acts[] = {WEFT_F32, WEFT_BF16, WEFT_F16};
+
+int grid_isas(weft_isa isas[4])
+{
+    int count = 0;
+    for (int isa = WEFT_ISA_BASE; isa <= (int)weft_cpu_isa(); isa++) isas[count++] = (weft_isa)isa;
+    return count;
+}
+
+bool grid_uses(const char *op, int32_t dim)
+{
+    const weft_op_info *info = weft_op_find(op);
+    for (int32_t i = 0; i < info->num_args; i++)
+        for (int32_t d = 0; d < info->args[i].ndim; d++)
+            if (info->args[i].dim[d] == dim) return true;
+    return false;
+}
+
+static bool runs_sinkhorn(const char *op)
+{
+    return strstr("mhc_sinkhorn_fwd mhc_sinkhorn_bwd mhc_coef_fwd mhc_coef_bwd mhc_pre_fwd mhc_pre_bwd", op) != NULL;
+}
+
+static bool is_backward(const char *op)
+{
+    return strcmp(op + strlen(op) - 3, "bwd") == 0;
+}
+
+void grid_compare(const spec *s)
+{
+    weft_isa isas[4];
+    int count = grid_isas(isas);
+    problem *p = problem_make(s);
+    truth t = {0};
+    pack avx2 = {0};
+    bool chained = chain_knows(s->op);
+    if (!chained) t = truth_make(p);
+    for (int i = 0; i < count; i++) {
+        weft_exec exec = on_cpu(isas[i], 2);
+        if (chained) {
+            chain_compare(p, exec);
+        } else {
+            problem_must_run(p, exec);
+            truth_compare(&t, p, exec);
+        }
+        if (isas[i] == WEFT_ISA_AVX2) avx2 = problem_pack(p);
+        if (isas[i] == WEFT_ISA_AVX512) {
+            pack avx512 = problem_pack(p);
+            pack_expect_same(p, &avx512, &avx2, "avx512 against avx2");
+            pack_free(&avx512);
+        }
+    }
+    pack_free(&avx2);
+    if (!chained) truth_free(&t);
+    problem_free(p);
+}
+
+void grid_chain_on_ref(const char *op)
+{
+    char absent[256];
+    rng r = {rng_name(2, op)};
+    if (is_backward(op)) return; /* the reference sums gradients in double, which a chain of fp32 buffers cannot */
+    for (int i = 0; i < (test_quick() ? 5 : 30); i++) {
+        spec s = grid_draw(op, &r, absent, sizeof absent);
+        /* the head's gates are never stored, so a chain that stores them agrees in float64 only */
+        if (i % 2 || strcmp(op, "mhc_head_fwd") == 0) {
+            s.act = s.wide = s.coef = s.param = WEFT_F64;
+            s.mix = false;
+        }
+        problem *p = problem_make(&s);
+        chain_compare(p, on_ref());
+        problem_free(p);
+    }
+    test_verdict();
+}
+
+/* ---- sweeps ----------------------------------------------------------------------------------------------------- */
+
+static void sweep_streams(const char *op)
+{
+    for (int64_t n = 1; n <= WEFT_MAX_STREAMS; n += test_quick() ? 5 : 1)
+        for (int64_t c = 3; c <= 17; c += 14) {
+            spec s = {.op = op, .tokens = 3, .streams = n, .channels = c, .act = acts[(n + c / 17) % 3]};
+            s.stream_layout = (layout)(n / 3 % 2);
+            s.wide = n & 1 ? WEFT_F32 : s.act;
+            if (c == 17 && !grid_uses(op, WEFT_DIM_CHANNELS)) break;
+            grid_compare(&s);
+        }
+}
+
+static void sweep_channels(const char *op)
+{
+    static const int64_t channels[] = {1, 3, 15, 16, 17, 31, 33, 64, 100, 255, 257, 1023, 2049};
+    static const int64_t streams[] = {4, 2, 8, 3};
+    if (!grid_uses(op, WEFT_DIM_CHANNELS)) return;
+    for (size_t c = 0; c < sizeof channels / sizeof *channels; c++)
+        for (size_t n = 0; n < 4; n++)
+            for (size_t a = 0; a < 3; a++) {
+                spec s = {.op = op, .tokens = 2, .streams = streams[n], .channels = channels[c], .act = acts[a]};
+                if (channels[c] > 300 && (n + a + c) % 4) continue; /* the wide ones in turns */
+                if (test_quick() && (n + a + c) % 5) continue;
+                s.wide = (n + a) & 1 ? WEFT_F32 : s.act;
+                s.stream_layout = (layout)((c + a) % 2);
+                s.param_layout = (layout)((c + n) % 2);
+                s.param = acts[(c + n) % 3];
+                grid_compare(&s);
+            }
+}
+
+static void sweep_tokens(const char *op)
+{
+    static const int64_t tokens[] = {0, 1, 2, 13, 17, 31, 33, 64, 65, 127, 129, 257};
+    for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++)
+        for (size_t a = 0; a < 3; a++) {
+            spec s = {.op = op, .tokens = tokens[t], .streams = 4, .channels = 33, .act = acts[a]};
+            if (test_quick() && (t + a) % 3) continue;
+            s.wide = t & 1 ? WEFT_F32 : s.act;
+            s.add = t % 4 == 1;
+            s.streams = t % 3 == 2 ? 2 : 4;
+            grid_compare(&s);
+        }
+    /* more tokens than a 16-bit index counts, and not a multiple of anything */
+    spec s = {.op = op, .tokens = test_quick() ? 4099 : 65539, .streams = 2, .channels = 1, .act = WEFT_BF16};
+    grid_compare(&s);
+}
+
+/* Strided, padded, misaligned, broadcast: one at a time, at sizes where the fast paths would otherwise run. */
+static void sweep_views(const char *op)
+{
+    for (int k = 0; k < 24; k++) {
+        spec s = {.op = op, .tokens = 9, .streams = k % 2 ? 4 : 8, .channels = k % 3 ? 48 : 50, .act = acts[k % 3]};
+        s.wide = k & 1 ? WEFT_F32 : s.act;
+        s.param = s.coef = acts[(k / 3) % 3];
+        s.stream_layout = s.param_layout = (layout)(k / 8);
+        s.pad = k % 4 == 1 ? 5 : 0;
+        s.misalign = k % 4 == 2;
+        s.broadcast = k % 4 == 3;
+        s.add = k / 4 & 1;
+        grid_compare(&s);
+    }
+}
+
+static void sweep_numerics(const char *op)
+{
+    static const int64_t streams[] = {4, 2, 8, 3, 1, 32};
+    static const int iterations[] = {1, 2, 20, 100};
+    char absent[1] = "";
+    rng r = {rng_name(1, op)};
+    if (!runs_sinkhorn(op)) return;
+    for (int rule = 0; rule < 5; rule++)
+        for (int it = 0; it < 4; it++)
+            for (int k = 0; k < (test_quick() ? 2 : 6); k++) {
+                spec s = grid_draw(op, &r, absent, sizeof absent);
+                s.mix = false;
+                s.tokens = 33;
+                s.channels = 5;
+                s.streams = streams[k];
+                s.rows = 0;
+                s.numerics.sinkhorn = (weft_sinkhorn)rule;
+                s.numerics.sinkhorn_iters = iterations[it];
+                s.numerics.sinkhorn_eps = k % 3 == 2 ? 0.05 : 1e-6;
+                if (s.streams == 32) s.tokens = 5;
+                grid_compare(&s);
+            }
+}
+
+spec grid_draw(const char *op, rng *r, char *absent, size_t size)
+{
+    static const int64_t streams[] = {1, 2, 3, 4, 4, 5, 8, 8};
+    const weft_op_info *info = weft_op_find(op);
+    const weft_op_info *layer = weft_mhc_replay_layer_info();
+    spec s = {.op = op, .mix = true};
+    s.tokens = rng_below(r, 20);
+    s.streams = streams[rng_below(r, 8)];
+    s.channels = 1 + rng_below(r, rng_below(r, 4) ? 40 : 140);
+    s.rows = rng_below(r, 2) ? 1 + rng_below(r, 40) : 0;
+    s.act = acts[rng_below(r, 3)];
+    s.seed = rng_next(r);
+    weft_mhc_preset_numerics((weft_mhc_preset)rng_below(r, WEFT_PRESET_COUNT), &s.numerics);
+    s.numerics.apply = (weft_apply)rng_below(r, 2);
+    s.contract = (weft_contract)rng_below(r, 2);
+    s.layers = 1 + (int)rng_below(r, MAX_LAYERS);
+    s.open_ended = rng_below(r, 2);
+    if (rng_below(r, 2))
+        s.dropout = (weft_dropout){.p = 0.25, .seed = rng_next(r), .site = rng_next(r), .token_base = rng_below(r, 1000),
+                                   .shared = (int32_t)rng_below(r, 2)};
+    absent[0] = '\0';
+    size_t used = 0;
+    for (int32_t i = 0; i < info->num_args + layer->num_args; i++) {
+        const weft_arg_info *a = i < info->num_args ? &info->args[i] : &layer->args[i - info->num_args];
+        if (i >= info->num_args && strcmp(op, "mhc_replay_fwd") != 0) break;
+        if (!a->optional || rng_below(r, 4) || used + strlen(a->name) + 4 > size) continue;
+        used += (size_t)snprintf(absent + used, size - used, " %s ", a->name);
+    }
+    s.absent = absent;
+    return s;
+}
+
+static void sweep_mix(const char *op)
+{
+    char absent[512];
+    rng r = {rng_name(0, op)};
+    for (int i = 0; i < (test_quick() ? 25 : 150); i++) {
+        spec s = grid_draw(op, &r, absent, sizeof absent);
+        grid_compare(&s);
+    }
+}
+
+void grid_suite(const char *op)
+{
+    sweep_streams(op);
+    sweep_channels(op);
+    sweep_tokens(op);
+    sweep_views(op);
+    sweep_numerics(op);
+    sweep_mix(op);
+    test_verdict();
+}
+
+/* ---- one rounding ----------------------------------------------------------------------------------------------- */
+
+/* Outputs whose dtype is free: the activation type is fixed by the inputs. */
+static bool can_be_wide(const arg *a)
+{
+    return a->block && arg_is_output(a) && a->info->type != WEFT_TYPE_ACT;
+}
+
+static void rounding_case(const spec *s, weft_exec exec)
+{
+    char where[80];
+    problem *narrow = problem_make(s), *wide = problem_make(s), *fresh = problem_make(s);
+    problem_must_run(narrow, exec);
+    for (int i = 0; i < wide->num_args; i++)
+        if (can_be_wide(&wide->arg[i])) arg_rebind(&wide->arg[i], WEFT_F32, false);
+    problem_seal(wide);
+    problem_must_run(wide, exec);
+    for (int i = 0; i < narrow->num_args; i++) {
+        const arg *a = &narrow->arg[i];
+        if (!can_be_wide(a)) continue;
+        double *got = arg_values(a), *value = arg_values(&wide->arg[i]), *before = arg_values(&fresh->arg[i]);
+        for (int64_t k = 0; k < a->elements; k++) {
+            unsigned char cell[8];
+            float sum = arg_adds(a) ? (float)(before[k] + value[k]) : (float)value[k];
+            value_store(cell, a->view->dtype, (double)sum);
+            double want = value_load(cell, a->view->dtype);
+            if (got[k] == want || (isnan(got[k]) && isnan(want))) continue;
+            test_failed("%s on %s: %s%s: got %.9g, want %.9g = the rounded %s%.9g", problem_text(narrow),
+                        weft_isa_name(exec.isa), a->name, arg_coordinate(a, k, where, sizeof where), got[k], want,
+                        arg_adds(a) ? "sum with " : "", value[k]);
+            break;
+        }
+        free(got), free(value), free(before);
+    }
+    problem_free(narrow);
+    problem_free(wide);
+    problem_free(fresh);
+}
+
+/* The reference computes in double: its result in a dtype is its float64 result, rounded once. */
+static void rounding_on_ref(const spec *s)
+{
+    char where[80];
+    problem *p = problem_make(s), *exact = problem_twin(p, false);
+    problem_must_run(p, on_ref());
+    problem_must_run(exact, on_ref());
+    for (int i = 0; i < p->num_args; i++) {
+        const arg *a = &p->arg[i];
+        if (!a->block || !arg_is_output(a)) continue;
+        for (int64_t k = 0; k < a->elements; k++) {
+            unsigned char cell[8];
+            value_store(cell, a->view->dtype, arg_get(&exact->arg[i], k));
+            double got = arg_get(a, k), want = value_load(cell, a->view->dtype);
+            if (got == want || (isnan(got) && isnan(want))) continue;
+            test_failed("%s on ref: %s%s: got %.9g, want %.9g", problem_text(p), a->name,
+                        arg_coordinate(a, k, where, sizeof where), got, want);
+            break;
+        }
+    }
+    problem_free(p);
+    problem_free(exact);
+}
+
+void grid_rounding(const char *op)
+{
+    char absent[512];
+    weft_isa isas[4];
+    int count = grid_isas(isas);
+    rng r = {rng_name(3, op)};
+    for (int i = 0; i < (test_quick() ? 6 : 40); i++) {
+        spec s = grid_draw(op, &r, absent, sizeof absent);
+        for (int k = 0; k < count; k++) rounding_case(&s, on_cpu(isas[k], 1));
+        if (truth_knows(op)) rounding_on_ref(&s);
+    }
+    test_verdict();
+}

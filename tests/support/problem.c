@@ -1,0 +1,635 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Building, running and checking one call. */
+#include "support/problem.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <cmocka.h>
+
+#include "support/fields.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#define WITH_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define WITH_ASAN 1
+#endif
+#endif
+#ifdef WITH_ASAN
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(p, n) ((void)(p), (void)(n))
+#define ASAN_UNPOISON_MEMORY_REGION(p, n) ((void)(p), (void)(n))
+#endif
+
+enum { GUARD = 128 };
+
+/* A NaN in bf16, f16, f32 and f64. */
+static const unsigned char pattern[2] = {0xf5, 0xff};
+
+static void fill_pattern(char *p, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i++) p[i] = (char)pattern[i & 1];
+}
+
+static void *must_alloc(size_t bytes)
+{
+    void *p = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
+    if (!p) fail_msg("out of memory");
+    return p;
+}
+
+/* ---- failures --------------------------------------------------------------------------------------------------- */
+
+static int failures;
+
+void test_failed(const char *format, ...)
+{
+    enum { SHOWN = 25 };
+    va_list ap;
+    if (failures++ >= SHOWN) return;
+    va_start(ap, format);
+    fprintf(stderr, "  FAILED ");
+    vfprintf(stderr, format, ap);
+    fprintf(stderr, "\n%s", failures == SHOWN ? "  (further failures are only counted)\n" : "");
+    va_end(ap);
+}
+
+int test_failures(void)
+{
+    return failures;
+}
+
+void test_verdict(void)
+{
+    int count = failures;
+    failures = 0;
+    if (count) fail_msg("%d failures", count);
+}
+
+bool test_quick(void)
+{
+    const char *text = getenv("WEFT_TEST_QUICK");
+    return text && *text && *text != '0';
+}
+
+/* ---- names of things -------------------------------------------------------------------------------------------- */
+
+const char *problem_text(const problem *p)
+{
+    static _Thread_local char text[400];
+    const spec *s = &p->spec;
+    snprintf(text, sizeof text,
+             "%s tokens=%lld streams=%lld channels=%lld rows=%lld act=%s wide=%s coef=%s param=%s layout=%d/%d pad=%lld "
+             "misalign=%d broadcast=%d add=%d mix=%d absent=\"%s\" sinkhorn=%d iters=%d p=%g seed=%llu",
+             s->op, (long long)s->tokens, (long long)s->streams, (long long)s->channels, (long long)s->rows,
+             weft_dtype_name(s->act), weft_dtype_name(s->wide), weft_dtype_name(s->coef), weft_dtype_name(s->param),
+             (int)s->stream_layout, (int)s->param_layout, (long long)s->pad, s->misalign, s->broadcast, s->add, s->mix,
+             s->absent ? s->absent : "", (int)s->numerics.sinkhorn, (int)s->numerics.sinkhorn_iters, s->dropout.p,
+             (unsigned long long)p->seed);
+    return text;
+}
+
+const char *arg_coordinate(const arg *a, int64_t index, char *text, size_t size)
+{
+    int64_t at[WEFT_MAX_DIMS] = {0};
+    for (int d = a->view->ndim - 1; d >= 0; d--) {
+        at[d] = index % a->view->shape[d];
+        index /= a->view->shape[d];
+    }
+    size_t used = (size_t)snprintf(text, size, "[");
+    for (int d = 0; d < a->view->ndim && used < size; d++)
+        used += (size_t)snprintf(text + used, size - used, d ? ", %lld" : "%lld", (long long)at[d]);
+    if (used < size) snprintf(text + used, size - used, "]");
+    return text;
+}
+
+/* ---- elements --------------------------------------------------------------------------------------------------- */
+
+void *arg_at(const arg *a, int64_t index)
+{
+    const weft_tensor *t = a->view;
+    int64_t offset = 0;
+    for (int d = t->ndim - 1; d >= 0; d--) {
+        offset += index % t->shape[d] * t->stride[d];
+        index /= t->shape[d];
+    }
+    return (char *)t->data + offset * (int64_t)weft_dtype_size(t->dtype);
+}
+
+double arg_get(const arg *a, int64_t index)
+{
+    return value_load(arg_at(a, index), a->view->dtype);
+}
+
+void arg_set(arg *a, int64_t index, double value)
+{
+    value_store(arg_at(a, index), a->view->dtype, value);
+}
+
+/* Walks a view in logical order without dividing. */
+typedef struct cursor {
+    const weft_tensor *t;
+    int64_t at[WEFT_MAX_DIMS], offset;
+} cursor;
+
+static void cursor_step(cursor *c)
+{
+    for (int d = c->t->ndim - 1; d >= 0; d--) {
+        c->offset += c->t->stride[d];
+        if (++c->at[d] < c->t->shape[d]) return;
+        c->offset -= c->t->stride[d] * c->t->shape[d];
+        c->at[d] = 0;
+    }
+}
+
+static char *cursor_data(const cursor *c, void *data)
+{
+    return (char *)data + c->offset * (int64_t)weft_dtype_size(c->t->dtype);
+}
+
+double *arg_values(const arg *a)
+{
+    double *out = must_alloc((size_t)a->elements * sizeof *out + 64);
+    cursor c = {.t = a->view};
+    for (int64_t i = 0; i < a->elements; i++, cursor_step(&c))
+        out[i] = value_load(cursor_data(&c, a->view->data), a->view->dtype);
+    return out;
+}
+
+void arg_fill(arg *a, const double *values)
+{
+    cursor c = {.t = a->view};
+    for (int64_t i = 0; i < a->elements; i++, cursor_step(&c))
+        value_store(cursor_data(&c, a->view->data), a->view->dtype, values[i]);
+}
+
+arg *problem_arg(problem *p, const char *name)
+{
+    for (int i = 0; i < p->num_args; i++)
+        if (strcmp(p->arg[i].name, name) == 0) return &p->arg[i];
+    return NULL;
+}
+
+/* ---- building --------------------------------------------------------------------------------------------------- */
+
+static int64_t dim_size(const spec *s, int32_t dim)
+{
+    switch (dim) {
+    case WEFT_DIM_TOKENS: return s->tokens;
+    case WEFT_DIM_STREAMS: return s->streams;
+    case WEFT_DIM_CHANNELS: return s->channels;
+    case WEFT_DIM_GATES: return 2 * s->streams + s->streams * s->streams;
+    case WEFT_DIM_ROWS: return s->rows;
+    default: return dim;
+    }
+}
+
+/* What one argument is made of: the spec's choice, or with `mix` a draw of its own. */
+typedef struct choice {
+    weft_dtype dtype;
+    layout order;
+    int64_t pad;
+    int misalign;
+    bool add, broadcast;
+} choice;
+
+static choice choose(const spec *s, const weft_arg_info *info, rng *r)
+{
+    static const weft_dtype any[] = {WEFT_F32, WEFT_BF16, WEFT_F16};
+    bool is_stream = info->type == WEFT_TYPE_ACT || info->type == WEFT_TYPE_WIDE;
+    choice c = {.order = is_stream ? s->stream_layout : s->param_layout,
+                .pad = s->pad,
+                .misalign = s->misalign,
+                .add = s->add,
+                .broadcast = s->broadcast};
+    switch (info->type) {
+    case WEFT_TYPE_ACT: c.dtype = s->act; break;
+    case WEFT_TYPE_WIDE: c.dtype = s->wide; break;
+    case WEFT_TYPE_COEF: c.dtype = s->coef; break;
+    case WEFT_TYPE_PARAM: c.dtype = s->param; break;
+    case WEFT_TYPE_FULL: c.dtype = WEFT_F32; break;
+    }
+    if (s->mix) {
+        uint64_t bits = rng_next(r);
+        if (info->type == WEFT_TYPE_WIDE) c.dtype = bits & 1 ? WEFT_F32 : s->act;
+        if (info->type == WEFT_TYPE_COEF || info->type == WEFT_TYPE_PARAM) c.dtype = any[bits % 3];
+        c.order = (layout)(bits >> 8 & 3) % LAYOUT_COUNT; /* NC twice as often */
+        c.pad = bits >> 12 & 1 ? (int64_t)(bits >> 13 & 7) : 0;
+        c.misalign = (int)(bits >> 16 & 3);
+        c.add = bits >> 20 & 1;
+        c.broadcast = (bits >> 24 & 7) == 0;
+    }
+    if (s->act == WEFT_F64) c.dtype = WEFT_F64;
+    c.broadcast = c.broadcast && info->type == WEFT_TYPE_COEF && info->kind == WEFT_ARG_IN &&
+                  info->dim[0] == WEFT_DIM_TOKENS;
+    return c;
+}
+
+static void set_strides(weft_tensor *t, const weft_arg_info *info, const choice *c)
+{
+    int order[WEFT_MAX_DIMS], last = t->ndim - 1;
+    for (int d = 0; d < t->ndim; d++) order[d] = d;
+    if (c->order == LAYOUT_CN && t->ndim >= 2 && info->dim[last] == WEFT_DIM_CHANNELS) {
+        order[last] = last - 1;
+        order[last - 1] = last;
+    }
+    int64_t gap = c->order == LAYOUT_LOOSE, step = 1 + gap;
+    for (int k = last; k >= 0; k--) {
+        t->stride[order[k]] = step + (k == 0 && last > 0 ? c->pad : 0);
+        step = step * t->shape[order[k]] + gap;
+    }
+    if (c->broadcast) t->stride[0] = 0;
+}
+
+static void bind_buffer(arg *a, const choice *c)
+{
+    weft_tensor *t = a->view;
+    size_t size = weft_dtype_size(t->dtype);
+    int64_t span = 1;
+    a->elements = 1;
+    for (int d = 0; d < t->ndim; d++) {
+        a->elements *= t->shape[d];
+        span += (t->shape[d] - 1) * t->stride[d];
+    }
+    if (a->elements == 0) span = 0;
+    size_t bytes = (size_t)span * size, front = GUARD + (size_t)c->misalign * size;
+    a->block_bytes = front + bytes + GUARD;
+    a->block = must_alloc(a->block_bytes);
+    a->sealed = must_alloc(a->block_bytes);
+    fill_pattern(a->block, a->block_bytes);
+    t->data = a->elements ? a->block + front : NULL;
+    /* Makes AddressSanitizer see what the guards cannot show: reads outside of the data. */
+    ASAN_POISON_MEMORY_REGION(a->block, front);
+    ASAN_POISON_MEMORY_REGION(a->block + front + bytes, GUARD);
+}
+
+/* Typical values by name; an upstream gradient or anything unknown is N(0, 1). */
+static double draw(const spec *s, const arg *a, rng *r)
+{
+    const char *name = a->info->name;
+    double n = rng_normal(r), nc = (double)(s->streams * s->channels);
+    if (strcmp(name, "phi") == 0) return n / sqrt(nc);
+    if (strcmp(name, "ms") == 0) return exp(0.5 * n);
+    if (strstr(name, "weight") && strncmp(name, "d_", 2) != 0) return 1 + 0.3 * n;
+    if (strcmp(name, "alpha") == 0) return 1 + 0.3 * n;
+    if (strcmp(name, "res") == 0) return (1 + n) / (double)s->streams;
+    if (strcmp(name, "logits") == 0) return 2 * n;
+    if (a->info->type == WEFT_TYPE_ACT || a->info->type == WEFT_TYPE_WIDE) return s->scale * n;
+    return n;
+}
+
+static bool listed(const char *names, const char *name)
+{
+    char key[48];
+    snprintf(key, sizeof key, " %s ", name);
+    return strstr(names, key) != NULL;
+}
+
+static bool left_out(const spec *s, const weft_arg_info *info, const char *full, int layer)
+{
+    if (!info->optional || !s->absent) return false;
+    if (layer >= 0 && layer < s->layers - 1 && listed(" f post res ", info->name)) return false;
+    return strcmp(s->absent, "*") == 0 || listed(s->absent, info->name) || listed(s->absent, full);
+}
+
+static void add_args(problem *p, const weft_op_info *info, void *base, int layer)
+{
+    for (int32_t i = 0; i < info->num_args; i++) {
+        arg *a = &p->arg[p->num_args++];
+        if (p->num_args > MAX_ARGS) fail_msg("MAX_ARGS is too small for %s", p->op->name);
+        a->info = &info->args[i];
+        a->layer = layer;
+        a->view = (weft_tensor *)(void *)((char *)base + a->info->offset);
+        if (layer < 0)
+            snprintf(a->name, sizeof a->name, "%s", a->info->name);
+        else
+            snprintf(a->name, sizeof a->name, "layers[%d].%s", layer, a->info->name);
+    }
+}
+
+static void make_arg(problem *p, arg *a)
+{
+    const spec *s = &p->spec;
+    rng r = {rng_name(p->seed, a->name)};
+    choice c = choose(s, a->info, &r);
+    memset(a->view, 0, sizeof *a->view);
+    if (left_out(s, a->info, a->name, a->layer)) return;
+    /* "The last layer may lack f, post, res and y" */
+    if (s->open_ended && a->layer == s->layers - 1 && listed(" f bias post res y ", a->info->name)) return;
+    a->view->dtype = c.dtype;
+    a->view->ndim = a->info->ndim;
+    for (int d = 0; d < a->info->ndim; d++) a->view->shape[d] = dim_size(s, a->info->dim[d]);
+    set_strides(a->view, a->info, &c);
+    bind_buffer(a, &c);
+    if (a->info->kind == WEFT_ARG_GRAD) ((weft_grad *)(void *)a->view)->add = c.add;
+    if (arg_is_output(a) && !arg_adds(a)) return; /* stays NaN */
+    double *values = must_alloc((size_t)a->elements * sizeof *values + 64);
+    for (int64_t i = 0; i < a->elements; i++) values[i] = draw(s, a, &r);
+    arg_fill(a, values);
+    free(values);
+}
+
+/* Some optional tensors need each other: leaves out what has lost its partner. */
+static void drop_without(problem *p, const char *what, const char *needs)
+{
+    arg *a = problem_arg(p, what), *b = problem_arg(p, needs);
+    if (a && b && a->block && !b->block) arg_drop(a);
+}
+
+void problem_settle(problem *p)
+{
+    drop_without(p, "sub_weight", p->op->args[p->op->num_args - 1].kind == WEFT_ARG_GRAD ? "d_v" : "v");
+    for (int i = 0; i < p->num_args; i++)
+        if (p->arg[i].info->kind == WEFT_ARG_GRAD) drop_without(p, p->arg[i].name, p->arg[i].name + 2);
+    for (int l = 0; l < p->spec.layers && p->arg[p->num_args - 1].layer >= 0; l++) {
+        static const char *const pairs[][2] = {{"u", "pre"},  {"v", "pre"},  {"sub_weight", "v"}, {"f", "post"},
+                                               {"f", "res"},  {"post", "f"}, {"res", "f"},        {"bias", "f"},
+                                               {"y", "f"}};
+        char what[40], needs[40];
+        for (size_t k = 0; k < sizeof pairs / sizeof *pairs; k++) {
+            snprintf(what, sizeof what, "layers[%d].%s", l, pairs[k][0]);
+            snprintf(needs, sizeof needs, "layers[%d].%s", l, pairs[k][1]);
+            drop_without(p, what, needs);
+        }
+    }
+}
+
+void arg_drop(arg *a)
+{
+    if (a->block) ASAN_UNPOISON_MEMORY_REGION(a->block, a->block_bytes);
+    free(a->block);
+    free(a->sealed);
+    a->block = a->sealed = NULL;
+    a->elements = 0;
+    memset(a->view, 0, a->info->kind == WEFT_ARG_GRAD ? sizeof(weft_grad) : sizeof(weft_tensor));
+}
+
+void arg_rebind(arg *a, weft_dtype dtype, bool add)
+{
+    weft_tensor old = *a->view;
+    double *values = arg_values(a);
+    arg_drop(a);
+    *a->view = old;
+    a->view->dtype = dtype;
+    choice plain = {.dtype = dtype};
+    set_strides(a->view, a->info, &plain);
+    bind_buffer(a, &plain);
+    if (a->info->kind == WEFT_ARG_GRAD) ((weft_grad *)(void *)a->view)->add = add;
+    if (add) arg_fill(a, values);
+    free(values);
+}
+
+static void complete(spec *s)
+{
+    if (s->act == WEFT_NONE) s->act = WEFT_F32;
+    weft_dtype plain = s->act == WEFT_F64 ? WEFT_F64 : WEFT_F32;
+    if (s->wide == WEFT_NONE) s->wide = plain;
+    if (s->coef == WEFT_NONE) s->coef = plain;
+    if (s->param == WEFT_NONE) s->param = plain;
+    if (s->rows == 0) s->rows = 2 * s->streams + s->streams * s->streams;
+    if (s->sub_eps == 0) s->sub_eps = 1e-5;
+    if (s->layers == 0) s->layers = 3;
+    if (s->scale == 0) s->scale = 1;
+    if (s->numerics.sinkhorn_iters == 0) weft_mhc_preset_numerics(WEFT_PRESET_DEEPSEEK_V4, &s->numerics);
+}
+
+problem *problem_make(const spec *s)
+{
+    problem *p = calloc(1, sizeof *p);
+    if (!p) fail_msg("out of memory");
+    p->spec = *s;
+    complete(&p->spec);
+    s = &p->spec;
+    p->op = weft_op_find(s->op);
+    if (!p->op) fail_msg("there is no operator %s", s->op);
+    p->seed = rng_name(s->seed, s->op);
+    p->seed = rng_mix(rng_mix(rng_mix(p->seed, (uint64_t)s->tokens), (uint64_t)s->streams), (uint64_t)s->channels);
+    p->args = calloc(1, p->op->args_size);
+    if (!p->args) fail_msg("out of memory");
+    *(size_t *)p->args = p->op->args_size;
+    fields_bind(p);
+    add_args(p, p->op, p->args, -1);
+    if (strcmp(s->op, "mhc_replay_fwd") == 0)
+        for (int l = 0; l < s->layers; l++) add_args(p, weft_mhc_replay_layer_info(), &p->layers[l], l);
+    for (int i = 0; i < p->num_args; i++) make_arg(p, &p->arg[i]);
+    problem_settle(p);
+    fields_set(p);
+    problem_seal(p);
+    return p;
+}
+
+void problem_free(problem *p)
+{
+    if (!p) return;
+    for (int i = 0; i < p->num_args; i++)
+        if (p->arg[i].block) arg_drop(&p->arg[i]);
+    free(p->args);
+    free(p);
+}
+
+problem *problem_twin(const problem *p, bool magnitude)
+{
+    spec s = p->spec;
+    s.act = s.wide = s.coef = s.param = WEFT_F64;
+    s.stream_layout = s.param_layout = LAYOUT_NC;
+    s.pad = s.misalign = 0;
+    s.broadcast = s.mix = false;
+    problem *twin = problem_make(&s);
+    twin->step = p->step;
+    for (int i = 0; i < p->num_args; i++) {
+        const arg *from = &p->arg[i];
+        arg *to = &twin->arg[i];
+        if (!from->block) {
+            if (to->block) arg_drop(to);
+            continue;
+        }
+        if (from->info->kind == WEFT_ARG_GRAD) ((weft_grad *)(void *)to->view)->add = arg_adds(from);
+        if (arg_is_output(from) && !arg_adds(from)) continue;
+        double *values = arg_values(from);
+        if (magnitude)
+            for (int64_t k = 0; k < from->elements; k++) values[k] = fabs(values[k]);
+        arg_fill(to, values);
+        free(values);
+    }
+    problem_seal(twin);
+    return twin;
+}
+
+/* ---- running ---------------------------------------------------------------------------------------------------- */
+
+weft_exec on_ref(void)
+{
+    return (weft_exec){.backend = WEFT_BACKEND_REF};
+}
+
+weft_exec on_cpu(weft_isa isa, int threads)
+{
+    return (weft_exec){.backend = WEFT_BACKEND_CPU, .isa = isa, .threads = threads};
+}
+
+/* Guards are poisoned under AddressSanitizer, so looking at a whole block needs them open. */
+static void open_guards(const problem *p, bool open)
+{
+#ifdef WITH_ASAN
+    for (int i = 0; i < p->num_args; i++) {
+        const arg *a = &p->arg[i];
+        if (!a->block) continue;
+        size_t front = a->elements ? (size_t)((char *)a->view->data - a->block) : a->block_bytes - GUARD;
+        ASAN_UNPOISON_MEMORY_REGION(a->block, a->block_bytes);
+        if (open) continue;
+        ASAN_POISON_MEMORY_REGION(a->block, front);
+        ASAN_POISON_MEMORY_REGION(a->block + a->block_bytes - GUARD, GUARD);
+    }
+#else
+    (void)p, (void)open;
+#endif
+}
+
+void problem_seal(problem *p)
+{
+    open_guards(p, true);
+    for (int i = 0; i < p->num_args; i++)
+        if (p->arg[i].block) memcpy(p->arg[i].sealed, p->arg[i].block, p->arg[i].block_bytes);
+    open_guards(p, false);
+}
+
+bool problem_untouched(const problem *p)
+{
+    bool same = true;
+    open_guards(p, true);
+    for (int i = 0; i < p->num_args && same; i++) {
+        const arg *a = &p->arg[i];
+        same = !a->block || memcmp(a->block, a->sealed, a->block_bytes) == 0;
+    }
+    open_guards(p, false);
+    return same;
+}
+
+/* Everything but the elements of an output must be as it was. */
+static void check_surroundings(const problem *p, const arg *a)
+{
+    if (!arg_is_output(a)) {
+        if (memcmp(a->block, a->sealed, a->block_bytes) != 0)
+            test_failed("%s: input %s was written to", problem_text(p), a->name);
+        return;
+    }
+    char *copy = must_alloc(a->block_bytes);
+    size_t size = weft_dtype_size(a->view->dtype);
+    memcpy(copy, a->block, a->block_bytes);
+    cursor c = {.t = a->view};
+    ptrdiff_t start = a->elements ? (char *)a->view->data - a->block : 0;
+    for (int64_t i = 0; i < a->elements; i++, cursor_step(&c))
+        memcpy(cursor_data(&c, copy + start), cursor_data(&c, a->sealed + start), size);
+    for (size_t i = 0; i < a->block_bytes; i++)
+        if (copy[i] != a->sealed[i]) {
+            test_failed("%s: %s: byte %lld relative to its data was written and is no element of it", problem_text(p),
+                        a->name, (long long)((ptrdiff_t)i - start));
+            break;
+        }
+    free(copy);
+}
+
+weft_status problem_run(problem *p, weft_exec exec)
+{
+    size_t bytes = 0;
+    char *work = NULL;
+    open_guards(p, true);
+    for (int i = 0; i < p->num_args; i++)
+        if (p->arg[i].block) memcpy(p->arg[i].block, p->arg[i].sealed, p->arg[i].block_bytes);
+    open_guards(p, false);
+    weft_status status = p->workspace(&exec, p->args, &bytes);
+    if (status != WEFT_OK) return status;
+    work = must_alloc(bytes + 2 * GUARD);
+    fill_pattern(work, bytes + 2 * GUARD);
+    exec.workspace = bytes ? work + GUARD : NULL;
+    exec.workspace_bytes = bytes;
+    ASAN_POISON_MEMORY_REGION(work, GUARD);
+    ASAN_POISON_MEMORY_REGION(work + GUARD + bytes, GUARD);
+    status = p->call(&exec, p->args);
+    ASAN_UNPOISON_MEMORY_REGION(work, bytes + 2 * GUARD);
+    for (size_t i = 0; i < GUARD; i++)
+        if (work[i] != (char)pattern[i & 1] || work[GUARD + bytes + i] != (char)pattern[(bytes + i) & 1]) {
+            test_failed("%s: something was written outside of the workspace", problem_text(p));
+            break;
+        }
+    free(work);
+    open_guards(p, true);
+    for (int i = 0; i < p->num_args; i++)
+        if (p->arg[i].block) check_surroundings(p, &p->arg[i]);
+    open_guards(p, false);
+    return status;
+}
+
+void problem_must_run(problem *p, weft_exec exec)
+{
+    weft_status status = problem_run(p, exec);
+    if (status != WEFT_OK)
+        test_failed("%s on %s/%s: %s: %s", problem_text(p), weft_backend_name(exec.backend), weft_isa_name(exec.isa),
+                    weft_status_name(status), weft_last_error());
+    else if (weft_last_error()[0] != '\0')
+        test_failed("%s: success left the error \"%s\"", problem_text(p), weft_last_error());
+}
+
+void run_plain(const char *op, weft_exec exec, const void *args)
+{
+    const weft_op_info *info = weft_op_find(op);
+    size_t bytes = 0;
+    weft_status status = weft_op_workspace(info, &exec, args, &bytes);
+    exec.workspace = must_alloc(bytes + 1);
+    exec.workspace_bytes = bytes;
+    fill_pattern(exec.workspace, bytes);
+    if (status == WEFT_OK) status = weft_op_call(info, &exec, args);
+    if (status != WEFT_OK) test_failed("%s: %s", op, weft_last_error());
+    free(exec.workspace);
+}
+
+/* ---- bitwise comparison ----------------------------------------------------------------------------------------- */
+
+pack problem_pack(const problem *p)
+{
+    pack k = {0};
+    for (int i = 0; i < p->num_args; i++)
+        if (p->arg[i].block && arg_is_output(&p->arg[i]))
+            k.size += (size_t)p->arg[i].elements * weft_dtype_size(p->arg[i].view->dtype);
+    k.bytes = must_alloc(k.size + 64);
+    char *at = k.bytes;
+    for (int i = 0; i < p->num_args; i++) {
+        const arg *a = &p->arg[i];
+        if (!a->block || !arg_is_output(a)) continue;
+        size_t size = weft_dtype_size(a->view->dtype);
+        cursor c = {.t = a->view};
+        for (int64_t e = 0; e < a->elements; e++, cursor_step(&c), at += size)
+            memcpy(at, cursor_data(&c, a->view->data), size);
+    }
+    return k;
+}
+
+void pack_free(pack *k)
+{
+    free(k->bytes);
+    k->bytes = NULL;
+}
+
+void pack_expect_same(const problem *p, const pack *got, const pack *want, const char *what)
+{
+    char where[80];
+    size_t at = 0;
+    for (int i = 0; i < p->num_args; i++) {
+        const arg *a = &p->arg[i];
+        if (!a->block || !arg_is_output(a)) continue;
+        size_t size = weft_dtype_size(a->view->dtype);
+        for (int64_t e = 0; e < a->elements; e++, at += size) {
+            if (memcmp(got->bytes + at, want->bytes + at, size) == 0) continue;
+            double g = value_load(got->bytes + at, a->view->dtype), w = value_load(want->bytes + at, a->view->dtype);
+            if (isnan(g) && isnan(w)) continue;
+            test_failed("%s: %s: %s%s: got %.9g, want the same bits as %.9g", problem_text(p), what, a->name,
+                        arg_coordinate(a, e, where, sizeof where), g, w);
+            return;
+        }
+    }
+}

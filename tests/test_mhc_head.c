@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Learned head contraction [M9]. */
+#include "support/suite.h"
+
+static void reference_against_finite_differences(void **state)
+{
+    (void)state;
+    fd_suite("mhc_head");
+}
+
+static void forward_against_the_chain(void **state)
+{
+    (void)state;
+    grid_suite("mhc_head_fwd");
+}
+
+static void backward_against_the_chain(void **state)
+{
+    (void)state;
+    grid_suite("mhc_head_bwd");
+}
+
+static void reference_against_its_chain(void **state)
+{
+    (void)state;
+    grid_chain_on_ref("mhc_head_fwd");
+}
+
+static void forward_rounds_once(void **state)
+{
+    (void)state;
+    grid_rounding("mhc_head_fwd");
+}
+
+static void backward_rounds_once(void **state)
+{
+    (void)state;
+    grid_rounding("mhc_head_bwd");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(reference_against_finite_differences),
+        cmocka_unit_test(forward_against_the_chain),
+        cmocka_unit_test(backward_against_the_chain),
+        cmocka_unit_test(reference_against_its_chain),
+        cmocka_unit_test(forward_rounds_once),
+        cmocka_unit_test(backward_rounds_once),
+    };
+    return suite_run("mhc_head", tests);
+}
