@@ -1,0 +1,20 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The mathematics of one token is written once, for C, for vectors and for CUDA: it must stay valid C++17 as well. */
+#include <algorithm>
+#include <cmath>
+#include <weft/mhc.h>
+
+#define real float
+#define scalar float
+#define MM(name) mm_##name
+#define MM_FN [[maybe_unused]] static inline
+#define MM_SET(x) ((float)(x))
+#define MM_EXP(x) std::exp(x)
+#define MM_LOG(x) std::log(x)
+#define MM_SQRT(x) std::sqrt(x)
+#define MM_MAX(a, b) std::max(a, b)
+#define MM_FMA(a, b, c) std::fma(a, b, c)
+#define MM_GT(a, b, x, y) ((a) > (b) ? (x) : (y))
+#define MM_EQ(a, b, x, y) ((a) == (b) ? (x) : (y))
+#include "core/mhc_math.h"
