@@ -150,13 +150,20 @@ static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bo
     return find_kernel(call, kernel);
 }
 
+static size_t workspace_of(const weft_kernel *kernel, const weft_call *call, const args_copy *args)
+{
+    weft_call query = *call;
+    query.query = true;
+    return kernel->workspace ? kernel->workspace(&query, args) : 0;
+}
+
 static weft_status run(weft_op op, const weft_exec *exec, const void *args)
 {
     weft_call call;
     args_copy copy;
     const weft_kernel *kernel;
     WEFT_TRY(enter(op, exec, args, false, &call, &copy, &kernel));
-    size_t need = kernel->workspace ? kernel->workspace(&call, &copy) : 0;
+    size_t need = workspace_of(kernel, &call, &copy);
     if (need > 0 && (exec->workspace == NULL || exec->workspace_bytes < need))
         return weft_fail(WEFT_ERR_WORKSPACE, "%s: exec.workspace: expected at least %zu bytes, got %zu%s",
                          weft_op_name(op), need, exec->workspace_bytes, exec->workspace ? "" : " at NULL");
@@ -172,7 +179,7 @@ static weft_status workspace(weft_op op, const weft_exec *exec, const void *args
     if (bytes == NULL)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: bytes: expected a pointer, got NULL", weft_op_name(op));
     WEFT_TRY(enter(op, exec, args, true, &call, &copy, &kernel));
-    *bytes = kernel->workspace ? kernel->workspace(&call, &copy) : 0;
+    *bytes = workspace_of(kernel, &call, &copy);
     return WEFT_OK;
 }
 

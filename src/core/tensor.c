@@ -55,7 +55,9 @@ static weft_status check_dtype(weft_call *call, const weft_arg_info *info, const
         want = weft_dtype_name(call->dtype);
         break;
     case WEFT_TYPE_WIDE:
-        if (got == WEFT_F32 || call->dtype == WEFT_NONE || got == call->dtype) return WEFT_OK;
+        if (got == WEFT_F32) return WEFT_OK;
+        if (call->dtype == WEFT_NONE) call->dtype = got; /* an operator on gradients alone */
+        if (got == call->dtype) return WEFT_OK;
         want = call->dtype == WEFT_BF16 ? "f32 or bf16" : call->dtype == WEFT_F16 ? "f32 or f16" : "f32";
         break;
     case WEFT_TYPE_FULL:
@@ -120,8 +122,7 @@ static int64_t extent(const weft_tensor *t)
     for (int i = 0; i < t->ndim; i++)
         if (__builtin_mul_overflow(t->shape[i] - 1, t->stride[i], &part) || __builtin_add_overflow(last, part, &last))
             return -1;
-    last += 1;
-    return last > ((int64_t)1 << 58) ? -1 : last * (int64_t)weft_dtype_size(t->dtype);
+    return last >= ((int64_t)1 << 58) ? -1 : (last + 1) * (int64_t)weft_dtype_size(t->dtype);
 }
 
 /* No two indices reach the same element: each stride steps over everything that smaller strides can reach. */

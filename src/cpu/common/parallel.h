@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The only place that knows about threads. Work is cut into items whose number and meaning depend on the problem alone;
+ * threads only decide who does which item. */
+#ifndef WEFT_CPU_PARALLEL_H
+#define WEFT_CPU_PARALLEL_H
+
+#include "cpu/common/vec.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+typedef void cpu_body(void *context, int64_t item, int thread);
+
+/* Threads a call may use: also the number of per-thread scratch areas in a workspace. */
+INLINE int cpu_threads(const weft_call *call)
+{
+#ifdef _OPENMP
+    return call->exec->threads > 0 ? call->exec->threads : omp_get_max_threads();
+#else
+    (void)call;
+    return 1;
+#endif
+}
+
+/* The call's workspace; for a query, an arena that only counts. */
+INLINE weft_arena cpu_arena(const weft_call *call)
+{
+    return weft_arena_open(call->query ? NULL : call->exec->workspace);
+}
+
+/* `work` is the number of elements touched by all items together: little work is not worth waking threads for. */
+static inline void cpu_parallel(const weft_call *call, int64_t items, int64_t work, cpu_body *body, void *context)
+{
+    int threads = cpu_threads(call);
+    if (items < threads) threads = (int)items;
+#ifdef _OPENMP
+    if (threads > 1 && work >= 1 << 15) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (int64_t i = 0; i < items; i++) body(context, i, omp_get_thread_num());
+        return;
+    }
+#endif
+    (void)work;
+    for (int64_t i = 0; i < items; i++) body(context, i, 0);
+}
+
+#endif

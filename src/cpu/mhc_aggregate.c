@@ -1,0 +1,183 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Aggregate n -> 1 [M5]. Bytes per token, bf16: forward 2nC + 2C; backward 4nC + 2C. */
+#include "cpu/common/tiles.h"
+
+/* u = sum_i pre[i] x[i] for count channels. */
+INLINE void fwd_span(const int n, const weft_dtype t, const char *x, int64_t xs, const float *pre, char *u,
+                     int64_t count, bool stream)
+{
+    vf w[WEFT_MAX_STREAMS];
+    for (int i = 0; i < n; i++) w[i] = vf_set1(pre[i]);
+    for (int64_t c = 0; c < count; c += LANES) {
+        int64_t left = count - c;
+        vf s = w[0] * vf_get_n(t, x, c, left);
+        for (int i = 1; i < n; i++) s = vf_fma(w[i], vf_get_n(t, x + i * xs * (int64_t)size_of(t), c, left), s);
+        vf_put_n(t, u, c, s, left, stream);
+    }
+}
+
+INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_aggregate_fwd_args *a, int64_t t0, int64_t t1,
+                       bool stream)
+{
+    float pre[WEFT_MAX_STREAMS];
+    stream = stream && aligned(a->u.data, a->u.stride[0], t);
+    for (int64_t m = t0; m < t1; m++) {
+        coef_load(pre, &a->pre, m);
+        fwd_span(n, t, at(&a->x, m), a->x.stride[1], pre, at(&a->u, m), a->x.shape[2], stream);
+    }
+}
+
+static void fwd_chunks(const weft_mhc_aggregate_fwd_args *a, int64_t t0, int64_t t1)
+{
+    _Alignas(64) float x[CHUNK], u[CHUNK], pre[WEFT_MAX_STREAMS];
+    int64_t n = a->x.shape[1], channels = a->x.shape[2], width = chunk_width(n);
+    for (int64_t m = t0; m < t1; m++) {
+        coef_load(pre, &a->pre, m);
+        for (int64_t c = 0; c < channels; c += width) {
+            int64_t count = min64(width, channels - c);
+            rows_load(x, width, &a->x, m, c, count);
+            fwd_span((int)n, WEFT_F32, (char *)x, width, pre, (char *)u, count, false);
+            row_store(&a->u, false, u, m, c, count);
+        }
+    }
+}
+
+void CPU(aggregate_fwd_tile)(const weft_mhc_aggregate_fwd_args *a, int64_t t0, int64_t t1, bool stream)
+{
+    if (streams_direct(&a->x, a->x.dtype) && row_direct(&a->u, a->x.dtype)) {
+        FOR_DTYPE(a->x.dtype, FOR_STREAMS(a->x.shape[1], fwd_direct(N, T, a, t0, t1, stream)))
+    } else {
+        fwd_chunks(a, t0, t1);
+    }
+}
+
+/* ---- backward ------------------------------------------------------------------------------------------------------ */
+
+/* dx[i] = (old +) pre[i] du;  acc[i] += du x[i] in 16 lanes. */
+INLINE void bwd_span(const int n, const weft_dtype t, const char *x, int64_t xs, const char *du, const float *pre,
+                     char *dx, int64_t dxs, bool add, vf (*acc)[STEP], int64_t count, bool stream)
+{
+    const int64_t size = (int64_t)size_of(t);
+    vf w[WEFT_MAX_STREAMS], sum[WEFT_MAX_STREAMS][STEP];
+    for (int i = 0; i < n; i++) {
+        w[i] = vf_set1(pre[i]);
+        for (int s = 0; s < STEP; s++) sum[i][s] = acc[i][s];
+    }
+    for (int64_t c = 0; c < count; c += WIDE)
+        for (int s = 0; s < STEP; s++) {
+            int64_t k = c + s * LANES, left = count - k;
+            vf g = vf_get_n(t, du, k, left);
+            for (int i = 0; i < n; i++) {
+                sum[i][s] = vf_fma(g, vf_get_n(t, x + i * xs * size, k, left), sum[i][s]);
+                if (dx) {
+                    vf old = add ? vf_get_n(t, dx + i * dxs * size, k, left) : vf_set1(0);
+                    vf_put_n(t, dx + i * dxs * size, k, vf_fma(w[i], g, old), left, stream);
+                }
+            }
+        }
+    for (int i = 0; i < n; i++)
+        for (int s = 0; s < STEP; s++) acc[i][s] = sum[i][s];
+}
+
+INLINE void store_d_pre(const weft_mhc_aggregate_bwd_args *a, int64_t m, vf (*acc)[STEP])
+{
+    float d[WEFT_MAX_STREAMS];
+    if (!weft_has(&a->d_pre.to)) return;
+    for (int i = 0; i < (int)a->x.shape[1]; i++) d[i] = vf_sum16(acc[i]);
+    coef_store(&a->d_pre.to, a->d_pre.add, d, m);
+}
+
+INLINE void bwd_direct(const int n, const weft_dtype t, const weft_mhc_aggregate_bwd_args *a, int64_t t0, int64_t t1,
+                       bool stream)
+{
+    float pre[WEFT_MAX_STREAMS];
+    vf acc[WEFT_MAX_STREAMS][STEP];
+    const weft_tensor *dx = &a->d_x.to;
+    bool has = weft_has(dx);
+    stream = stream && has && aligned(dx->data, dx->stride[0] | dx->stride[1], t);
+    for (int64_t m = t0; m < t1; m++) {
+        coef_load(pre, &a->pre, m);
+        memset(acc, 0, sizeof(vf) * STEP * (size_t)n);
+        bwd_span(n, t, at(&a->x, m), a->x.stride[1], at(&a->d_u, m), pre, has ? at(dx, m) : NULL, dx->stride[1],
+                 a->d_x.add, acc, a->x.shape[2], stream);
+        store_d_pre(a, m, acc);
+    }
+}
+
+static void bwd_chunks(const weft_mhc_aggregate_bwd_args *a, int64_t t0, int64_t t1)
+{
+    _Alignas(64) float x[CHUNK], du[CHUNK], dx[CHUNK], pre[WEFT_MAX_STREAMS];
+    vf acc[WEFT_MAX_STREAMS][STEP];
+    int64_t n = a->x.shape[1], channels = a->x.shape[2], width = chunk_width(n);
+    bool has = weft_has(&a->d_x.to);
+    for (int64_t m = t0; m < t1; m++) {
+        coef_load(pre, &a->pre, m);
+        memset(acc, 0, sizeof acc);
+        for (int64_t c = 0; c < channels; c += width) {
+            int64_t count = min64(width, channels - c);
+            rows_load(x, width, &a->x, m, c, count);
+            row_load(du, &a->d_u, m, c, count);
+            if (has && a->d_x.add) rows_load(dx, width, &a->d_x.to, m, c, count);
+            bwd_span((int)n, WEFT_F32, (char *)x, width, (char *)du, pre, has ? (char *)dx : NULL, width, a->d_x.add,
+                     acc, count, false);
+            if (has) rows_store(&a->d_x.to, false, dx, width, m, c, count);
+        }
+        store_d_pre(a, m, acc);
+    }
+}
+
+void CPU(aggregate_bwd_tile)(const weft_mhc_aggregate_bwd_args *a, int64_t t0, int64_t t1, bool stream)
+{
+    weft_dtype t = a->x.dtype;
+    if (streams_direct(&a->x, t) && row_direct(&a->d_u, t) && streams_direct(&a->d_x.to, t)) {
+        FOR_DTYPE(t, FOR_STREAMS(a->x.shape[1], bwd_direct(N, T, a, t0, t1, stream)))
+    } else {
+        bwd_chunks(a, t0, t1);
+    }
+}
+
+/* ---- operators ----------------------------------------------------------------------------------------------------- */
+
+typedef struct job {
+    const weft_call *call;
+    const void *args;
+    bool stream;
+} job;
+
+static void fwd_body(void *context, int64_t item, int thread)
+{
+    const job *j = context;
+    (void)thread;
+    CPU(aggregate_fwd_tile)(j->args, item * TILE, min64((item + 1) * TILE, j->call->tokens), j->stream);
+    stream_fence();
+}
+
+static void bwd_body(void *context, int64_t item, int thread)
+{
+    const job *j = context;
+    (void)thread;
+    CPU(aggregate_bwd_tile)(j->args, item * TILE, min64((item + 1) * TILE, j->call->tokens), j->stream);
+    stream_fence();
+}
+
+static weft_status run(const weft_call *call, const void *args, cpu_body *body, int64_t written)
+{
+    int64_t work = call->tokens * call->streams * call->channels;
+    job j = {call, args, written >= STREAM_BYTES};
+    cpu_parallel(call, (call->tokens + TILE - 1) / TILE, work, body, &j);
+    return WEFT_OK;
+}
+
+static weft_status fwd(const weft_call *call, const void *args)
+{
+    return run(call, args, fwd_body, call->tokens * call->channels * (int64_t)size_of(call->dtype));
+}
+
+static weft_status bwd(const weft_call *call, const void *args)
+{
+    return run(call, args, bwd_body, call->tokens * call->streams * call->channels * (int64_t)size_of(call->dtype));
+}
+
+const weft_kernel CPU(mhc_aggregate_fwd)[] = {{WEFT_NONE, 0, fwd, NULL}, {0}};
+const weft_kernel CPU(mhc_aggregate_bwd)[] = {{WEFT_NONE, 0, bwd, NULL}, {0}};

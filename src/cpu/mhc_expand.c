@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Expand 1 -> n [M7]. Bytes per token, bf16: 2C + 2nC, forward and backward. */
+#include "cpu/common/tiles.h"
+
+/* x[i] = u for all i. The bits pass through unchanged where the dtype is the same. */
+INLINE void fwd_direct(const weft_dtype t, const weft_mhc_expand_fwd_args *a, int64_t m, bool stream)
+{
+    int64_t n = a->x.shape[1], channels = a->x.shape[2], size = (int64_t)size_of(t), c = 0;
+    const char *u = at(&a->u, m);
+    char *x = at(&a->x, m);
+#if WEFT_CPU_LEVEL == 2
+    /* Raw 64-byte lines: widening and rounding back would be wasted work. */
+    int64_t line = 64 / size;
+    if (stream && (((uintptr_t)x | (uintptr_t)(a->x.stride[1] * size)) % 64) == 0)
+        for (; c + line <= channels; c += line) {
+            __m512i v = _mm512_loadu_si512(u + c * size);
+            for (int64_t i = 0; i < n; i++)
+                _mm512_stream_si512((__m512i *)(void *)(x + (i * a->x.stride[1] + c) * size), v);
+        }
+#endif
+    (void)stream;
+    for (int64_t i = 0; i < n; i++)
+        memcpy(x + (i * a->x.stride[1] + c) * size, u + c * size, (size_t)((channels - c) * size));
+}
+
+static void fwd_chunks(const weft_mhc_expand_fwd_args *a, int64_t m)
+{
+    _Alignas(64) float x[CHUNK];
+    int64_t n = a->x.shape[1], channels = a->x.shape[2], width = chunk_width(n);
+    for (int64_t c = 0; c < channels; c += width) {
+        int64_t count = min64(width, channels - c);
+        row_load(x, &a->u, m, c, count);
+        for (int64_t i = 1; i < n; i++) memcpy(x + i * width, x, (size_t)count * 4);
+        rows_store(&a->x, false, x, width, m, c, count);
+    }
+}
+
+/* du = sum_i dx[i] */
+INLINE void bwd_direct(const int n, const weft_dtype t, const weft_mhc_expand_bwd_args *a, int64_t m, bool stream)
+{
+    const weft_tensor *du = &a->d_u.to;
+    int64_t channels = du->shape[1], size = (int64_t)size_of(t), xs = a->d_x.stride[1] * size;
+    const char *x = at(&a->d_x, m);
+    char *u = at(du, m);
+    for (int64_t c = 0; c < channels; c += LANES) {
+        int64_t left = channels - c;
+        vf s = vf_get_n(t, x, c, left);
+        for (int i = 1; i < n; i++) s = s + vf_get_n(t, x + i * xs, c, left);
+        if (a->d_u.add) s = vf_get_n(t, u, c, left) + s;
+        vf_put_n(t, u, c, s, left, stream);
+    }
+}
+
+static void bwd_chunks(const weft_mhc_expand_bwd_args *a, int64_t m)
+{
+    _Alignas(64) float x[CHUNK];
+    int64_t n = a->d_x.shape[1], channels = a->d_x.shape[2], width = chunk_width(n);
+    for (int64_t c = 0; c < channels; c += width) {
+        int64_t count = min64(width, channels - c);
+        rows_load(x, width, &a->d_x, m, c, count);
+        for (int64_t i = 1; i < n; i++)
+            for (int64_t k = 0; k < count; k++) x[k] += x[i * width + k];
+        row_store(&a->d_u.to, a->d_u.add, x, m, c, count);
+    }
+}
+
+typedef struct job {
+    const weft_call *call;
+    const void *args;
+    bool stream;
+} job;
+
+static void fwd_body(void *context, int64_t item, int thread)
+{
+    const job *j = context;
+    const weft_mhc_expand_fwd_args *a = j->args;
+    (void)thread;
+    bool direct = streams_direct(&a->x, a->u.dtype) && row_direct(&a->u, a->u.dtype);
+    for (int64_t m = item * TILE; m < min64((item + 1) * TILE, j->call->tokens); m++)
+        if (direct)
+            fwd_direct(a->u.dtype, a, m, j->stream);
+        else
+            fwd_chunks(a, m);
+    stream_fence();
+}
+
+static void bwd_body(void *context, int64_t item, int thread)
+{
+    const job *j = context;
+    const weft_mhc_expand_bwd_args *a = j->args;
+    weft_dtype t = a->d_x.dtype;
+    (void)thread;
+    bool direct = streams_direct(&a->d_x, t) && row_direct(&a->d_u.to, t);
+    bool stream = j->stream && !a->d_u.add && aligned(a->d_u.to.data, a->d_u.to.stride[0], t);
+    for (int64_t m = item * TILE; m < min64((item + 1) * TILE, j->call->tokens); m++)
+        if (direct)
+            FOR_DTYPE(t, FOR_STREAMS(a->d_x.shape[1], bwd_direct(N, T, a, m, stream)))
+        else
+            bwd_chunks(a, m);
+    stream_fence();
+}
+
+static weft_status fwd(const weft_call *call, const void *args)
+{
+    const weft_mhc_expand_fwd_args *a = args;
+    int64_t work = call->tokens * call->streams * call->channels;
+    job j = {call, args, work * (int64_t)size_of(a->x.dtype) >= STREAM_BYTES};
+    cpu_parallel(call, (call->tokens + TILE - 1) / TILE, work, fwd_body, &j);
+    return WEFT_OK;
+}
+
+static weft_status bwd(const weft_call *call, const void *args)
+{
+    const weft_mhc_expand_bwd_args *a = args;
+    int64_t work = call->tokens * call->streams * call->channels;
+    job j = {call, args, call->tokens * call->channels * (int64_t)size_of(a->d_u.to.dtype) >= STREAM_BYTES};
+    cpu_parallel(call, (call->tokens + TILE - 1) / TILE, work, bwd_body, &j);
+    return WEFT_OK;
+}
+
+const weft_kernel CPU(mhc_expand_fwd)[] = {{WEFT_NONE, 0, fwd, NULL}, {0}};
+const weft_kernel CPU(mhc_expand_bwd)[] = {{WEFT_NONE, 0, bwd, NULL}, {0}};

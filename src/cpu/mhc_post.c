@@ -1,0 +1,466 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Expand-combine [M6]. Bytes per token, bf16: forward 4nC + 2C; backward 6nC + 4C.
+ *
+ * Forward and the element-wise half of backward read every stream of a channel before they write one, so y may lie over
+ * x and d_x over d_y. Backward sums n*n + n products over the channels: up to four streams they live in registers beside
+ * the element-wise work, beyond that they take passes of 4x4 over a chunk that is still in L1, before d_x is written. */
+#include "cpu/common/mask.h"
+#include "cpu/common/tiles.h"
+
+/* Coefficients of a token: w[o * n + i] is the weight of stream i in output o, whatever the convention. */
+typedef struct coefs {
+    float post[WEFT_MAX_STREAMS], w[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS];
+} coefs;
+
+static void load_coefs(coefs *k, const weft_tensor *post, const weft_tensor *res, weft_apply apply, int64_t m)
+{
+    int n = (int)post->shape[1];
+    coef_load(k->post, post, m);
+    coef_load(k->w, res, m);
+    if (apply == WEFT_APPLY_OUT_IN) return;
+    for (int a = 0; a < n; a++)
+        for (int b = 0; b < a; b++) {
+            float t = k->w[a * n + b];
+            k->w[a * n + b] = k->w[b * n + a];
+            k->w[b * n + a] = t;
+        }
+}
+
+/* ---- forward ------------------------------------------------------------------------------------------------------- */
+
+/* Rows of one token; strides in elements. bias and mask are fp32 rows or NULL. */
+typedef struct fwd_rows {
+    const char *x, *f;
+    char *y;
+    int64_t xs, ys;
+    const float *bias, *mask;
+    int64_t ms;
+} fwd_rows;
+
+INLINE void fwd_span(const int n, const weft_dtype t, fwd_rows r, const coefs *k, int64_t count, bool stream)
+{
+    const int64_t size = (int64_t)size_of(t);
+    vf w[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS], post[WEFT_MAX_STREAMS], x[WEFT_MAX_STREAMS];
+    for (int i = 0; i < n * n; i++) w[i] = vf_set1(k->w[i]);
+    for (int o = 0; o < n; o++) post[o] = vf_set1(k->post[o]);
+    for (int64_t c = 0; c < count; c += LANES) {
+        int64_t left = count - c;
+        vf f = vf_get_n(t, r.f, c, left);
+        if (r.bias) f = f + vf_load(r.bias + c);
+        for (int i = 0; i < n; i++) x[i] = vf_get_n(t, r.x + i * r.xs * size, c, left);
+        for (int o = 0; o < n; o++) {
+            vf y = post[o] * f;
+            if (r.mask) y = y * vf_load(r.mask + o * r.ms + c);
+            for (int i = 0; i < n; i++) y = vf_fma(w[o * n + i], x[i], y);
+            vf_put_n(t, r.y + o * r.ys * size, c, y, left, stream);
+        }
+    }
+}
+
+INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_post_fwd_args *a, const float *bias,
+                       const weft_mask *mask, int64_t t0, int64_t t1, bool stream)
+{
+    _Alignas(64) float drop[CHUNK];
+    coefs k;
+    int64_t channels = a->x.shape[2], size = (int64_t)size_of(t);
+    int64_t width = mask->on ? chunk_width(n) : channels;
+    stream = stream && aligned(a->y.data, a->y.stride[0] | a->y.stride[1], t) && a->y.data != a->x.data;
+    for (int64_t m = t0; m < t1; m++) {
+        load_coefs(&k, &a->post, &a->res, a->numerics.apply, m);
+        for (int64_t c = 0; c < channels; c += width) {
+            int64_t count = min64(width, channels - c);
+            if (mask->on) mask_fill(drop, width, mask, m, n, c, count);
+            fwd_rows r = {at(&a->x, m) + c * size, at(&a->f, m) + c * size, at(&a->y, m) + c * size,
+                          a->x.stride[1],          a->y.stride[1],          bias ? bias + c : NULL,
+                          mask->on ? drop : NULL,  width};
+            fwd_span(n, t, r, &k, count, stream);
+        }
+    }
+}
+
+static void fwd_chunks(const weft_mhc_post_fwd_args *a, const float *bias, const weft_mask *mask, int64_t t0, int64_t t1)
+{
+    _Alignas(64) float x[CHUNK], f[CHUNK], y[CHUNK], drop[CHUNK];
+    coefs k;
+    int n = (int)a->x.shape[1];
+    int64_t channels = a->x.shape[2], width = chunk_width(n);
+    for (int64_t m = t0; m < t1; m++) {
+        load_coefs(&k, &a->post, &a->res, a->numerics.apply, m);
+        for (int64_t c = 0; c < channels; c += width) {
+            int64_t count = min64(width, channels - c);
+            rows_load(x, width, &a->x, m, c, count);
+            row_load(f, &a->f, m, c, count);
+            if (mask->on) mask_fill(drop, width, mask, m, n, c, count);
+            fwd_rows r = {(char *)x, (char *)f, (char *)y, width, width, bias ? bias + c : NULL,
+                          mask->on ? drop : NULL, width};
+            FOR_STREAMS(n, fwd_span(N, WEFT_F32, r, &k, count, false))
+            rows_store(&a->y, false, y, width, m, c, count);
+        }
+    }
+}
+
+void CPU(post_fwd_tile)(const weft_mhc_post_fwd_args *a, const float *bias, int64_t t0, int64_t t1, bool stream)
+{
+    weft_dtype t = a->x.dtype;
+    weft_mask mask = weft_mask_open(&a->dropout, a->x.shape[2]);
+    if (streams_direct(&a->x, t) && row_direct(&a->f, t) && streams_direct(&a->y, t)) {
+        FOR_DTYPE(t, FOR_STREAMS(a->x.shape[1], fwd_direct(N, T, a, bias, &mask, t0, t1, stream)))
+    } else {
+        fwd_chunks(a, bias, &mask, t0, t1);
+    }
+}
+
+/* ---- backward ------------------------------------------------------------------------------------------------------ */
+
+/* g is d_y; absent outputs are NULL. d_bias is an fp32 row that is added to. */
+typedef struct bwd_rows {
+    const char *x, *f, *g;
+    char *dx, *df;
+    int64_t xs, gs, dxs;
+    bool add_dx, add_df;
+    const float *bias, *mask;
+    int64_t ms;
+    float *d_bias;
+} bwd_rows;
+
+/* Sums of a token in 16 lanes: w[o * n + i] of x[i] g[o], post[o] of D g[o] (f + bias). */
+typedef struct bwd_sums {
+    vf post[WEFT_MAX_STREAMS][STEP], w[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS][STEP];
+} bwd_sums;
+
+INLINE vf load_f(const weft_dtype t, const bwd_rows *r, int64_t c, int64_t left)
+{
+    vf f = vf_get_n(t, r->f, c, left);
+    /* Lanes past the row must stay zero in the sums; g is zero there, so any finite bias would do, but not a NaN. */
+    return r->bias ? f + (left >= LANES ? vf_load(r->bias + c) : vf_get_n(WEFT_F32, r->bias, c, left)) : f;
+}
+
+INLINE vf load_g(const weft_dtype t, const bwd_rows *r, int o, int64_t c, int64_t left)
+{
+    return vf_get_n(t, r->g + o * r->gs * (int64_t)size_of(t), c, left);
+}
+
+/* d_x, d_f and d_bias of LANES channels from g[n]. */
+INLINE void bwd_elements(const int n, const weft_dtype t, const bwd_rows *r, const vf *w, const vf *post, const vf *g,
+                         int64_t c, int64_t left, bool stream)
+{
+    const int64_t size = (int64_t)size_of(t);
+    if (r->df || r->d_bias) {
+        vf df = vf_set1(0);
+        for (int o = 0; o < n; o++)
+            df = vf_fma(post[o], r->mask ? g[o] * vf_load(r->mask + o * r->ms + c) : g[o], df);
+        if (r->d_bias) {
+            vf old = left >= LANES ? vf_load(r->d_bias + c) : vf_get_n(WEFT_F32, r->d_bias, c, left);
+            vf_put_n(WEFT_F32, r->d_bias, c, old + df, left, false);
+        }
+        if (r->df) {
+            if (r->add_df) df = vf_get_n(t, r->df, c, left) + df;
+            vf_put_n(t, r->df, c, df, left, stream);
+        }
+    }
+    if (!r->dx) return;
+    for (int i = 0; i < n; i++) {
+        vf dx = w[i] * g[0];
+        for (int o = 1; o < n; o++) dx = vf_fma(w[o * n + i], g[o], dx);
+        char *row = r->dx + i * r->dxs * size;
+        if (r->add_dx) dx = vf_get_n(t, row, c, left) + dx;
+        vf_put_n(t, row, c, dx, left, stream);
+    }
+}
+
+/* Sums and elements in one pass: n <= 4. */
+INLINE void bwd_span(const int n, const weft_dtype t, const bwd_rows *r, const coefs *k, bwd_sums *sums, int64_t count,
+                     bool stream)
+{
+    enum { MAX = 4 };
+    const int64_t size = (int64_t)size_of(t);
+    vf w[MAX * MAX], post[MAX], g[MAX], x[MAX], sw[MAX * MAX][STEP], sp[MAX][STEP];
+    for (int i = 0; i < n * n; i++) {
+        w[i] = vf_set1(k->w[i]);
+        for (int s = 0; s < STEP; s++) sw[i][s] = sums->w[i][s];
+    }
+    for (int o = 0; o < n; o++) {
+        post[o] = vf_set1(k->post[o]);
+        for (int s = 0; s < STEP; s++) sp[o][s] = sums->post[o][s];
+    }
+    for (int64_t c = 0; c < count; c += WIDE)
+        for (int s = 0; s < STEP; s++) {
+            int64_t e = c + s * LANES, left = count - e;
+            vf f = load_f(t, r, e, left);
+            for (int o = 0; o < n; o++) g[o] = load_g(t, r, o, e, left);
+            for (int i = 0; i < n; i++) x[i] = vf_get_n(t, r->x + i * r->xs * size, e, left);
+            for (int o = 0; o < n; o++) {
+                sp[o][s] = vf_fma(r->mask ? g[o] * vf_get_n(WEFT_F32, r->mask + o * r->ms, e, left) : g[o], f, sp[o][s]);
+                for (int i = 0; i < n; i++) sw[o * n + i][s] = vf_fma(x[i], g[o], sw[o * n + i][s]);
+            }
+            bwd_elements(n, t, r, w, post, g, e, left, stream);
+        }
+    for (int i = 0; i < n * n; i++)
+        for (int s = 0; s < STEP; s++) sums->w[i][s] = sw[i][s];
+    for (int o = 0; o < n; o++)
+        for (int s = 0; s < STEP; s++) sums->post[o][s] = sp[o][s];
+}
+
+/* A block of at most 4x4 sums over a chunk. */
+INLINE void bwd_sum_block(const int no, const int ni, const int n, const weft_dtype t, const bwd_rows *r, bwd_sums *sums,
+                          int o0, int i0, int64_t count)
+{
+    const int64_t size = (int64_t)size_of(t);
+    vf sw[4][4][STEP];
+    for (int o = 0; o < no; o++)
+        for (int i = 0; i < ni; i++)
+            for (int s = 0; s < STEP; s++) sw[o][i][s] = sums->w[(o0 + o) * n + i0 + i][s];
+    for (int64_t c = 0; c < count; c += WIDE)
+        for (int s = 0; s < STEP; s++) {
+            int64_t e = c + s * LANES, left = count - e;
+            vf x[4];
+            for (int i = 0; i < ni; i++) x[i] = vf_get_n(t, r->x + (i0 + i) * r->xs * size, e, left);
+            for (int o = 0; o < no; o++) {
+                vf g = load_g(t, r, o0 + o, e, left);
+                for (int i = 0; i < ni; i++) sw[o][i][s] = vf_fma(x[i], g, sw[o][i][s]);
+            }
+        }
+    for (int o = 0; o < no; o++)
+        for (int i = 0; i < ni; i++)
+            for (int s = 0; s < STEP; s++) sums->w[(o0 + o) * n + i0 + i][s] = sw[o][i][s];
+}
+
+/* Any n: sums block by block, then elements. */
+INLINE void bwd_span_large(const int n, const weft_dtype t, const bwd_rows *r, const coefs *k, bwd_sums *sums,
+                           int64_t count, bool stream)
+{
+    vf w[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS], post[WEFT_MAX_STREAMS], g[WEFT_MAX_STREAMS];
+    for (int o = 0; o < n; o += 4)
+        for (int i = 0; i < n; i += 4) {
+            int no = n - o < 4 ? n - o : 4, ni = n - i < 4 ? n - i : 4;
+            if (no == 4 && ni == 4)
+                bwd_sum_block(4, 4, n, t, r, sums, o, i, count);
+            else
+                bwd_sum_block(no, ni, n, t, r, sums, o, i, count);
+        }
+    for (int64_t c = 0; c < count; c += WIDE)
+        for (int s = 0; s < STEP; s++) {
+            int64_t e = c + s * LANES, left = count - e;
+            vf f = load_f(t, r, e, left);
+            for (int o = 0; o < n; o++) {
+                vf go = load_g(t, r, o, e, left);
+                if (r->mask) go = go * vf_get_n(WEFT_F32, r->mask + o * r->ms, e, left);
+                sums->post[o][s] = vf_fma(go, f, sums->post[o][s]);
+            }
+        }
+    for (int i = 0; i < n * n; i++) w[i] = vf_set1(k->w[i]);
+    for (int o = 0; o < n; o++) post[o] = vf_set1(k->post[o]);
+    for (int64_t c = 0; c < count; c += LANES) {
+        int64_t left = count - c;
+        for (int o = 0; o < n; o++) g[o] = load_g(t, r, o, c, left);
+        bwd_elements(n, t, r, w, post, g, c, left, stream);
+    }
+}
+
+static void store_sums(const weft_mhc_post_bwd_args *a, const bwd_sums *sums, int64_t m)
+{
+    float post[WEFT_MAX_STREAMS], w[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS];
+    int n = (int)a->x.shape[1];
+    bool in_out = a->numerics.apply == WEFT_APPLY_IN_OUT;
+    if (weft_has(&a->d_post.to)) {
+        for (int o = 0; o < n; o++) post[o] = vf_sum16(sums->post[o]);
+        coef_store(&a->d_post.to, a->d_post.add, post, m);
+    }
+    if (weft_has(&a->d_res.to)) {
+        for (int o = 0; o < n; o++)
+            for (int i = 0; i < n; i++) w[in_out ? i * n + o : o * n + i] = vf_sum16(sums->w[o * n + i]);
+        coef_store(&a->d_res.to, a->d_res.add, w, m);
+    }
+}
+
+INLINE void clear_sums(bwd_sums *sums, int n)
+{
+    memset(sums->post, 0, sizeof(vf) * STEP * (size_t)n);
+    memset(sums->w, 0, sizeof(vf) * STEP * (size_t)(n * n));
+}
+
+INLINE void bwd_any(const int n, const weft_dtype t, const bwd_rows *r, const coefs *k, bwd_sums *sums, int64_t count,
+                    bool stream)
+{
+    if (n <= 4)
+        bwd_span(n, t, r, k, sums, count, stream);
+    else
+        bwd_span_large(n, t, r, k, sums, count, stream);
+}
+
+INLINE void bwd_direct(const int n, const weft_dtype t, const weft_mhc_post_bwd_args *a, const float *bias,
+                       float *d_bias, const weft_mask *mask, int64_t t0, int64_t t1, bool stream)
+{
+    _Alignas(64) float drop[CHUNK];
+    coefs k;
+    bwd_sums sums;
+    int64_t channels = a->x.shape[2], size = (int64_t)size_of(t);
+    int64_t width = mask->on || n > 4 ? chunk_width(n) : channels;
+    const weft_tensor *dx = &a->d_x.to, *df = &a->d_f.to;
+    bool has_dx = weft_has(dx), has_df = weft_has(df);
+    stream = stream && !a->d_x.add && !a->d_f.add && dx->data != a->d_y.data &&
+             (!has_dx || aligned(dx->data, dx->stride[0] | dx->stride[1], t)) &&
+             (!has_df || aligned(df->data, df->stride[0], t));
+    for (int64_t m = t0; m < t1; m++) {
+        load_coefs(&k, &a->post, &a->res, a->numerics.apply, m);
+        clear_sums(&sums, n);
+        for (int64_t c = 0; c < channels; c += width) {
+            int64_t count = min64(width, channels - c);
+            if (mask->on) mask_fill(drop, width, mask, m, n, c, count);
+            bwd_rows r = {.x = at(&a->x, m) + c * size,
+                          .f = at(&a->f, m) + c * size,
+                          .g = at(&a->d_y, m) + c * size,
+                          .dx = has_dx ? at(dx, m) + c * size : NULL,
+                          .df = has_df ? at(df, m) + c * size : NULL,
+                          .xs = a->x.stride[1],
+                          .gs = a->d_y.stride[1],
+                          .dxs = dx->stride[1],
+                          .add_dx = a->d_x.add,
+                          .add_df = a->d_f.add,
+                          .bias = bias ? bias + c : NULL,
+                          .mask = mask->on ? drop : NULL,
+                          .ms = width,
+                          .d_bias = d_bias ? d_bias + c : NULL};
+            bwd_any(n, t, &r, &k, &sums, count, stream);
+        }
+        store_sums(a, &sums, m);
+    }
+}
+
+static void bwd_chunks(const weft_mhc_post_bwd_args *a, const float *bias, float *d_bias, const weft_mask *mask,
+                       int64_t t0, int64_t t1)
+{
+    _Alignas(64) float x[CHUNK], f[CHUNK], g[CHUNK], dx[CHUNK], df[CHUNK], drop[CHUNK];
+    coefs k;
+    bwd_sums sums;
+    int n = (int)a->x.shape[1];
+    int64_t channels = a->x.shape[2], width = chunk_width(n);
+    bool has_dx = weft_has(&a->d_x.to), has_df = weft_has(&a->d_f.to);
+    for (int64_t m = t0; m < t1; m++) {
+        load_coefs(&k, &a->post, &a->res, a->numerics.apply, m);
+        clear_sums(&sums, n);
+        for (int64_t c = 0; c < channels; c += width) {
+            int64_t count = min64(width, channels - c);
+            rows_load(x, width, &a->x, m, c, count);
+            rows_load(g, width, &a->d_y, m, c, count);
+            row_load(f, &a->f, m, c, count);
+            if (mask->on) mask_fill(drop, width, mask, m, n, c, count);
+            bwd_rows r = {.x = (char *)x,
+                          .f = (char *)f,
+                          .g = (char *)g,
+                          .dx = has_dx ? (char *)dx : NULL,
+                          .df = has_df ? (char *)df : NULL,
+                          .xs = width,
+                          .gs = width,
+                          .dxs = width,
+                          .bias = bias ? bias + c : NULL,
+                          .mask = mask->on ? drop : NULL,
+                          .ms = width,
+                          .d_bias = d_bias ? d_bias + c : NULL};
+            FOR_STREAMS(n, bwd_any(N, WEFT_F32, &r, &k, &sums, count, false))
+            if (has_dx) rows_store(&a->d_x.to, a->d_x.add, dx, width, m, c, count);
+            if (has_df) row_store(&a->d_f.to, a->d_f.add, df, m, c, count);
+        }
+        store_sums(a, &sums, m);
+    }
+}
+
+void CPU(post_bwd_tile)(const weft_mhc_post_bwd_args *a, const float *bias, float *d_bias, int64_t t0, int64_t t1,
+                        bool stream)
+{
+    weft_dtype t = a->x.dtype;
+    weft_mask mask = weft_mask_open(&a->dropout, a->x.shape[2]);
+    if (streams_direct(&a->x, t) && row_direct(&a->f, t) && streams_direct(&a->d_y, t) &&
+        streams_direct(&a->d_x.to, t) && row_direct(&a->d_f.to, t)) {
+        FOR_DTYPE(t, FOR_STREAMS(a->x.shape[1], bwd_direct(N, T, a, bias, d_bias, &mask, t0, t1, stream)))
+    } else {
+        bwd_chunks(a, bias, d_bias, &mask, t0, t1);
+    }
+}
+
+/* ---- operators ----------------------------------------------------------------------------------------------------- */
+
+typedef struct plan {
+    const weft_call *call;
+    const void *args;
+    float *bias;
+    cpu_sum sum;
+    int64_t base; /* first token of the macro tile */
+    bool stream;
+} plan;
+
+static weft_arena lay_out(plan *p, const weft_call *call, const void *args, bool bias, bool sum)
+{
+    weft_arena arena = cpu_arena(call);
+    *p = (plan){.call = call, .args = args};
+    p->stream = call->tokens * call->streams * call->channels * (int64_t)size_of(call->dtype) >= STREAM_BYTES;
+    p->bias = bias ? weft_arena_take(&arena, (size_t)pad16(call->channels) * 4) : NULL;
+    p->sum = sum_take(&arena, macro_tokens(call), call->channels, sum);
+    return arena;
+}
+
+static void fwd_body(void *context, int64_t item, int thread)
+{
+    const plan *p = context;
+    (void)thread;
+    CPU(post_fwd_tile)(p->args, p->bias, item * TILE, min64((item + 1) * TILE, p->call->tokens), p->stream);
+    stream_fence();
+}
+
+static void bwd_body(void *context, int64_t item, int thread)
+{
+    const plan *p = context;
+    int64_t t0 = p->base + item * BLOCK;
+    float *sum = sum_block(&p->sum, item);
+    (void)thread;
+    sum_zero(sum, p->sum.width);
+    CPU(post_bwd_tile)(p->args, p->bias, sum, t0, min64(t0 + BLOCK, p->call->tokens), p->stream);
+    stream_fence();
+}
+
+static weft_status fwd(const weft_call *call, const void *args)
+{
+    const weft_mhc_post_fwd_args *a = args;
+    plan p;
+    lay_out(&p, call, args, weft_has(&a->bias), false);
+    if (p.bias) vector_load(p.bias, &a->bias, call->channels, 0);
+    cpu_parallel(call, (call->tokens + TILE - 1) / TILE, call->tokens * call->streams * call->channels, fwd_body, &p);
+    return WEFT_OK;
+}
+
+static weft_status bwd(const weft_call *call, const void *args)
+{
+    const weft_mhc_post_bwd_args *a = args;
+    plan p;
+    lay_out(&p, call, args, weft_has(&a->bias), weft_has(&a->d_bias.to));
+    if (p.bias) vector_load(p.bias, &a->bias, call->channels, 0);
+    sum_zero(p.sum.total, p.sum.width);
+    /* Without a sum over tokens there is nothing to stop for. */
+    int64_t macro = p.sum.total ? macro_tokens(call) : call->tokens;
+    for (; p.base < call->tokens; p.base += macro) {
+        int64_t tokens = min64(macro, call->tokens - p.base), blocks = (tokens + BLOCK - 1) / BLOCK;
+        cpu_parallel(call, blocks, tokens * call->streams * call->channels, bwd_body, &p);
+        sum_fold(&p.sum, blocks);
+    }
+    sum_store(&p.sum, 0, &a->d_bias);
+    return WEFT_OK;
+}
+
+static size_t fwd_workspace(const weft_call *call, const void *args)
+{
+    plan p;
+    weft_arena arena = lay_out(&p, call, args, weft_has(&((const weft_mhc_post_fwd_args *)args)->bias), false);
+    return weft_arena_bytes(&arena);
+}
+
+static size_t bwd_workspace(const weft_call *call, const void *args)
+{
+    const weft_mhc_post_bwd_args *a = args;
+    plan p;
+    weft_arena arena = lay_out(&p, call, args, weft_has(&a->bias), weft_has(&a->d_bias.to));
+    return weft_arena_bytes(&arena);
+}
+
+const weft_kernel CPU(mhc_post_fwd)[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {0}};
+const weft_kernel CPU(mhc_post_bwd)[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {0}};

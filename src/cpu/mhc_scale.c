@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Gates [M2], one token per lane. The learned head uses the same functions with n rows, all of them `pre`. */
+#include "cpu/common/lanes.h"
+#include "cpu/common/math.h"
+#include "cpu/common/tiles.h"
+
+enum { MAX_GATES = 2 * WEFT_MAX_STREAMS + WEFT_MAX_STREAMS * WEFT_MAX_STREAMS };
+
+/* Row j belongs to pre (0), post (1) or res (2). */
+INLINE int group_of(int64_t j, int n)
+{
+    return j < n ? 0 : j < 2 * n ? 1 : 2;
+}
+
+/* z receives pre[n] | post[n] | logits, as many as there are rows. */
+void CPU(gates_fwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float *alpha, const float *beta, const vf *h,
+                    vf ms, vf *z)
+{
+    vf inv = mm_inv_rms(ms, (float)m->rms_eps, (int)m->rms_eps_kind), t;
+    for (int64_t j = 0; j < rows; j++) {
+        int g = group_of(j, n);
+        z[j] = mm_gate_logit(h[j], inv, alpha[g], beta[j]);
+        if (g == 2) continue;
+        mm_sigmoid(z[j], &z[j], &t);
+        z[j] = g == 0 ? z[j] + (float)m->pre_eps : z[j] * (float)m->post_mult;
+    }
+}
+
+/* dz: upstream of pre | post | logits, becomes the gradient of the arguments of the sigmoids (and so of beta).
+ * dalpha[3] receives this token's part. */
+void CPU(gates_bwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float *alpha, const float *beta, const vf *h,
+                    vf ms, vf *dz, vf *dh, vf *dms, vf *dalpha)
+{
+    vf inv = mm_inv_rms(ms, (float)m->rms_eps, (int)m->rms_eps_kind), dinv = vf_set1(0), s, t;
+    lanes_zero(dalpha, 3);
+    for (int64_t j = 0; j < rows; j++) {
+        int g = group_of(j, n);
+        if (g < 2) {
+            mm_sigmoid(mm_gate_logit(h[j], inv, alpha[g], beta[j]), &s, &t);
+            dz[j] = dz[j] * s * t;
+            if (g == 1) dz[j] = dz[j] * (float)m->post_mult;
+        }
+        dalpha[g] = vf_fma(dz[j], h[j] * inv, dalpha[g]);
+        vf da = dz[j] * alpha[g];
+        dh[j] = da * inv;
+        dinv = vf_fma(da, h[j], dinv);
+    }
+    *dms = dinv * mm_d_inv_rms(ms, inv, (float)m->rms_eps, (int)m->rms_eps_kind);
+}
+
+/* ---- operators ----------------------------------------------------------------------------------------------------- */
+
+typedef struct plan {
+    const weft_call *call;
+    const void *args;
+    float *alpha, *beta;
+    cpu_sum sum; /* d_beta[N], d_alpha[3] */
+    int64_t base;
+} plan;
+
+static weft_arena lay_out(plan *p, const weft_call *call, const void *args, bool sum)
+{
+    weft_arena arena = cpu_arena(call);
+    *p = (plan){.call = call, .args = args};
+    p->alpha = weft_arena_take(&arena, WIDE * 4);
+    p->beta = weft_arena_take(&arena, (size_t)pad16(call->rows) * 4);
+    p->sum = sum_take(&arena, SUM_TOKENS, call->rows + 3, sum);
+    return arena;
+}
+
+static void fwd_body(void *context, int64_t item, int thread)
+{
+    const plan *p = context;
+    const weft_mhc_scale_fwd_args *a = p->args;
+    vf h[MAX_GATES], z[MAX_GATES], ms = vf_set1(0);
+    int n = (int)p->call->streams;
+    int64_t rows = p->call->rows;
+    (void)thread;
+    for (int64_t m = item * BLOCK; m < min64((item + 1) * BLOCK, p->call->tokens); m += LANES) {
+        int valid = (int)min64(LANES, p->call->tokens - m);
+        lanes_load(h, &a->h, m, valid, rows);
+        lanes_load(&ms, &a->ms, m, valid, 1);
+        CPU(gates_fwd)(&a->numerics, n, rows, p->alpha, p->beta, h, ms, z);
+        lanes_store(&a->pre, false, z, m, valid, n);
+        lanes_store(&a->post, false, z + n, m, valid, n);
+        lanes_store(&a->logits, false, z + 2 * n, m, valid, n * n);
+    }
+}
+
+static void bwd_body(void *context, int64_t item, int thread)
+{
+    const plan *p = context;
+    const weft_mhc_scale_bwd_args *a = p->args;
+    vf h[MAX_GATES], dz[MAX_GATES], dh[MAX_GATES], ms = vf_set1(0), dms, dalpha[3];
+    int n = (int)p->call->streams;
+    int64_t rows = p->call->rows, t0 = p->base + item * BLOCK, t1 = min64(t0 + BLOCK, p->call->tokens);
+    float *sum = sum_block(&p->sum, item);
+    (void)thread;
+    sum_zero(sum, p->sum.width);
+    for (int64_t m = t0; m < t1; m += LANES) {
+        int valid = (int)min64(LANES, t1 - m);
+        lanes_load(h, &a->h, m, valid, rows);
+        lanes_load(&ms, &a->ms, m, valid, 1);
+        lanes_zero(dz, rows);
+        if (weft_has(&a->d_pre)) lanes_load(dz, &a->d_pre, m, valid, n);
+        if (weft_has(&a->d_post)) lanes_load(dz + n, &a->d_post, m, valid, n);
+        if (weft_has(&a->d_logits)) lanes_load(dz + 2 * n, &a->d_logits, m, valid, n * n);
+        CPU(gates_bwd)(&a->numerics, n, rows, p->alpha, p->beta, h, ms, dz, dh, &dms, dalpha);
+        if (weft_has(&a->d_h.to)) lanes_store(&a->d_h.to, a->d_h.add, dh, m, valid, rows);
+        if (weft_has(&a->d_ms.to)) lanes_store(&a->d_ms.to, a->d_ms.add, &dms, m, valid, 1);
+        if (!sum) continue;
+        lanes_sum(sum, dz, valid, rows);
+        lanes_sum(sum + rows, dalpha, valid, 3);
+    }
+}
+
+static weft_status fwd(const weft_call *call, const void *args)
+{
+    const weft_mhc_scale_fwd_args *a = args;
+    plan p;
+    lay_out(&p, call, args, false);
+    vector_load(p.alpha, &a->alpha, 3, 0);
+    vector_load(p.beta, &a->beta, call->rows, 0);
+    cpu_parallel(call, (call->tokens + BLOCK - 1) / BLOCK, call->tokens * call->rows, fwd_body, &p);
+    return WEFT_OK;
+}
+
+static bool wants_sum(const void *args)
+{
+    const weft_mhc_scale_bwd_args *a = args;
+    return weft_has(&a->d_alpha.to) || weft_has(&a->d_beta.to);
+}
+
+static weft_status bwd(const weft_call *call, const void *args)
+{
+    const weft_mhc_scale_bwd_args *a = args;
+    plan p;
+    lay_out(&p, call, args, wants_sum(args));
+    vector_load(p.alpha, &a->alpha, 3, 0);
+    vector_load(p.beta, &a->beta, call->rows, 0);
+    sum_zero(p.sum.total, p.sum.width);
+    for (; p.base < call->tokens; p.base += SUM_TOKENS) {
+        int64_t tokens = min64(SUM_TOKENS, call->tokens - p.base), blocks = (tokens + BLOCK - 1) / BLOCK;
+        cpu_parallel(call, blocks, tokens * call->rows, bwd_body, &p);
+        sum_fold(&p.sum, blocks);
+    }
+    sum_store(&p.sum, 0, &a->d_beta);
+    sum_store(&p.sum, call->rows, &a->d_alpha);
+    return WEFT_OK;
+}
+
+static size_t fwd_workspace(const weft_call *call, const void *args)
+{
+    plan p;
+    weft_arena arena = lay_out(&p, call, args, false);
+    return weft_arena_bytes(&arena);
+}
+
+static size_t bwd_workspace(const weft_call *call, const void *args)
+{
+    plan p;
+    weft_arena arena = lay_out(&p, call, args, wants_sum(args));
+    return weft_arena_bytes(&arena);
+}
+
+const weft_kernel CPU(mhc_scale_fwd)[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {0}};
+const weft_kernel CPU(mhc_scale_bwd)[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {0}};
