@@ -60,7 +60,7 @@ install_missing() {
 }
 
 # Twice, because some packages can be named only when others are there.
-for round in 1 2; do
+for _ in 1 2; do
     find_missing "$1"
     [ -z "$missing" ] && exit 0
     install_missing || break

@@ -8,6 +8,7 @@ lib=$2
 work=$3
 root=$(dirname "$0")/..
 mkdir -p "$work"
+# shellcheck disable=SC2016
 sed -n '/^```c$/,/^```$/p' "$root/README.md" | sed -n '2,/^```$/p' | sed '$d' >"$work/example.c"
 if [ ! -s "$work/example.c" ]; then
     echo "README.md has no C block" >&2
