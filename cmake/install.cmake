@@ -17,5 +17,6 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/weftConfigVersion.cmake DESTINATION ${
 
 # Paths relative to the file itself: an installed tree may be moved or staged with DESTDIR.
 file(RELATIVE_PATH prefix_from_pc /prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig /prefix)
+string(REGEX REPLACE "/$" "" prefix_from_pc ${prefix_from_pc})
 configure_file(cmake/weft.pc.in weft.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/weft.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
