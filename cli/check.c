@@ -1,0 +1,289 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * `weft check`: every operator on random data against what expect.h says it must give. A list of cases covers shapes,
+ * dtypes, layouts and presets; one line per operator and tensor shows the element that came closest to its bound. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "commands.h"
+#include "compare.h"
+#include "element.h"
+#include "expect.h"
+#include "golden.h"
+#include "guard.h"
+#include "options.h"
+#include "random.h"
+#include "run.h"
+
+typedef struct check_case {
+    int64_t tokens, channels, streams;
+    weft_dtype act, wide, coef, param;
+    int swapped, pad, add;
+    problem_optional optional;
+    weft_mhc_preset preset;
+    int rule, iters; /* 0: as in the preset; else rule + 1 */
+    double dropout;
+    int shared, poison; /* poison: a NaN in the fourth token, which must stay there */
+} check_case;
+
+#define RULE(name) (WEFT_SINKHORN_##name + 1)
+/* clang-format off */
+static const check_case cases[] = {
+    /*   T     C  n  act        wide       coef       param      CN pad add optional */
+    {   33,  128, 4, WEFT_BF16, WEFT_BF16, WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_DEEPSEEK_V4},
+    {   17,   96, 4, WEFT_F32,  WEFT_F32,  WEFT_F32,  WEFT_F32,  1, 0, 1, PROBLEM_ALL,  .preset = WEFT_PRESET_TRANSFORMER_ENGINE},
+    {   29,   65, 2, WEFT_F16,  WEFT_F32,  WEFT_F16,  WEFT_BF16, 0, 3, 0, PROBLEM_SOME, .preset = WEFT_PRESET_MEGATRON_MAIN, .dropout = 0.25},
+    {    1,  257, 8, WEFT_BF16, WEFT_F32,  WEFT_BF16, WEFT_BF16, 0, 1, 1, PROBLEM_ALL,  .preset = WEFT_PRESET_MEGATRON_DEV, .dropout = 0.5, .shared = 1},
+    {   61,   40, 3, WEFT_F32,  WEFT_F32,  WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_SOME, .preset = WEFT_PRESET_LIGER},
+    {    0,   64, 4, WEFT_BF16, WEFT_BF16, WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_DEEPSEEK_V4},
+    {    0,   64, 4, WEFT_BF16, WEFT_F32,  WEFT_F32,  WEFT_BF16, 0, 0, 1, PROBLEM_ALL,  .preset = WEFT_PRESET_DEEPSEEK_V4},
+    {    5,   24,32, WEFT_F32,  WEFT_F32,  WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_MEGATRON_DSV4, .rule = RULE(THRESHOLD)},
+    {  130,  512, 4, WEFT_BF16, WEFT_BF16, WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_NONE, .preset = WEFT_PRESET_DEEPSEEK_V41},
+    {   19,  300, 4, WEFT_BF16, WEFT_F32,  WEFT_F32,  WEFT_F32,  1, 5, 0, PROBLEM_SOME, .preset = WEFT_PRESET_TRANSFORMER_ENGINE},
+    {    7,    1, 1, WEFT_F32,  WEFT_F32,  WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_MEGATRON_DSV4},
+    {   40,   48, 5, WEFT_F16,  WEFT_F16,  WEFT_F32,  WEFT_F32,  1, 0, 1, PROBLEM_SOME, .preset = WEFT_PRESET_MEGATRON_DSV4, .iters = 1},
+    {  515,   16, 4, WEFT_BF16, WEFT_BF16, WEFT_F32,  WEFT_F32,  0, 0, 1, PROBLEM_SOME, .preset = WEFT_PRESET_DEEPSEEK_V4, .iters = 3, .dropout = 0.1},
+    {   23,   72, 8, WEFT_F32,  WEFT_F32,  WEFT_F32,  WEFT_BF16, 1, 2, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_MEGATRON_MAIN, .iters = 2},
+    {   31, 2048, 4, WEFT_BF16, WEFT_BF16, WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_DEEPSEEK_V4},
+    {   12,   33, 4, WEFT_F32,  WEFT_F32,  WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_LIGER, .poison = 1},
+};
+/* clang-format on */
+enum { NUM_CASES = sizeof cases / sizeof cases[0] };
+
+/* One line of the report. */
+typedef struct line {
+    const char *name;
+    comparison worst;
+    int cases, failed;
+} line;
+
+typedef struct report {
+    const weft_op_info *op;
+    line lines[EXPECT_MAX_ARGS];
+    int num_lines;
+} report;
+
+static problem_spec spec_of(const check_case *c, uint64_t seed)
+{
+    problem_spec s = {.tokens = c->tokens,
+                      .channels = c->channels,
+                      .streams = c->streams,
+                      .rows = c->tokens % 2 ? 2 * c->streams + c->streams * c->streams : 7,
+                      .act = c->act,
+                      .wide = c->wide,
+                      .coef = c->coef,
+                      .param = c->param,
+                      .swapped = c->swapped,
+                      .pad = c->pad,
+                      .add = c->add,
+                      .optional = c->optional,
+                      .contract = c->swapped ? WEFT_CONTRACT_SUM : WEFT_CONTRACT_MEAN,
+                      .dropout = c->dropout,
+                      .dropout_shared = c->shared,
+                      .layers = 3,
+                      .seed = seed};
+    weft_mhc_preset_numerics(c->preset, &s.numerics);
+    if (c->rule) s.numerics.sinkhorn = (weft_sinkhorn)(c->rule - 1);
+    if (c->iters) s.numerics.sinkhorn_iters = c->iters;
+    return s;
+}
+
+static void describe(const check_case *c, uint64_t seed, char *text, size_t size)
+{
+    snprintf(text, size, "tokens %lld, channels %lld, streams %lld, %s, %s, %s, case %d, seed %llu",
+             (long long)c->tokens, (long long)c->channels, (long long)c->streams, weft_dtype_name(c->act),
+             c->swapped ? "(C,n)" : "(n,C)", weft_mhc_preset_name(c->preset), (int)(c - cases),
+             (unsigned long long)seed);
+}
+
+static line *line_of(report *r, const char *name)
+{
+    for (int i = 0; i < r->num_lines; i++)
+        if (!strcmp(r->lines[i].name, name)) return &r->lines[i];
+    r->lines[r->num_lines] = (line){.name = name, .worst.index = -1};
+    return &r->lines[r->num_lines++];
+}
+
+static void fail(report *r, const char *name, const char *why, const char *where)
+{
+    line_of(r, name)->failed++;
+    printf("  %s %s: %s\n    (%s)\n", r->op->name, name, why, where);
+}
+
+static void judge(report *r, const expect_result *e, const char *where)
+{
+    comparison c = compare(e->tensor, e->want, e->bound);
+    line *l = line_of(r, e->name);
+    compare_merge(&l->worst, &c);
+    l->cases++;
+    if (!c.failed) return;
+    char at[80], why[256];
+    tensor_coordinates(e->tensor, c.index, at, sizeof at);
+    snprintf(why, sizeof why, "%lld of %lld elements are off; [%s]: got %.9g, want %.9g, error %.3g, bound %.3g",
+             (long long)c.failed, (long long)c.count, at, c.got, c.want, c.error, c.bound);
+    fail(r, e->name, why, where);
+}
+
+/* Gives every tensor memory and the inputs their values; 0 where there is no memory. */
+static int fill(problem *p, const check_case *c, guard *guards)
+{
+    int poison = c->poison;
+    for (int i = 0; i < p->num_args; i++) {
+        const problem_arg *arg = &p->arg[i];
+        /* One element off the boundary where rows are padded: no vector of the call is aligned. */
+        size_t skew = c->pad ? weft_dtype_size(arg->tensor->dtype) : 0;
+        if (!guard_alloc(&guards[i], problem_bytes(arg), skew)) return 0;
+        arg->tensor->data = guards[i].data;
+        if (arg->info->kind == WEFT_ARG_IN || arg->add) problem_fill(p, arg);
+        if (poison && arg->info->kind == WEFT_ARG_IN && arg->info->dim[0] == WEFT_DIM_TOKENS) {
+            element_store(arg->tensor->data, arg->tensor->dtype, 3 * arg->tensor->stride[0], NAN);
+            poison = 0;
+        }
+    }
+    return 1;
+}
+
+/* What happened to memory beside the results. */
+static void check_memory(report *r, const problem *p, const guard *guards, const char *where)
+{
+    for (int i = 0; i < p->num_args; i++) {
+        const problem_arg *arg = &p->arg[i];
+        const char *wrong =
+            arg->info->kind == WEFT_ARG_IN ? guard_input(&guards[i]) : guard_output(&guards[i], arg->tensor);
+        if (wrong) fail(r, arg->info->name, wrong, where);
+    }
+}
+
+static void run_case(report *r, const weft_exec *exec, const check_case *c, uint64_t seed)
+{
+    char where[256];
+    problem p;
+    problem_spec spec = spec_of(c, random_seed(seed + (uint64_t)(c - cases), r->op->name));
+    describe(c, seed, where, sizeof where);
+    guard *guards = NULL;
+    if (!problem_make(&p, r->op, &spec) || !(guards = calloc((size_t)p.num_args, sizeof *guards)) ||
+        !fill(&p, c, guards)) {
+        fail(r, "memory", "not enough of it", where);
+    } else {
+        expectation e;
+        const char *wrong = run_prepare(exec, &p);
+        for (int i = 0; i < p.num_args; i++)
+            if (p.arg[i].info->kind == WEFT_ARG_IN) guard_remember(&guards[i]);
+        expect_begin(&e, exec->backend, exec->isa, r->op, p.args);
+        if (!wrong) wrong = run_call(exec, r->op, p.args);
+        if (!wrong && !expect_finish(&e)) wrong = e.scope.problem;
+        if (wrong)
+            fail(r, "call", wrong, where);
+        else
+            for (int i = 0; i < e.num_results; i++) judge(r, &e.result[i], where);
+        check_memory(r, &p, guards, where);
+        expect_end(&e);
+    }
+    for (int i = 0; guards && i < p.num_args; i++) guard_free(&guards[i]);
+    free(guards);
+    problem_free(&p);
+}
+
+static void check_op(const weft_op_info *op, const weft_exec *exec, uint64_t seed, int64_t *passed, int64_t *failed)
+{
+    report r = {.op = op};
+    for (int i = 0; i < NUM_CASES; i++) run_case(&r, exec, &cases[i], seed);
+    for (int i = 0; i < r.num_lines; i++) {
+        const line *l = &r.lines[i];
+        printf("%-4s %-17s %-13s %2d cases  error %9.3e  bound %9.3e  %s\n", weft_backend_name(exec->backend),
+               op->name, l->name, l->cases, l->worst.error, l->worst.bound, l->failed ? "FAIL" : "ok");
+        *(l->failed ? failed : passed) += 1;
+    }
+    fflush(stdout);
+}
+
+static int check_random(const weft_exec *exec, const char *filter, uint64_t seed, golden_counts *counts)
+{
+    for (int32_t i = 0; i < weft_op_count(); i++)
+        if (run_selected(filter, weft_op_at(i)))
+            check_op(weft_op_at(i), exec, seed, &counts->passed, &counts->failed);
+    return EXIT_PASSED;
+}
+
+int command_check(int argc, char **argv)
+{
+    static const char *const backends[] = {"all", "ref", "cpu", "cuda", NULL};
+    static const char *const isas[] = {"best", "base", "avx2", "avx512", "amx", NULL};
+    int backend = 0, isa = 0, code = EXIT_PASSED;
+    int64_t seed = 1, threads = 0;
+    const char *op = NULL, *golden = NULL;
+    const option options[] = {
+        {.name = "backend",
+         .kind = OPTION_CHOICE,
+         .to = &backend,
+         .choices = backends,
+         .help = "which backend to check; all that run on the host by default"},
+        {.name = "op",
+         .kind = OPTION_TEXT,
+         .to = &op,
+         .value = "NAME",
+         .help = "one operator: mhc_post, or mhc_post_fwd for one direction"},
+        {.name = "seed",
+         .kind = OPTION_INT,
+         .to = &seed,
+         .value = "S",
+         .max = INT64_MAX,
+         .help = "other random data"},
+        {.name = "golden",
+         .kind = OPTION_TEXT,
+         .to = &golden,
+         .value = "DIR",
+         .help = "compare with the golden files in DIR instead"},
+        {.name = "isa",
+         .kind = OPTION_CHOICE,
+         .to = &isa,
+         .choices = isas,
+         .help = "cpu: highest instruction set to use"},
+        {.name = "threads",
+         .kind = OPTION_INT,
+         .to = &threads,
+         .value = "N",
+         .max = 4096,
+         .help = "cpu: number of threads, 0 for OpenMP's default"},
+        {0},
+    };
+    int stop = options_parse(argc, argv, options);
+    if (stop >= 0) return stop;
+
+    int known = op == NULL;
+    for (int32_t i = 0; i < weft_op_count(); i++) known |= run_selected(op, weft_op_at(i));
+    if (!known) {
+        fprintf(stderr, "weft check: no operator '%s'; weft info lists them\n", op);
+        return EXIT_UNUSABLE;
+    }
+    if (backend && !weft_backend_available((weft_backend)backend)) {
+        fprintf(stderr, "weft check: backend %s is not available on this machine\n", backends[backend]);
+        return EXIT_UNUSABLE;
+    }
+    if (backend == WEFT_BACKEND_CUDA) {
+        fprintf(stderr, "weft check: this program runs backends in host memory only\n");
+        return EXIT_UNUSABLE;
+    }
+    if (isa > (int)weft_cpu_isa()) {
+        fprintf(stderr, "weft check: this machine or build lacks %s\n", isas[isa]);
+        return EXIT_UNUSABLE;
+    }
+
+    golden_counts counts = {0};
+    for (int b = WEFT_BACKEND_REF; b <= WEFT_BACKEND_CPU; b++) {
+        if ((backend && b != backend) || !weft_backend_available((weft_backend)b)) continue;
+        weft_exec exec = {.backend = (weft_backend)b};
+        if (b == WEFT_BACKEND_CPU) {
+            exec.isa = (weft_isa)isa;
+            exec.threads = (int32_t)threads;
+        }
+        int one = golden ? golden_check(golden, &exec, &counts) : check_random(&exec, op, (uint64_t)seed, &counts);
+        if (one > code) code = one;
+    }
+    if (counts.not_compared) printf("%lld tensors were not compared\n", (long long)counts.not_compared);
+    printf("%lld passed, %lld failed\n", (long long)counts.passed, (long long)counts.failed);
+    if (counts.failed && code == EXIT_PASSED) code = EXIT_FAILED;
+    return code;
+}

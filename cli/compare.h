@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * One comparison for everything: element by element against a bound of its own. */
+#ifndef WEFT_CLI_COMPARE_H
+#define WEFT_CLI_COMPARE_H
+
+#include <weft/weft.h>
+
+/* The element that comes closest to its bound, or exceeds it most. */
+typedef struct comparison {
+    int64_t count, failed, index;
+    double error, bound, got, want;
+} comparison;
+
+/* Fails as !(error <= bound), so that NaN fails. Where the expectation is not finite the result must not be either. */
+comparison compare(const weft_tensor *got, const double *want, const double *bound);
+
+/* Keeps the worse of two comparisons and adds up their counts; 1 where `more` is the worse one. */
+int compare_merge(comparison *all, const comparison *more);
+
+#endif

@@ -1,0 +1,156 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "json.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+int json_fail(json *j, const char *format, ...)
+{
+    va_list list;
+    int used = snprintf(j->error, sizeof j->error, "header byte %zu: ", (size_t)(j->at - j->begin));
+    va_start(list, format);
+    vsnprintf(j->error + used, sizeof j->error - (size_t)used, format, list);
+    va_end(list);
+    return 0;
+}
+
+int json_peek(json *j)
+{
+    while (j->at < j->end && (*j->at == ' ' || *j->at == '\t' || *j->at == '\n' || *j->at == '\r')) j->at++;
+    return j->at < j->end ? *j->at : 0;
+}
+
+int json_take(json *j, char c)
+{
+    int next = json_peek(j);
+    if (next != c) {
+        if (j->at == j->end) return json_fail(j, "expected '%c', the header ends", c);
+        return json_fail(j, next > 32 && next < 127 ? "expected '%c', got '%c'" : "expected '%c', got byte %d", c,
+                         next);
+    }
+    j->at++;
+    return 1;
+}
+
+static int hex4(json *j, unsigned *code)
+{
+    *code = 0;
+    if (j->end - j->at < 4) return json_fail(j, "a \\u escape is cut off");
+    for (int i = 0; i < 4; i++) {
+        unsigned c = *j->at++, digit;
+        if (c >= '0' && c <= '9')
+            digit = c - '0';
+        else if (c >= 'a' && c <= 'f')
+            digit = c - 'a' + 10;
+        else if (c >= 'A' && c <= 'F')
+            digit = c - 'A' + 10;
+        else
+            return json_fail(j, "a \\u escape needs four hexadecimal digits");
+        *code = *code * 16 + digit;
+    }
+    return 1;
+}
+
+static size_t put_utf8(char *out, unsigned code)
+{
+    if (code < 0x80) {
+        out[0] = (char)code;
+        return 1;
+    }
+    int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
+    static const unsigned char lead[] = {0, 0xc0, 0xe0, 0xf0};
+    out[0] = (char)(lead[more] | code >> 6 * more);
+    for (int i = 1; i <= more; i++) out[i] = (char)(0x80 | (code >> 6 * (more - i) & 0x3f));
+    return (size_t)more + 1;
+}
+
+static int escape(json *j, char *out, size_t *length)
+{
+    static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
+    unsigned code, low;
+    if (j->at == j->end) return json_fail(j, "a string is not closed");
+    int c = *j->at++;
+    for (int i = 0; from[i]; i++)
+        if (c == from[i]) {
+            out[(*length)++] = to[i];
+            return 1;
+        }
+    if (c != 'u') return json_fail(j, "unknown escape in a string");
+    if (!hex4(j, &code)) return 0;
+    if (code >= 0xd800 && code < 0xdc00) {
+        if (j->end - j->at < 2 || j->at[0] != '\\' || j->at[1] != 'u') return json_fail(j, "half a surrogate pair");
+        j->at += 2;
+        if (!hex4(j, &low)) return 0;
+        if (low < 0xdc00 || low > 0xdfff) return json_fail(j, "half a surrogate pair");
+        code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
+    } else if (code >= 0xdc00 && code < 0xe000) {
+        return json_fail(j, "half a surrogate pair");
+    }
+    if (code == 0) return json_fail(j, "a string holds a zero character");
+    *length += put_utf8(out + *length, code);
+    return 1;
+}
+
+/* Copies one character that is not ASCII. Overlong forms, surrogates and values above U+10FFFF are refused, so that
+ * two different spellings of one name cannot slip past the search for duplicates. */
+static int utf8(json *j, char *out, size_t *length)
+{
+    static const unsigned least[] = {0, 0x80, 0x800, 0x10000};
+    unsigned lead = *j->at;
+    int more = lead >= 0xf0 && lead < 0xf8   ? 3
+               : lead >= 0xe0 && lead < 0xf0 ? 2
+               : lead >= 0xc0 && lead < 0xe0 ? 1
+                                             : 0;
+    unsigned code = lead & (0x3fu >> more);
+    if (!more || j->end - j->at <= more) return json_fail(j, "a string is not valid UTF-8");
+    for (int i = 1; i <= more; i++) {
+        if ((j->at[i] & 0xc0) != 0x80) return json_fail(j, "a string is not valid UTF-8");
+        code = code << 6 | (j->at[i] & 0x3fu);
+    }
+    if (code < least[more] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000))
+        return json_fail(j, "a string is not valid UTF-8");
+    for (int i = 0; i <= more; i++) out[(*length)++] = (char)*j->at++;
+    return 1;
+}
+
+int json_string(json *j, char *out, size_t *length)
+{
+    *length = 0;
+    if (!json_take(j, '"')) return 0;
+    for (;;) {
+        if (j->at == j->end) return json_fail(j, "a string is not closed");
+        unsigned c = *j->at;
+        if (c == '"') break;
+        if (c < 0x20) return json_fail(j, "a control character inside a string");
+        if (c >= 0x80) {
+            if (!utf8(j, out, length)) return 0;
+            continue;
+        }
+        j->at++;
+        if (c == '\\') {
+            if (!escape(j, out, length)) return 0;
+        } else {
+            out[(*length)++] = (char)c;
+        }
+    }
+    j->at++;
+    out[*length] = 0;
+    return 1;
+}
+
+int json_integer(json *j, int64_t *value)
+{
+    int c = json_peek(j), digits = 0;
+    *value = 0;
+    while (j->at < j->end && *j->at >= '0' && *j->at <= '9') {
+        int digit = *j->at++ - '0';
+        if (*value > (INT64_MAX - digit) / 10) return json_fail(j, "an integer is too large");
+        *value = *value * 10 + digit;
+        digits++;
+    }
+    if (!digits) return json_fail(j, "expected an integer of at least zero");
+    if (c == '0' && digits > 1) return json_fail(j, "an integer with a leading zero");
+    if (j->at < j->end && (*j->at == '.' || *j->at == 'e' || *j->at == 'E'))
+        return json_fail(j, "expected an integer, got a number with a fraction or an exponent");
+    return 1;
+}

@@ -1,0 +1,105 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "options.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "commands.h"
+
+static void print_value(FILE *to, const option *o)
+{
+    if (o->kind == OPTION_CHOICE)
+        for (int i = 0; o->choices[i]; i++) fprintf(to, "%c%s", i ? '|' : ' ', o->choices[i]);
+    else if (o->value)
+        fprintf(to, " %s", o->value);
+}
+
+static void usage(FILE *to, const char *command, const option *options)
+{
+    fprintf(to, "usage: weft %s", command);
+    for (const option *o = options; o->name; o++) {
+        fprintf(to, " [--%s", o->name);
+        print_value(to, o);
+        fputc(']', to);
+    }
+    fprintf(to, "\n\n");
+    for (const option *o = options; o->name; o++) fprintf(to, "  --%-10s %s\n", o->name, o->help);
+}
+
+__attribute__((format(printf, 3, 4))) static int wrong(const char *command, const option *options,
+                                                       const char *format, ...)
+{
+    va_list list;
+    fprintf(stderr, "weft %s: ", command);
+    va_start(list, format);
+    vfprintf(stderr, format, list);
+    va_end(list);
+    fprintf(stderr, "\n\n");
+    usage(stderr, command, options);
+    return EXIT_UNUSABLE;
+}
+
+static int set_choice(const option *o, const char *value)
+{
+    for (int i = 0; o->choices[i]; i++)
+        if (!strcmp(value, o->choices[i])) {
+            *(int *)o->to = i;
+            return 1;
+        }
+    return 0;
+}
+
+/* 1 where the value is one that the option takes. */
+static int set(const option *o, const char *value)
+{
+    char *end;
+    errno = 0;
+    switch (o->kind) {
+    case OPTION_FLAG: *(int *)o->to = 1; return 1;
+    case OPTION_TEXT: *(const char **)o->to = value; return 1;
+    case OPTION_CHOICE: return set_choice(o, value);
+    case OPTION_INT: {
+        long long v = strtoll(value, &end, 10);
+        if (end == value || *end || errno || v < o->min || v > o->max) return 0;
+        *(int64_t *)o->to = v;
+        return 1;
+    }
+    case OPTION_REAL: {
+        double v = strtod(value, &end);
+        if (end == value || *end || !isfinite(v) || v <= 0) return 0;
+        *(double *)o->to = v;
+        return 1;
+    }
+    }
+    return 0;
+}
+
+int options_parse(int argc, char **argv, const option *options)
+{
+    const char *command = argv[0];
+    for (int i = 1; i < argc; i++) {
+        const char *word = argv[i];
+        if (!strcmp(word, "--help") || !strcmp(word, "-h")) {
+            usage(stdout, command, options);
+            return EXIT_PASSED;
+        }
+        if (strncmp(word, "--", 2)) return wrong(command, options, "unexpected argument '%s'", word);
+        const char *equals = strchr(word, '=');
+        size_t length = equals ? (size_t)(equals - word - 2) : strlen(word + 2);
+        const option *o = options;
+        while (o->name && (strlen(o->name) != length || strncmp(o->name, word + 2, length))) o++;
+        if (!o->name) return wrong(command, options, "unknown option '%.*s'", (int)length + 2, word);
+        if (o->kind == OPTION_FLAG && equals) return wrong(command, options, "--%s takes no value", o->name);
+        const char *value = equals ? equals + 1 : NULL;
+        if (o->kind != OPTION_FLAG && !value) {
+            if (i + 1 == argc) return wrong(command, options, "--%s needs a value", o->name);
+            value = argv[++i];
+        }
+        if (!set(o, value)) return wrong(command, options, "--%s does not take '%s'", o->name, value);
+    }
+    return -1;
+}
