@@ -156,6 +156,29 @@ static inline void rows_store(const weft_tensor *y, bool add, const float *src, 
     }
 }
 
+/* One stream's channels c0 .. c0+count of token (or row) m of a [m, streams, channels] tensor. */
+static inline void stream_load(float *dst, const weft_tensor *x, int64_t m, int64_t i, int64_t c0, int64_t count)
+{
+    int64_t cs = x->stride[2];
+    const char *p = at(x, m) + (i * x->stride[1] + c0 * cs) * (int64_t)size_of(x->dtype);
+    if (cs == 1)
+        run_load(x->dtype, dst, p, count);
+    else
+        for (int64_t c = 0; c < count; c++) dst[c] = get_f32(x->dtype, p, c * cs);
+}
+
+static inline void stream_store(const weft_tensor *x, bool add, const float *src, int64_t m, int64_t i, int64_t c0,
+                                int64_t count)
+{
+    int64_t cs = x->stride[2];
+    char *p = at(x, m) + (i * x->stride[1] + c0 * cs) * (int64_t)size_of(x->dtype);
+    if (cs == 1)
+        run_store(x->dtype, p, src, count, add);
+    else
+        for (int64_t c = 0; c < count; c++)
+            put_f32(x->dtype, p, c * cs, add ? get_f32(x->dtype, p, c * cs) + src[c] : src[c]);
+}
+
 /* The same for [tokens, channels] tensors and for [channels] parameters (token 0 of a view with one row). */
 static inline void row_load(float *dst, const weft_tensor *u, int64_t token, int64_t c0, int64_t count)
 {

@@ -118,35 +118,39 @@ void CPU(coef_bwd_tile)(const weft_mhc_coef_bwd_args *a, const float *alpha, con
 
 /* ---- projection ---------------------------------------------------------------------------------------------------- */
 
-/* psi = phi * norm_weight as fp32 [rows][n][pad16(C)], or phi itself where it has that form already. */
+/* psi = phi * norm_weight as fp32. Forward wants rows [row][stream][ld], ld = pad16(C), and takes phi itself where it has
+ * that form; backward wants panels [stream][C/PANEL][row][PANEL], which it walks from end to end. */
+enum { PANEL = 32 };
 typedef struct cpu_psi {
     const float *data;
-    float *room;            /* where it is packed, NULL where phi serves as it is */
-    const uint16_t *amx;    /* the same as bf16 tiles, or NULL */
-    uint16_t *amx_room;
-    int64_t rows, n, channels, ld; /* ld = pad16(channels) */
+    float *room; /* where it is packed; NULL where phi serves as it is */
+    int64_t rows, n, channels, ld;
+    bool panels;
+    void *amx; /* room for bf16 tiles; NULL where AMX does not serve */
 } cpu_psi;
 
 cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tensor *phi, const weft_tensor *norm_weight,
-                      const weft_tensor *x);
-void CPU(psi_pack)(const weft_call *call, cpu_psi *psi, const weft_tensor *phi, const weft_tensor *norm_weight);
+                      const weft_tensor *x, bool panels);
+void CPU(psi_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor *phi, const weft_tensor *norm_weight);
 
-/* h and ms of tokens t0 .. t1. */
+/* h and ms of tokens t0 .. t1, at most TILE of them. */
 void CPU(project_fwd_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *h, const weft_tensor *ms,
                            int64_t t0, int64_t t1);
-/* d_x (write or add) of tokens t0 .. t1: sum_j d_h psi + (2 d_ms / nC) x, after pre * d_u where pre is not NULL. */
+/* d_x of tokens t0 .. t1 from panels: sum_j d_h psi + (2 d_ms / nC) x, added to (what is there and) pre * d_u, where
+ * pre is not NULL. d_h and d_ms may be absent. */
 void CPU(project_dx_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *d_h, const weft_tensor *d_ms,
                           const weft_tensor *pre, const weft_tensor *d_u, const weft_grad *d_x, int64_t t0, int64_t t1);
 
-/* Columns of dpsi, accumulated over the tokens of one macro tile after the other. */
+/* dpsi [row][stream][ld], summed over the tokens of one macro tile after the other: token after token per element. */
 typedef struct cpu_dpsi {
-    float *sum; /* [rows][n][ld] */
+    float *sum;
     int64_t rows, n, channels, ld;
 } cpu_dpsi;
 
 cpu_dpsi CPU(dpsi_take)(weft_arena *arena, const weft_call *call, bool wanted);
 void CPU(dpsi_zero)(const weft_call *call, const cpu_dpsi *d);
-void CPU(dpsi_add)(const weft_call *call, const cpu_dpsi *d, const weft_tensor *x, const weft_tensor *d_h, int64_t tokens);
+void CPU(dpsi_add)(const weft_call *call, const cpu_dpsi *d, const weft_tensor *x, const weft_tensor *d_h,
+                   int64_t tokens);
 void CPU(dpsi_store)(const weft_call *call, const cpu_dpsi *d, const weft_tensor *phi, const weft_tensor *norm_weight,
                      const weft_grad *d_phi, const weft_grad *d_norm_weight);
 
