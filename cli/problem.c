@@ -137,9 +137,10 @@ static weft_tensor *tensor_at(const weft_arg_info *info, void *args)
 
 static int is_there(const problem_spec *spec, const weft_arg_info *info, int64_t site)
 {
+    if (!info->optional) return 1;
     for (int i = 0; spec->without && spec->without[i]; i++)
         if (!strcmp(spec->without[i], info->name)) return 0;
-    if (!info->optional || spec->optional == PROBLEM_ALL) return 1;
+    if (spec->optional == PROBLEM_ALL) return 1;
     if (spec->optional == PROBLEM_NONE) return info->kind != WEFT_ARG_IN;
     return random_uniform(random_seed(spec->seed, info->name), (uint64_t)site) < 0.5f;
 }
@@ -253,6 +254,12 @@ static distribution distribution_of(const problem_spec *spec, const char *name)
     if (!strcmp(name, "res")) return (distribution){0, 1.0f / (float)spec->streams, 0.9f / (float)spec->streams};
     if (!strcmp(name, "phi")) return (distribution){1, 0, 1 / sqrtf((float)spec->streams * (float)spec->channels)};
     return (distribution){1, 0, 1};
+}
+
+int problem_is_normal(const problem_arg *arg)
+{
+    distribution d = distribution_of(&(problem_spec){.streams = 4, .channels = 64}, arg->info->name);
+    return d.normal && d.center == 0 && d.size == 1;
 }
 
 static float draw(distribution d, uint64_t seed, int64_t index)

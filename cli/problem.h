@@ -22,7 +22,7 @@ typedef struct problem_spec {
     int64_t pad;                       /* unused elements behind the row of each token */
     int add;                           /* gradients are added to what is there */
     problem_optional optional;
-    const char *const *without; /* names of tensors to leave out, ends with NULL; may be NULL */
+    const char *const *without; /* names of optional tensors to leave out, ends with NULL; may be NULL */
     weft_mhc_numerics numerics;
     weft_contract contract;
     double dropout;
@@ -54,6 +54,8 @@ void problem_free(problem *p);
 size_t problem_bytes(const problem_arg *arg);
 /* Random values of a size that suits the argument's name. */
 void problem_fill(const problem *p, const problem_arg *arg);
+/* 1 where those values are plain normal numbers, so that one buffer can serve for another. */
+int problem_is_normal(const problem_arg *arg);
 /* Changes the number of tokens of the call; at most what it was made with. */
 void problem_slice(problem *p, int64_t tokens);
 

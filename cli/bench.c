@@ -1,0 +1,314 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * `weft bench`: time of each operator beside the machine's copy bandwidth, measured in the same run. A result is checked
+ * before it is timed, on the same buffers. Bytes are the sizes of the tensors of the call, each once. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "bandwidth.h"
+#include "commands.h"
+#include "compare.h"
+#include "element.h"
+#include "expect.h"
+#include "options.h"
+#include "parallel.h"
+#include "pool.h"
+#include "run.h"
+
+/* What a plain mHC layer does without; their cost is small beside the rest. */
+static const char *const without[] = {"bias",   "norm_weight",   "pre_in",   "sub_weight",   "v", "d_v",
+                                      "d_bias", "d_norm_weight", "d_pre_in", "d_sub_weight", NULL};
+
+enum { CHECKED_TOKENS = 33, MAX_TIMES = 2000 };
+
+typedef struct bench {
+    weft_exec exec;
+    problem_spec spec;
+    double seconds, copy; /* for one operator; bytes per second */
+    int json, threads;
+    const char *isa;
+    pool memory;
+} bench;
+
+typedef struct timing {
+    double seconds, bytes;
+    char problem[700]; /* "" or why there is no time */
+} timing;
+
+/* ---- one operator --------------------------------------------------------------------------------------------------- */
+
+/* The first tokens of the call against the expectation. */
+static const char *check_first_tokens(bench *b, problem *p, char *text, size_t size)
+{
+    expectation e;
+    const char *wrong;
+    int64_t tokens = p->spec.tokens < CHECKED_TOKENS ? p->spec.tokens : CHECKED_TOKENS;
+    problem_slice(p, tokens);
+    expect_begin(&e, b->exec.backend, b->exec.isa, p->op, p->args);
+    wrong = run_call(&b->exec, p->op, p->args);
+    if (!wrong && !expect_finish(&e)) wrong = e.scope.problem;
+    for (int i = 0; !wrong && i < e.num_results; i++) {
+        comparison c = compare(e.result[i].tensor, e.result[i].want, e.result[i].bound);
+        if (c.failed) {
+            snprintf(text, size, "wrong result: %s: %lld of %lld elements, got %.9g, want %.9g, bound %.3g",
+                     e.result[i].name, (long long)c.failed, (long long)c.count, c.got, c.want, c.bound);
+            wrong = text;
+        }
+    }
+    if (wrong && wrong != text) {
+        snprintf(text, size, "%s", wrong);
+        wrong = text;
+    }
+    expect_end(&e);
+    problem_slice(p, p->spec.tokens);
+    return wrong;
+}
+
+static int by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
+}
+
+/* Median of at least five runs that take b->seconds together; slow operators get by with fewer. */
+static const char *measure(bench *b, problem *p, timing *t)
+{
+    static double times[MAX_TIMES];
+    weft_exec exec = b->exec;
+    int count = 0;
+    if (weft_op_workspace(p->op, &exec, p->args, &exec.workspace_bytes) != WEFT_OK) return weft_last_error();
+    exec.workspace = aligned_alloc(64, (exec.workspace_bytes + 64) / 64 * 64);
+    if (!exec.workspace) return "not enough memory for the workspace";
+    const char *wrong = NULL;
+    double total = 0, enough = b->seconds, patience = 3 * b->seconds;
+    for (int warm = 0; !wrong; warm = 1) {
+        double start = bandwidth_clock();
+        if (weft_op_call(p->op, &exec, p->args) != WEFT_OK) wrong = weft_last_error();
+        double time = bandwidth_clock() - start;
+        /* The first run pays for page faults; where one run is all the patience there is, it has to do. */
+        if (!warm && time < patience) continue;
+        times[count++] = time;
+        total += time;
+        if (count == MAX_TIMES || (total >= enough && count >= 5) || total >= patience) break;
+    }
+    free(exec.workspace);
+    if (wrong) return wrong;
+    qsort(times, (size_t)count, sizeof times[0], by_value);
+    t->seconds = count % 2 ? times[count / 2] : (times[count / 2 - 1] + times[count / 2]) / 2;
+    return NULL;
+}
+
+static void give_memory(bench *b, problem *p, timing *t)
+{
+    pool_begin(&b->memory);
+    for (int i = 0; i < p->num_args; i++) {
+        problem_arg *arg = &p->arg[i];
+        size_t bytes = problem_bytes(arg);
+        int input = arg->info->kind == WEFT_ARG_IN, fresh;
+        arg->tensor->data =
+            pool_take(&b->memory, bytes, arg->tensor->dtype, input && problem_is_normal(arg), &fresh);
+        if (!arg->tensor->data) {
+            snprintf(t->problem, sizeof t->problem, "not enough memory");
+            return;
+        }
+        if (fresh && (input || arg->add)) problem_fill(p, arg);
+        t->bytes +=
+            (double)tensor_count(arg->tensor) * (double)weft_dtype_size(arg->tensor->dtype) * (arg->add ? 2 : 1);
+    }
+}
+
+static timing run_operator(bench *b, const weft_op_info *op)
+{
+    timing t = {0};
+    problem p;
+    if (!problem_make(&p, op, &b->spec)) {
+        snprintf(t.problem, sizeof t.problem, "not enough memory");
+        return t;
+    }
+    give_memory(b, &p, &t);
+    const char *wrong = t.problem[0] ? t.problem : run_prepare(&b->exec, &p);
+    if (!wrong) wrong = check_first_tokens(b, &p, t.problem, sizeof t.problem);
+    if (!wrong) wrong = measure(b, &p, &t);
+    if (wrong && wrong != t.problem) snprintf(t.problem, sizeof t.problem, "%s", wrong);
+    problem_free(&p);
+    return t;
+}
+
+/* ---- report --------------------------------------------------------------------------------------------------------- */
+
+static void print_timing(const bench *b, const weft_op_info *op, const timing *t)
+{
+    const problem_spec *s = &b->spec;
+    const char *tail = strrchr(op->name, '_');
+    int stem = (int)(tail - op->name);
+    double rate = t->bytes / t->seconds, matrices = (double)s->tokens / t->seconds / b->threads;
+    int sinkhorn = !strncmp(op->name, "mhc_sinkhorn", 12);
+    if (!b->json) {
+        printf("%-15.*s %s %12.1f %9.2f %9.2f", stem, op->name, tail + 1, t->seconds * 1e6, rate * 1e-9,
+               b->copy > 0 ? rate / b->copy : 0);
+        if (sinkhorn) printf("   %.1f million matrices per second and core", matrices * 1e-6);
+        printf("\n");
+        return;
+    }
+    printf(
+        "{\"op\": \"%.*s\", \"pass\": \"%s\", \"backend\": \"%s\", \"isa\": \"%s\", \"tokens\": %lld, "
+        "\"channels\": %lld, "
+        "\"streams\": %lld, \"dtype\": \"%s\", \"layout\": \"%s\", \"threads\": %d, \"us\": %.2f, \"gbps\": %.3f, "
+        "\"of_copy\": %.4f, \"copy_gbps\": %.3f, \"bytes\": %.0f",
+        stem, op->name, tail + 1, weft_backend_name(b->exec.backend), b->isa, (long long)s->tokens,
+        (long long)s->channels, (long long)s->streams, weft_dtype_name(s->act), s->swapped ? "cn" : "nc",
+        b->threads, t->seconds * 1e6, rate * 1e-9, b->copy > 0 ? rate / b->copy : 0, b->copy * 1e-9, t->bytes);
+    if (sinkhorn) printf(", \"matrices_per_s_core\": %.0f", matrices);
+    printf("}\n");
+}
+
+static int run_all(bench *b, const char *filter)
+{
+    int total = 0, done = 0, code = EXIT_PASSED, show = isatty(STDERR_FILENO);
+    for (int32_t i = 0; i < weft_op_count(); i++) total += run_selected(filter, weft_op_at(i));
+    if (show) fprintf(stderr, "copy bandwidth ...\r");
+    b->copy = bandwidth_copy(b->threads);
+    if (!b->json) {
+        const problem_spec *s = &b->spec;
+        printf("weft %s, backend %s, %s, %d threads, copy bandwidth %.2f GB/s\n", weft_version(),
+               weft_backend_name(b->exec.backend), b->isa, b->threads, b->copy * 1e-9);
+        printf("tokens %lld, channels %lld, streams %lld, %s, layout %s\n\n", (long long)s->tokens,
+               (long long)s->channels, (long long)s->streams, weft_dtype_name(s->act),
+               s->swapped ? "(C,n)" : "(n,C)");
+        printf("operator        pass           us      GB/s   of copy\n");
+    }
+    for (int32_t i = 0; i < weft_op_count(); i++) {
+        const weft_op_info *op = weft_op_at(i);
+        if (!run_selected(filter, op)) continue;
+        if (show) fprintf(stderr, "\r[%d/%d] %-20s\r", ++done, total, op->name);
+        timing t = run_operator(b, op);
+        if (show) fprintf(stderr, "\r%-40s\r", "");
+        if (t.problem[0]) {
+            fprintf(stderr, "weft bench: %s: %s\n", op->name, t.problem);
+            code = EXIT_FAILED;
+        } else {
+            print_timing(b, op, &t);
+        }
+        fflush(stdout);
+    }
+    return code;
+}
+
+int command_bench(int argc, char **argv)
+{
+    static const char *const backends[] = {"ref", "cpu", "cuda", NULL}, *const dtypes[] = {"bf16", "f32", "f16",
+                                                                                           NULL};
+    static const char *const layouts[] = {"nc", "cn", NULL};
+    static const char *const isas[] = {"best", "base", "avx2", "avx512", "amx", NULL};
+    static const weft_dtype dtype_of[] = {WEFT_BF16, WEFT_F32, WEFT_F16};
+    int backend = 1, dtype = 0, layout = 0, isa = 0, json = 0;
+    int64_t tokens = 16384, channels = 2048, streams = 4, threads = 0;
+    double seconds = 0.5;
+    const char *op = NULL;
+    const option options[] = {
+        {.name = "op",
+         .kind = OPTION_TEXT,
+         .to = &op,
+         .value = "NAME",
+         .help = "one operator: mhc_post, or mhc_post_fwd for one direction; all by default"},
+        {.name = "backend", .kind = OPTION_CHOICE, .to = &backend, .choices = backends, .help = "cpu by default"},
+        {.name = "tokens",
+         .kind = OPTION_INT,
+         .to = &tokens,
+         .value = "T",
+         .min = 1,
+         .max = (int64_t)1 << 40,
+         .help = "16384 by default"},
+        {.name = "channels",
+         .kind = OPTION_INT,
+         .to = &channels,
+         .value = "C",
+         .min = 1,
+         .max = (int64_t)1 << 24,
+         .help = "2048 by default"},
+        {.name = "streams",
+         .kind = OPTION_INT,
+         .to = &streams,
+         .value = "n",
+         .min = 1,
+         .max = WEFT_MAX_STREAMS,
+         .help = "4 by default"},
+        {.name = "dtype",
+         .kind = OPTION_CHOICE,
+         .to = &dtype,
+         .choices = dtypes,
+         .help = "of the activations, bf16 by default; coefficients and parameters are f32"},
+        {.name = "layout",
+         .kind = OPTION_CHOICE,
+         .to = &layout,
+         .choices = layouts,
+         .help = "nc: channels innermost (default); cn: streams innermost"},
+        {.name = "threads",
+         .kind = OPTION_INT,
+         .to = &threads,
+         .value = "N",
+         .max = 4096,
+         .help = "0 for OpenMP's default"},
+        {.name = "isa",
+         .kind = OPTION_CHOICE,
+         .to = &isa,
+         .choices = isas,
+         .help = "highest instruction set to use"},
+        {.name = "json", .kind = OPTION_FLAG, .to = &json, .help = "one JSON object a line instead of a table"},
+        {.name = "seconds",
+         .kind = OPTION_REAL,
+         .to = &seconds,
+         .value = "S",
+         .help = "time for one operator, about 0.5"},
+        {0},
+    };
+    int stop = options_parse(argc, argv, options);
+    if (stop >= 0) return stop;
+
+    int known = op == NULL;
+    for (int32_t i = 0; i < weft_op_count(); i++) known |= run_selected(op, weft_op_at(i));
+    if (!known) {
+        fprintf(stderr, "weft bench: no operator '%s'; weft info lists them\n", op);
+        return EXIT_UNUSABLE;
+    }
+    weft_backend chosen = (weft_backend)(backend + WEFT_BACKEND_REF);
+    if (!weft_backend_available(chosen) || chosen == WEFT_BACKEND_CUDA) {
+        fprintf(stderr, "weft bench: backend %s is not available in this program on this machine\n",
+                backends[backend]);
+        return EXIT_UNUSABLE;
+    }
+    if (isa > (int)weft_cpu_isa()) {
+        fprintf(stderr, "weft bench: this machine or build lacks %s\n", isas[isa]);
+        return EXIT_UNUSABLE;
+    }
+
+    bench b = {.exec = {.backend = chosen},
+               .spec = {.tokens = tokens,
+                        .channels = channels,
+                        .streams = streams,
+                        .rows = 2 * streams + streams * streams,
+                        .act = dtype_of[dtype],
+                        .wide = dtype_of[dtype],
+                        .coef = WEFT_F32,
+                        .param = WEFT_F32,
+                        .swapped = layout,
+                        .without = without,
+                        .layers = 4,
+                        .seed = 1},
+               .seconds = seconds,
+               .json = json,
+               .threads = 1,
+               .isa = "none"};
+    weft_mhc_preset_numerics(WEFT_PRESET_DEEPSEEK_V4, &b.spec.numerics);
+    if (chosen == WEFT_BACKEND_CPU) {
+        b.exec.isa = (weft_isa)isa;
+        b.exec.threads = (int32_t)threads;
+        b.threads = threads ? (int)threads : parallel_threads();
+        b.isa = weft_isa_name(isa ? (weft_isa)isa : weft_cpu_isa());
+    }
+    int code = run_all(&b, op);
+    pool_free(&b.memory);
+    return code;
+}
