@@ -33,15 +33,16 @@ static void backward_rounds_once(void **state)
     grid_rounding("mhc_sinkhorn_bwd");
 }
 
-/* A row whose maximum is there twice: where a rule depends on the maximum (add, active clamp), the two share that term
- * evenly, which is what a central difference sees at the kink. */
+/* A row whose maximum is there twice: where a rule depends on the maximum (add, active clamp), the two share that
+ * term evenly, which is what a central difference sees at the kink. */
 static void repeated_row_maxima(void **state)
 {
     (void)state;
     for (int rule = 0; rule < 5; rule++)
         for (int iters = 1; iters <= 3; iters += 2) {
             spec s = {.op = "mhc_sinkhorn_fwd", .tokens = 1, .streams = 3, .channels = 1, .act = WEFT_F64};
-            s.numerics = (weft_mhc_numerics){.sinkhorn = (weft_sinkhorn)rule, .sinkhorn_eps = 0.05, .sinkhorn_iters = iters};
+            s.numerics =
+                (weft_mhc_numerics){.sinkhorn = (weft_sinkhorn)rule, .sinkhorn_eps = 0.05, .sinkhorn_iters = iters};
             problem *fwd = problem_make(&s);
             s.op = "mhc_sinkhorn_bwd";
             problem *bwd = problem_make(&s);
@@ -80,7 +81,8 @@ static void columns_sum_to_one(void **state)
     for (int rule = 0; rule < 5; rule++)
         for (int64_t n = 1; n <= 8; n++) {
             spec s = {.op = "mhc_sinkhorn_fwd", .tokens = 7, .streams = n, .channels = 1};
-            s.numerics = (weft_mhc_numerics){.sinkhorn = (weft_sinkhorn)rule, .sinkhorn_eps = 1e-9, .sinkhorn_iters = 50};
+            s.numerics =
+                (weft_mhc_numerics){.sinkhorn = (weft_sinkhorn)rule, .sinkhorn_eps = 1e-9, .sinkhorn_iters = 50};
             problem *p = problem_make(&s);
             problem_must_run(p, on_cpu(WEFT_ISA_BEST, 1));
             const arg *res = problem_arg(p, "res");
@@ -91,8 +93,10 @@ static void columns_sum_to_one(void **state)
                         column += arg_get(res, (t * n + a) * n + b);
                         row += arg_get(res, (t * n + b) * n + a);
                     }
-                    if (!(fabs(column - 1) <= 1e-5)) test_failed("rule %d, n %d: a column sums to %.9g", rule, (int)n, column);
-                    if (!(fabs(row - 1) <= 0.05)) test_failed("rule %d, n %d: a row sums to %.9g", rule, (int)n, row);
+                    if (!(fabs(column - 1) <= 1e-5))
+                        test_failed("rule %d, n %d: a column sums to %.9g", rule, (int)n, column);
+                    if (!(fabs(row - 1) <= 0.05))
+                        test_failed("rule %d, n %d: a row sums to %.9g", rule, (int)n, row);
                 }
             problem_free(p);
         }

@@ -9,7 +9,7 @@
 
 #include <cmocka.h>
 
-/* ---- scratch tensors -------------------------------------------------------------------------------------------- */
+/* ---- scratch tensors ----------------------------------------------------------------------------------------- */
 
 typedef struct chain {
     weft_exec exec;
@@ -62,12 +62,18 @@ static int64_t count(const weft_tensor *t)
     return all;
 }
 
+static weft_dtype full(const chain *c)
+{
+    return c->s->act == WEFT_F64 ? WEFT_F64 : WEFT_F32;
+}
+
 /* An fp32 copy (f64 stays f64): where the sum of several gradients is formed. */
 static weft_tensor wide_copy(chain *c, const weft_tensor *t)
 {
     weft_dtype dtype = t->dtype == WEFT_F64 ? WEFT_F64 : WEFT_F32;
     weft_tensor copy = temp(c, dtype, t->ndim, t->shape[0], t->shape[1], t->shape[2]);
-    for (int64_t i = 0; i < count(t); i++) value_store(element(&copy, i), dtype, value_load(element(t, i), t->dtype));
+    for (int64_t i = 0; i < count(t); i++)
+        value_store(element(&copy, i), dtype, value_load(element(t, i), t->dtype));
     return copy;
 }
 
@@ -77,7 +83,6 @@ static void deliver(const weft_grad *to, const weft_tensor *from)
     if (!has(&to->to)) return;
     for (int64_t i = 0; i < count(from); i++) {
         double value = value_load(element(from, i), from->dtype);
-        /* both are fp32 numbers and so is their sum, rounded, before it is narrowed */
         if (to->add) {
             double sum = value_load(element(&to->to, i), to->to.dtype) + value;
             value = from->dtype == WEFT_F64 ? sum : (double)(float)sum;
@@ -86,12 +91,19 @@ static void deliver(const weft_grad *to, const weft_tensor *from)
     }
 }
 
-static weft_dtype full(const chain *c)
+/* The sum of several gradients begins with what is there, where they are to be added to it. */
+static weft_tensor open_sum(chain *c, const weft_grad *to)
 {
-    return c->s->act == WEFT_F64 ? WEFT_F64 : WEFT_F32;
+    return has(&to->to) && to->add ? wide_copy(c, &to->to) : temp(c, full(c), 3, c->tokens, c->n, c->channels);
 }
 
-/* ---- pre, also as the second half of boundary ------------------------------------------------------------------- */
+static void close_sum(const weft_grad *to, const weft_tensor *sum)
+{
+    weft_grad written = {to->to, 0};
+    deliver(&written, sum);
+}
+
+/* ---- pre, also as the second half of boundary ---------------------------------------------------------------- */
 
 static void pre_fwd(chain *c, const weft_mhc_pre_fwd_args *a)
 {
@@ -122,16 +134,17 @@ static void pre_bwd_into(chain *c, const weft_mhc_pre_bwd_args *a, weft_tensor d
     if (!has(&mix)) {
         mix = temp(c, full(c), 2, tokens, n, 1);
         run_plain("mhc_coef_fwd", c->exec,
-                  WEFT_ARGS(weft_mhc_coef_fwd_args, .numerics = a->numerics, .h = a->h, .ms = a->ms, .alpha = a->alpha,
-                            .beta = a->beta, .pre = mix));
+                  WEFT_ARGS(weft_mhc_coef_fwd_args, .numerics = a->numerics, .h = a->h, .ms = a->ms,
+                            .alpha = a->alpha, .beta = a->beta, .pre = mix));
     }
     if (has(&a->d_v)) {
         weft_tensor u = temp(c, c->s->act, 2, tokens, c->channels, 1);
         du = has(&a->d_u) ? wide_copy(c, &a->d_u) : temp(c, full(c), 2, tokens, c->channels, 1);
-        run_plain("mhc_aggregate_fwd", c->exec, WEFT_ARGS(weft_mhc_aggregate_fwd_args, .x = a->x, .pre = mix, .u = u));
+        run_plain("mhc_aggregate_fwd", c->exec,
+                  WEFT_ARGS(weft_mhc_aggregate_fwd_args, .x = a->x, .pre = mix, .u = u));
         run_plain("rmsnorm_bwd", c->exec,
-                  WEFT_ARGS(weft_rmsnorm_bwd_args, .eps = a->sub_eps, .u = u, .weight = a->sub_weight, .d_v = a->d_v,
-                            .d_u = {du, has(&a->d_u)}, .d_weight = a->d_sub_weight));
+                  WEFT_ARGS(weft_rmsnorm_bwd_args, .eps = a->sub_eps, .u = u, .weight = a->sub_weight,
+                            .d_v = a->d_v, .d_u = {du, has(&a->d_u)}, .d_weight = a->d_sub_weight));
     }
     d_pre = has(&a->d_pre) ? wide_copy(c, &a->d_pre) : absent;
     if (has(&du)) {
@@ -154,18 +167,19 @@ static void pre_bwd_into(chain *c, const weft_mhc_pre_bwd_args *a, weft_tensor d
                         .beta = a->beta, .d_pre = d_pre, .d_post = a->d_post, .d_res = a->d_res, .d_h = {d_h, 0},
                         .d_ms = {d_ms, 0}, .d_alpha = a->d_alpha, .d_beta = a->d_beta));
     run_plain("mhc_project_bwd", c->exec,
-              WEFT_ARGS(weft_mhc_project_bwd_args, .x = a->x, .phi = a->phi, .norm_weight = a->norm_weight, .d_h = d_h,
-                        .d_ms = d_ms, .d_x = {d_x, !first}, .d_phi = a->d_phi, .d_norm_weight = a->d_norm_weight));
+              WEFT_ARGS(weft_mhc_project_bwd_args, .x = a->x, .phi = a->phi, .norm_weight = a->norm_weight,
+                        .d_h = d_h, .d_ms = d_ms, .d_x = {d_x, !first}, .d_phi = a->d_phi,
+                        .d_norm_weight = a->d_norm_weight));
 }
 
 static void pre_bwd(chain *c, const weft_mhc_pre_bwd_args *a)
 {
-    weft_tensor d_x = temp(c, full(c), 3, c->tokens, c->n, c->channels);
-    pre_bwd_into(c, a, d_x, true);
-    deliver(&a->d_x, &d_x);
+    weft_tensor d_x = open_sum(c, &a->d_x);
+    pre_bwd_into(c, a, d_x, !a->d_x.add);
+    close_sum(&a->d_x, &d_x);
 }
 
-/* ---- head: the gates of the first group only, with the others held at zero --------------------------------------- */
+/* ---- head: the gates of the first group only, with the others held at zero ----------------------------------- */
 
 typedef struct head_gates {
     weft_mhc_numerics numerics;
@@ -216,11 +230,11 @@ static void head_bwd(chain *c, const weft_mhc_head_bwd_args *a)
     int64_t tokens = c->tokens, n = c->n, gates = 2 * n + n * n;
     head_gates g = widen(c, a->rms_eps, a->rms_eps_kind, a->pre_eps, &a->h, &a->alpha, &a->beta);
     weft_tensor mix = head_mix(c, &g, &a->ms), d_mix = temp(c, full(c), 2, tokens, n, 1);
-    weft_tensor d_x = temp(c, full(c), 3, tokens, n, c->channels), d_ms = temp(c, full(c), 1, tokens, 1, 1);
+    weft_tensor d_x = open_sum(c, &a->d_x), d_ms = temp(c, full(c), 1, tokens, 1, 1);
     weft_tensor d_h = temp(c, full(c), 2, tokens, gates, 1), d_alpha = temp(c, full(c), 1, 3, 1, 1);
     weft_tensor d_beta = temp(c, full(c), 1, gates, 1, 1);
     run_plain("mhc_aggregate_bwd", c->exec,
-              WEFT_ARGS(weft_mhc_aggregate_bwd_args, .x = a->x, .pre = mix, .d_u = a->d_u, .d_x = {d_x, 0},
+              WEFT_ARGS(weft_mhc_aggregate_bwd_args, .x = a->x, .pre = mix, .d_u = a->d_u, .d_x = {d_x, a->d_x.add},
                         .d_pre = {d_mix, 0}));
     run_plain("mhc_scale_bwd", c->exec,
               WEFT_ARGS(weft_mhc_scale_bwd_args, .numerics = g.numerics, .h = g.h, .ms = a->ms, .alpha = g.alpha,
@@ -230,24 +244,25 @@ static void head_bwd(chain *c, const weft_mhc_head_bwd_args *a)
     d_alpha.shape[0] = 1;
     d_beta.shape[0] = n;
     run_plain("mhc_project_bwd", c->exec,
-              WEFT_ARGS(weft_mhc_project_bwd_args, .x = a->x, .phi = a->phi, .norm_weight = a->norm_weight, .d_h = d_h,
-                        .d_ms = d_ms, .d_x = {d_x, 1}, .d_phi = a->d_phi, .d_norm_weight = a->d_norm_weight));
-    deliver(&a->d_x, &d_x);
+              WEFT_ARGS(weft_mhc_project_bwd_args, .x = a->x, .phi = a->phi, .norm_weight = a->norm_weight,
+                        .d_h = d_h, .d_ms = d_ms, .d_x = {d_x, 1}, .d_phi = a->d_phi,
+                        .d_norm_weight = a->d_norm_weight));
+    close_sum(&a->d_x, &d_x);
     deliver(&a->d_alpha, &d_alpha);
     deliver(&a->d_beta, &d_beta);
 }
 
-/* ---- boundary --------------------------------------------------------------------------------------------------- */
+/* ---- boundary ------------------------------------------------------------------------------------------------ */
 
 static void boundary_fwd(chain *c, const weft_mhc_boundary_fwd_args *a)
 {
     run_plain("mhc_post_fwd", c->exec,
-              WEFT_ARGS(weft_mhc_post_fwd_args, .numerics = a->numerics, .dropout = a->dropout, .x = a->x, .f = a->f,
-                        .bias = a->bias, .post = a->post, .res = a->res, .y = a->y));
-    pre_fwd(c, WEFT_ARGS(weft_mhc_pre_fwd_args, .numerics = a->numerics, .sub_eps = a->sub_eps, .x = a->y, .phi = a->phi,
-                         .norm_weight = a->norm_weight, .alpha = a->alpha, .beta = a->beta, .pre_in = a->pre_in,
-                         .sub_weight = a->sub_weight, .h = a->h, .ms = a->ms, .pre = a->pre_out, .post = a->post_out,
-                         .res = a->res_out, .u = a->u, .v = a->v));
+              WEFT_ARGS(weft_mhc_post_fwd_args, .numerics = a->numerics, .dropout = a->dropout, .x = a->x,
+                        .f = a->f, .bias = a->bias, .post = a->post, .res = a->res, .y = a->y));
+    pre_fwd(c, WEFT_ARGS(weft_mhc_pre_fwd_args, .numerics = a->numerics, .sub_eps = a->sub_eps, .x = a->y,
+                         .phi = a->phi, .norm_weight = a->norm_weight, .alpha = a->alpha, .beta = a->beta,
+                         .pre_in = a->pre_in, .sub_weight = a->sub_weight, .h = a->h, .ms = a->ms,
+                         .pre = a->pre_out, .post = a->post_out, .res = a->res_out, .u = a->u, .v = a->v));
 }
 
 static void boundary_bwd(chain *c, const weft_mhc_boundary_bwd_args *a)
@@ -258,24 +273,25 @@ static void boundary_bwd(chain *c, const weft_mhc_boundary_bwd_args *a)
     if (!has(&y)) {
         y = temp(c, c->s->act, 3, c->tokens, c->n, c->channels);
         run_plain("mhc_post_fwd", c->exec,
-                  WEFT_ARGS(weft_mhc_post_fwd_args, .numerics = a->numerics, .dropout = a->dropout, .x = a->x, .f = a->f,
-                            .bias = a->bias, .post = a->post, .res = a->res, .y = y));
+                  WEFT_ARGS(weft_mhc_post_fwd_args, .numerics = a->numerics, .dropout = a->dropout, .x = a->x,
+                            .f = a->f, .bias = a->bias, .post = a->post, .res = a->res, .y = y));
     }
     pre_bwd_into(c,
-                 WEFT_ARGS(weft_mhc_pre_bwd_args, .numerics = a->numerics, .sub_eps = a->sub_eps, .x = y, .phi = a->phi,
-                           .norm_weight = a->norm_weight, .pre_in = a->pre_in, .sub_weight = a->sub_weight,
-                           .alpha = a->alpha, .beta = a->beta, .h = a->h, .ms = a->ms, .d_u = a->d_u, .d_v = a->d_v,
-                           .d_pre = a->d_pre_out, .d_post = a->d_post_out, .d_res = a->d_res_out, .d_phi = a->d_phi,
-                           .d_norm_weight = a->d_norm_weight, .d_alpha = a->d_alpha, .d_beta = a->d_beta,
-                           .d_pre_in = a->d_pre_in, .d_sub_weight = a->d_sub_weight),
+                 WEFT_ARGS(weft_mhc_pre_bwd_args, .numerics = a->numerics, .sub_eps = a->sub_eps, .x = y,
+                           .phi = a->phi, .norm_weight = a->norm_weight, .pre_in = a->pre_in,
+                           .sub_weight = a->sub_weight, .alpha = a->alpha, .beta = a->beta, .h = a->h, .ms = a->ms,
+                           .d_u = a->d_u, .d_v = a->d_v, .d_pre = a->d_pre_out, .d_post = a->d_post_out,
+                           .d_res = a->d_res_out, .d_phi = a->d_phi, .d_norm_weight = a->d_norm_weight,
+                           .d_alpha = a->d_alpha, .d_beta = a->d_beta, .d_pre_in = a->d_pre_in,
+                           .d_sub_weight = a->d_sub_weight),
                  d_y, !upstream);
     run_plain("mhc_post_bwd", c->exec,
-              WEFT_ARGS(weft_mhc_post_bwd_args, .numerics = a->numerics, .dropout = a->dropout, .x = a->x, .f = a->f,
-                        .bias = a->bias, .post = a->post, .res = a->res, .d_y = d_y, .d_x = a->d_x, .d_f = a->d_f,
-                        .d_bias = a->d_bias, .d_post = a->d_post, .d_res = a->d_res));
+              WEFT_ARGS(weft_mhc_post_bwd_args, .numerics = a->numerics, .dropout = a->dropout, .x = a->x,
+                        .f = a->f, .bias = a->bias, .post = a->post, .res = a->res, .d_y = d_y, .d_x = a->d_x,
+                        .d_f = a->d_f, .d_bias = a->d_bias, .d_post = a->d_post, .d_res = a->d_res));
 }
 
-/* ---- replay ----------------------------------------------------------------------------------------------------- */
+/* ---- replay -------------------------------------------------------------------------------------------------- */
 
 static void replay_fwd(chain *c, const weft_mhc_replay_fwd_args *a)
 {
@@ -294,19 +310,19 @@ static void replay_fwd(chain *c, const weft_mhc_replay_fwd_args *a)
         if (!has(&y->f)) break;
         weft_tensor next = or_temp(c, &y->y, c->s->act, 3, c->tokens, c->n, c->channels);
         run_plain("mhc_post_fwd", c->exec,
-                  WEFT_ARGS(weft_mhc_post_fwd_args, .numerics = a->numerics, .dropout = y->dropout, .x = x, .f = y->f,
-                            .bias = y->bias, .post = y->post, .res = y->res, .y = next));
+                  WEFT_ARGS(weft_mhc_post_fwd_args, .numerics = a->numerics, .dropout = y->dropout, .x = x,
+                            .f = y->f, .bias = y->bias, .post = y->post, .res = y->res, .y = next));
         x = next;
     }
 }
 
-/* ---- comparison ------------------------------------------------------------------------------------------------- */
+/* ---- comparison ---------------------------------------------------------------------------------------------- */
 
 /* The functions above take their operator's args struct; these take any, so that they fit one table. */
-#define RUN(name)                                                                                                    \
-    static void run_##name(chain *c, const void *args)                                                               \
-    {                                                                                                                \
-        name(c, args);                                                                                               \
+#define RUN(name)                                                                                                  \
+    static void run_##name(chain *c, const void *args)                                                             \
+    {                                                                                                              \
+        name(c, args);                                                                                             \
     }
 RUN(head_fwd)
 RUN(head_bwd)
@@ -347,7 +363,11 @@ void chain_compare(problem *p, weft_exec exec)
         arg_fill(to, values);
         free(values);
     }
-    chain c = {.exec = exec, .s = s, .tokens = s->tokens, .n = s->streams, .channels = s->channels,
+    chain c = {.exec = exec,
+               .s = s,
+               .tokens = s->tokens,
+               .n = s->streams,
+               .channels = s->channels,
                .rows = 2 * s->streams + s->streams * s->streams};
     for (int i = 0; chains[i].op; i++)
         if (strcmp(chains[i].op, s->op) == 0) chains[i].run(&c, copy->args);

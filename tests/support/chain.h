@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Operators that are made of others, as the chain of those others: head, pre, boundary, replay. Forward, a fused call
- * and the chain round at the same points; backward they do where the chain's gradient buffers are fp32. So the results
- * must agree bit by bit on the same backend. */
+ * Operators that are made of others, as the chain of those others: head, pre, boundary, replay. Forward, a fused
+ * call and the chain round at the same points; backward they do where the chain's gradient buffers are fp32. So
+ * the results must agree bit by bit on the same backend. */
 #ifndef WEFT_TESTS_CHAIN_H
 #define WEFT_TESTS_CHAIN_H
 

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The loss is sum <G, output> with random G, which backward gets as its upstream gradients. Which tensor of backward
- * belongs to which of forward follows from the names: d_x is the gradient of x, d_y the upstream gradient of y. */
+ * The loss is sum <G, output> with random G, which backward gets as its upstream gradients. Which tensor of
+ * backward belongs to which of forward follows from the names: d_x is the gradient of x, d_y the upstream gradient
+ * of y. */
 #include "support/fd.h"
 
 #include <setjmp.h>
@@ -11,7 +12,7 @@
 
 #include <cmocka.h>
 
-enum { MAX_SAMPLES = 28 };
+enum { MAX_SAMPLES = 60 };
 
 typedef struct pair {
     problem *fwd, *bwd;
@@ -198,7 +199,8 @@ void fd_suite(const char *stem)
             s.numerics.post_mult = 1.7;
             fd_check(&s);
         }
-        /* eps so large that every place where it stands shows, clamps are active and sums fall below the threshold */
+        /* eps so large that every place where it stands shows, clamps are active and sums fall below the threshold
+         * */
         static const double eps[] = {1e-6, 0.05, 0.6};
         for (int rule = 0; rules && rule < 5; rule++)
             for (int it = 0; it < 3; it++)

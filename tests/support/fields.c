@@ -10,14 +10,14 @@
 #include <cmocka.h>
 
 /* The public functions take a typed pointer; these take any, so that they fit one table. */
-#define WEFT_OP(name)                                                                                                \
-    static weft_status call_##name(const weft_exec *exec, const void *args)                                          \
-    {                                                                                                                \
-        return weft_##name(exec, args);                                                                              \
-    }                                                                                                                \
-    static weft_status workspace_##name(const weft_exec *exec, const void *args, size_t *bytes)                      \
-    {                                                                                                                \
-        return weft_##name##_workspace(exec, args, bytes);                                                           \
+#define WEFT_OP(name)                                                                                              \
+    static weft_status call_##name(const weft_exec *exec, const void *args)                                        \
+    {                                                                                                              \
+        return weft_##name(exec, args);                                                                            \
+    }                                                                                                              \
+    static weft_status workspace_##name(const weft_exec *exec, const void *args, size_t *bytes)                    \
+    {                                                                                                              \
+        return weft_##name##_workspace(exec, args, bytes);                                                         \
     }
 #include "core/ops.def"
 #undef WEFT_OP
@@ -50,7 +50,7 @@ static bool is(const problem *p, const char *op)
 
 weft_mhc_numerics *fields_numerics(problem *p)
 {
-#define HAS(op)                                                                                                      \
+#define HAS(op)                                                                                                    \
     if (is(p, #op)) return &((weft_##op##_args *)p->args)->numerics;
     HAS(mhc_scale_fwd)
     HAS(mhc_scale_bwd)
@@ -71,7 +71,7 @@ weft_mhc_numerics *fields_numerics(problem *p)
 
 weft_dropout *fields_dropout(problem *p)
 {
-#define HAS(op)                                                                                                      \
+#define HAS(op)                                                                                                    \
     if (is(p, #op)) return &((weft_##op##_args *)p->args)->dropout;
     HAS(mhc_post_fwd)
     HAS(mhc_post_bwd)
@@ -92,7 +92,7 @@ void fields_token_base(problem *p, int64_t token)
 
 static double *sub_eps(problem *p)
 {
-#define HAS(op, field)                                                                                               \
+#define HAS(op, field)                                                                                             \
     if (is(p, #op)) return &((weft_##op##_args *)p->args)->field;
     HAS(mhc_pre_fwd, sub_eps)
     HAS(mhc_pre_bwd, sub_eps)
@@ -113,12 +113,12 @@ void fields_set(problem *p)
     if (numerics) *numerics = s->numerics;
     if (dropout) *dropout = s->dropout;
     if (eps) *eps = s->sub_eps;
-#define HEAD(op)                                                                                                     \
-    if (is(p, #op)) {                                                                                                \
-        weft_##op##_args *args = p->args;                                                                            \
-        args->rms_eps = s->numerics.rms_eps;                                                                         \
-        args->rms_eps_kind = s->numerics.rms_eps_kind;                                                               \
-        args->pre_eps = s->numerics.pre_eps;                                                                         \
+#define HEAD(op)                                                                                                   \
+    if (is(p, #op)) {                                                                                              \
+        weft_##op##_args *args = p->args;                                                                          \
+        args->rms_eps = s->numerics.rms_eps;                                                                       \
+        args->rms_eps_kind = s->numerics.rms_eps_kind;                                                             \
+        args->pre_eps = s->numerics.pre_eps;                                                                       \
     }
     HEAD(mhc_head_fwd)
     HEAD(mhc_head_bwd)

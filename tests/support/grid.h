@@ -9,10 +9,11 @@
 /* WEFT_ISA_BASE up to what this machine has; returns how many. */
 int grid_isas(weft_isa isas[4]);
 bool grid_uses(const char *op, int32_t dim);
-/* One problem on all of them: within the bounds of support/truth.h, or bitwise equal to the chain of support/chain.h;
- * and AVX2 and AVX-512 bitwise equal to each other. */
+/* One problem on all of them: within the bounds of support/truth.h, or bitwise equal to the chain of
+ * support/chain.h; and AVX2 and AVX-512 bitwise equal to each other. */
 void grid_compare(const spec *s);
-/* A problem drawn from the whole space of sizes, layouts, dtypes, options and absent arguments; `absent` is a buffer. */
+/* A problem drawn from the whole space of sizes, layouts, dtypes, options and absent arguments; `absent` is a
+ * buffer. */
 spec grid_draw(const char *op, rng *r, char *absent, size_t size);
 
 /* The sweeps over an operator. */

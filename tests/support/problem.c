@@ -43,9 +43,9 @@ static void *must_alloc(size_t bytes)
     return p;
 }
 
-/* ---- failures --------------------------------------------------------------------------------------------------- */
+/* ---- failures ------------------------------------------------------------------------------------------------ */
 
-static int failures;
+static _Atomic int failures; /* tests may run operators in threads */
 
 void test_failed(const char *format, ...)
 {
@@ -77,20 +77,21 @@ bool test_quick(void)
     return text && *text && *text != '0';
 }
 
-/* ---- names of things -------------------------------------------------------------------------------------------- */
+/* ---- names of things ----------------------------------------------------------------------------------------- */
 
 const char *problem_text(const problem *p)
 {
     static _Thread_local char text[400];
     const spec *s = &p->spec;
-    snprintf(text, sizeof text,
-             "%s tokens=%lld streams=%lld channels=%lld rows=%lld act=%s wide=%s coef=%s param=%s layout=%d/%d pad=%lld "
-             "misalign=%d broadcast=%d add=%d mix=%d absent=\"%s\" sinkhorn=%d iters=%d p=%g seed=%llu",
-             s->op, (long long)s->tokens, (long long)s->streams, (long long)s->channels, (long long)s->rows,
-             weft_dtype_name(s->act), weft_dtype_name(s->wide), weft_dtype_name(s->coef), weft_dtype_name(s->param),
-             (int)s->stream_layout, (int)s->param_layout, (long long)s->pad, s->misalign, s->broadcast, s->add, s->mix,
-             s->absent ? s->absent : "", (int)s->numerics.sinkhorn, (int)s->numerics.sinkhorn_iters, s->dropout.p,
-             (unsigned long long)p->seed);
+    snprintf(
+        text, sizeof text,
+        "%s tokens=%lld streams=%lld channels=%lld rows=%lld act=%s wide=%s coef=%s param=%s layout=%d/%d pad=%lld "
+        "misalign=%d broadcast=%d add=%d mix=%d absent=\"%s\" sinkhorn=%d iters=%d p=%g seed=%llu",
+        s->op, (long long)s->tokens, (long long)s->streams, (long long)s->channels, (long long)s->rows,
+        weft_dtype_name(s->act), weft_dtype_name(s->wide), weft_dtype_name(s->coef), weft_dtype_name(s->param),
+        (int)s->stream_layout, (int)s->param_layout, (long long)s->pad, s->misalign, s->broadcast, s->add, s->mix,
+        s->absent ? s->absent : "", (int)s->numerics.sinkhorn, (int)s->numerics.sinkhorn_iters, s->dropout.p,
+        (unsigned long long)p->seed);
     return text;
 }
 
@@ -108,7 +109,7 @@ const char *arg_coordinate(const arg *a, int64_t index, char *text, size_t size)
     return text;
 }
 
-/* ---- elements --------------------------------------------------------------------------------------------------- */
+/* ---- elements ------------------------------------------------------------------------------------------------ */
 
 void *arg_at(const arg *a, int64_t index)
 {
@@ -175,7 +176,7 @@ arg *problem_arg(problem *p, const char *name)
     return NULL;
 }
 
-/* ---- building --------------------------------------------------------------------------------------------------- */
+/* ---- building ------------------------------------------------------------------------------------------------ */
 
 static int64_t dim_size(const spec *s, int32_t dim)
 {
@@ -225,8 +226,8 @@ static choice choose(const spec *s, const weft_arg_info *info, rng *r)
         c.broadcast = (bits >> 24 & 7) == 0;
     }
     if (s->act == WEFT_F64) c.dtype = WEFT_F64;
-    c.broadcast = c.broadcast && info->type == WEFT_TYPE_COEF && info->kind == WEFT_ARG_IN &&
-                  info->dim[0] == WEFT_DIM_TOKENS;
+    c.broadcast =
+        c.broadcast && info->type == WEFT_TYPE_COEF && info->kind == WEFT_ARG_IN && info->dim[0] == WEFT_DIM_TOKENS;
     return c;
 }
 
@@ -347,9 +348,9 @@ void problem_settle(problem *p)
     for (int i = 0; i < p->num_args; i++)
         if (p->arg[i].info->kind == WEFT_ARG_GRAD) drop_without(p, p->arg[i].name, p->arg[i].name + 2);
     for (int l = 0; l < p->spec.layers && p->arg[p->num_args - 1].layer >= 0; l++) {
-        static const char *const pairs[][2] = {{"u", "pre"},  {"v", "pre"},  {"sub_weight", "v"}, {"f", "post"},
-                                               {"f", "res"},  {"post", "f"}, {"res", "f"},        {"bias", "f"},
-                                               {"y", "f"}};
+        static const char *const pairs[][2] = {{"u", "pre"},  {"v", "pre"},  {"sub_weight", "v"},
+                                               {"f", "post"}, {"f", "res"},  {"post", "f"},
+                                               {"res", "f"},  {"bias", "f"}, {"y", "f"}};
         char what[40], needs[40];
         for (size_t k = 0; k < sizeof pairs / sizeof *pairs; k++) {
             snprintf(what, sizeof what, "layers[%d].%s", l, pairs[k][0]);
@@ -460,7 +461,7 @@ problem *problem_twin(const problem *p, bool magnitude)
     return twin;
 }
 
-/* ---- running ---------------------------------------------------------------------------------------------------- */
+/* ---- running ------------------------------------------------------------------------------------------------- */
 
 weft_exec on_ref(void)
 {
@@ -498,6 +499,14 @@ void problem_seal(problem *p)
     open_guards(p, false);
 }
 
+void problem_reset(problem *p)
+{
+    open_guards(p, true);
+    for (int i = 0; i < p->num_args; i++)
+        if (p->arg[i].block) memcpy(p->arg[i].block, p->arg[i].sealed, p->arg[i].block_bytes);
+    open_guards(p, false);
+}
+
 bool problem_untouched(const problem *p)
 {
     bool same = true;
@@ -527,8 +536,8 @@ static void check_surroundings(const problem *p, const arg *a)
         memcpy(cursor_data(&c, copy + start), cursor_data(&c, a->sealed + start), size);
     for (size_t i = 0; i < a->block_bytes; i++)
         if (copy[i] != a->sealed[i]) {
-            test_failed("%s: %s: byte %lld relative to its data was written and is no element of it", problem_text(p),
-                        a->name, (long long)((ptrdiff_t)i - start));
+            test_failed("%s: %s: byte %lld relative to its data was written and is no element of it",
+                        problem_text(p), a->name, (long long)((ptrdiff_t)i - start));
             break;
         }
     free(copy);
@@ -538,10 +547,7 @@ weft_status problem_run(problem *p, weft_exec exec)
 {
     size_t bytes = 0;
     char *work = NULL;
-    open_guards(p, true);
-    for (int i = 0; i < p->num_args; i++)
-        if (p->arg[i].block) memcpy(p->arg[i].block, p->arg[i].sealed, p->arg[i].block_bytes);
-    open_guards(p, false);
+    problem_reset(p);
     weft_status status = p->workspace(&exec, p->args, &bytes);
     if (status != WEFT_OK) return status;
     work = must_alloc(bytes + 2 * GUARD);
@@ -569,8 +575,8 @@ void problem_must_run(problem *p, weft_exec exec)
 {
     weft_status status = problem_run(p, exec);
     if (status != WEFT_OK)
-        test_failed("%s on %s/%s: %s: %s", problem_text(p), weft_backend_name(exec.backend), weft_isa_name(exec.isa),
-                    weft_status_name(status), weft_last_error());
+        test_failed("%s on %s/%s: %s: %s", problem_text(p), weft_backend_name(exec.backend),
+                    weft_isa_name(exec.isa), weft_status_name(status), weft_last_error());
     else if (weft_last_error()[0] != '\0')
         test_failed("%s: success left the error \"%s\"", problem_text(p), weft_last_error());
 }
@@ -588,7 +594,7 @@ void run_plain(const char *op, weft_exec exec, const void *args)
     free(exec.workspace);
 }
 
-/* ---- bitwise comparison ----------------------------------------------------------------------------------------- */
+/* ---- bitwise comparison -------------------------------------------------------------------------------------- */
 
 pack problem_pack(const problem *p)
 {
@@ -625,7 +631,8 @@ void pack_expect_same(const problem *p, const pack *got, const pack *want, const
         size_t size = weft_dtype_size(a->view->dtype);
         for (int64_t e = 0; e < a->elements; e++, at += size) {
             if (memcmp(got->bytes + at, want->bytes + at, size) == 0) continue;
-            double g = value_load(got->bytes + at, a->view->dtype), w = value_load(want->bytes + at, a->view->dtype);
+            double g = value_load(got->bytes + at, a->view->dtype),
+                   w = value_load(want->bytes + at, a->view->dtype);
             if (isnan(g) && isnan(w)) continue;
             test_failed("%s: %s: %s%s: got %.9g, want the same bits as %.9g", problem_text(p), what, a->name,
                         arg_coordinate(a, e, where, sizeof where), g, w);

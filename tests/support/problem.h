@@ -3,9 +3,9 @@
  * One call of any operator, built from its description in weft/ops.h: random inputs, guarded buffers, a run and the
  * checks that go with every run. The tests never spell an operator's arguments out where the description can.
  *
- * Every buffer lies between guards. Guards, the gaps of strided views and outputs before the call are filled with bit
- * patterns that are NaN in every dtype, so what is read by mistake shows in the results and what is written by mistake
- * shows in the guards. */
+ * Every buffer lies between guards. Guards, the gaps of strided views and outputs before the call are filled with
+ * bit patterns that are NaN in every dtype, so what is read by mistake shows in the results and what is written by
+ * mistake shows in the guards. */
 #ifndef WEFT_TESTS_PROBLEM_H
 #define WEFT_TESTS_PROBLEM_H
 
@@ -30,16 +30,17 @@ typedef enum layout {
 typedef struct spec {
     const char *op; /* "mhc_post_fwd" */
     int64_t tokens, streams, channels;
-    int64_t rows;                         /* of a projection by itself; 0: 2n + n^2 */
-    weft_dtype act;                       /* 0: f32 */
-    weft_dtype wide, coef, param;         /* 0: f32; f64 where act is */
+    int64_t rows;                 /* of a projection by itself; 0: 2n + n^2 */
+    weft_dtype act;               /* 0: f32 */
+    weft_dtype wide, coef, param; /* 0: f32; f64 where act is */
     layout stream_layout, param_layout;
-    int64_t pad;      /* elements between one token and the next */
-    int misalign;     /* elements by which every pointer is off its 64-byte boundary */
-    bool broadcast;   /* coefficient inputs have token stride 0 */
-    bool add;         /* gradients are added to, not written */
-    bool mix;         /* every argument draws its own dtype, layout, padding, misalignment and add */
-    const char *absent; /* names of optional arguments to leave out, each between spaces; "*" leaves out all of them */
+    int64_t pad;    /* elements between one token and the next */
+    int misalign;   /* elements by which every pointer is off its 64-byte boundary */
+    bool broadcast; /* coefficient inputs have token stride 0 */
+    bool add;       /* gradients are added to, not written */
+    bool mix;       /* every argument draws its own dtype, layout, padding, misalignment and add */
+    const char
+        *absent; /* names of optional arguments to leave out, each between spaces; "*" leaves out all of them */
     weft_mhc_numerics numerics; /* all zero: the deepseek_v4 preset */
     weft_dropout dropout;
     double sub_eps; /* 0: 1e-5; also eps of rmsnorm */
@@ -55,7 +56,7 @@ typedef struct arg {
     char name[40]; /* info->name, or "layers[2].f" */
     int layer;     /* -1: of the args struct itself */
     weft_tensor *view;
-    char *block; /* guard, data, guard; NULL where the argument is absent */
+    char *block;  /* guard, data, guard; NULL where the argument is absent */
     char *sealed; /* block as it was before the call */
     size_t block_bytes;
     int64_t elements;
@@ -118,8 +119,9 @@ const char *arg_coordinate(const arg *a, int64_t index, char *text, size_t size)
 
 /* Remembers all bytes: run starts from them and compares with them. problem_make has done it once. */
 void problem_seal(problem *p);
-/* Runs from the sealed state with a guarded workspace of just the size asked for, full of NaN, and checks that nothing
- * but the elements of outputs has changed. */
+void problem_reset(problem *p); /* back to the sealed state */
+/* Runs from the sealed state with a guarded workspace of just the size asked for, full of NaN, and checks that
+ * nothing but the elements of outputs has changed. */
 weft_status problem_run(problem *p, weft_exec exec);
 /* The same, and anything but WEFT_OK is a failure of the test. */
 void problem_must_run(problem *p, weft_exec exec);
@@ -137,8 +139,8 @@ pack problem_pack(const problem *p);
 void pack_free(pack *k);
 void pack_expect_same(const problem *p, const pack *got, const pack *want, const char *what);
 
-/* Failures are counted, so that one run of a grid shows all that is wrong, and a test ends with test_verdict. The first
- * few are printed in full. */
+/* Failures are counted, so that one run of a grid shows all that is wrong, and a test ends with test_verdict. The
+ * first few are printed in full. */
 void test_failed(const char *format, ...) __attribute__((format(printf, 1, 2)));
 int test_failures(void);
 void test_verdict(void);

@@ -34,8 +34,8 @@ static inline int suite_begin(void **state)
     return 0;
 }
 
-#define suite_run(name, tests)                                                                                       \
-    (cmocka_set_test_filter(getenv("WEFT_TEST_FILTER")),                                                             \
+#define suite_run(name, tests)                                                                                     \
+    (cmocka_set_test_filter(getenv("WEFT_TEST_FILTER")),                                                           \
      cmocka_run_group_tests_name(name, tests, suite_begin, suite_end))
 
 #endif

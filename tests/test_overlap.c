@@ -1,0 +1,246 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Shared memory: every output of every operator laid over every other argument. Refused, except for the exact
+ * in-place uses that the description names and for views that interleave without touching. */
+#include "support/suite.h"
+
+static spec small(const char *op)
+{
+    return (spec){.op = op, .tokens = 4, .streams = 2, .channels = 6, .rows = 3};
+}
+
+static int64_t span_bytes(const weft_tensor *t)
+{
+    int64_t last = 1;
+    for (int d = 0; d < t->ndim; d++) last += (t->shape[d] - 1) * t->stride[d];
+    return last * (int64_t)weft_dtype_size(t->dtype);
+}
+
+static bool same_shape(const weft_tensor *a, const weft_tensor *b)
+{
+    if (a->ndim != b->ndim || a->dtype != b->dtype) return false;
+    for (int d = 0; d < a->ndim; d++)
+        if (a->shape[d] != b->shape[d]) return false;
+    return true;
+}
+
+/* Runs with whatever pointers the args hold now. */
+static weft_status call(problem *p, weft_exec exec)
+{
+    size_t bytes = 0;
+    weft_status status = p->workspace(&exec, p->args, &bytes);
+    exec.workspace = malloc(bytes + 1);
+    exec.workspace_bytes = bytes;
+    if (status == WEFT_OK) status = p->call(&exec, p->args);
+    free(exec.workspace);
+    return status;
+}
+
+/* Puts `in` into a fresh region with room for `out` on both sides, and `out` `shift` bytes from it. */
+static void overlap_case(problem *p, weft_exec exec, arg *out, arg *in, int64_t shift, const char *what)
+{
+    weft_tensor keep_out = *out->view, keep_in = *in->view;
+    size_t room = (size_t)span_bytes(out->view), size = 2 * room + (size_t)span_bytes(in->view) + 128;
+    char *region = calloc(1, size), *copy = malloc(size);
+    char *middle = region + (room + 63) / 64 * 64;
+    memcpy(middle, in->view->data, (size_t)span_bytes(in->view));
+    memcpy(copy, region, size);
+    in->view->data = middle;
+    out->view->data = middle + shift;
+    weft_status status = call(p, exec);
+    const char *text = weft_last_error();
+    if (status != WEFT_ERR_OVERLAP)
+        test_failed("%s: %s %s %s: got \"%s\", want \"%s\"", p->op->name, out->name, what, in->name,
+                    weft_status_name(status), weft_status_name(WEFT_ERR_OVERLAP));
+    else if (!strstr(text, p->op->name) || !strstr(text, out->name) || !strstr(text, in->name) ||
+             !strstr(text, "got"))
+        test_failed("%s: %s %s %s: message \"%s\"", p->op->name, out->name, what, in->name, text);
+    if (status != WEFT_OK && (memcmp(region, copy, size) != 0 || !problem_untouched(p)))
+        test_failed("%s: %s %s %s: refused, but something was written", p->op->name, out->name, what, in->name);
+    *out->view = keep_out;
+    *in->view = keep_in;
+    problem_reset(p);
+    free(region);
+    free(copy);
+}
+
+static void overlaps_are_refused(void **state)
+{
+    (void)state;
+    const weft_exec execs[] = {on_ref(), on_cpu(WEFT_ISA_BEST, 1)};
+    for (int e = 0; e < 2; e++)
+        for (int32_t k = 0; k < weft_op_count(); k++) {
+            spec s = small(weft_op_at(k)->name);
+            problem *p = problem_make(&s);
+            for (int i = 0; i < p->num_args; i++)
+                for (int j = 0; j < p->num_args; j++) {
+                    arg *out = &p->arg[i], *in = &p->arg[j];
+                    if (i == j || !arg_is_output(out)) continue;
+                    int64_t one = (int64_t)weft_dtype_size(out->view->dtype);
+                    bool exact = out->info->in_place && strcmp(out->info->in_place, in->name) == 0;
+                    if (!exact) overlap_case(p, execs[e], out, in, 0, "at the start of");
+                    overlap_case(p, execs[e], out, in, span_bytes(in->view) - one, "at the last element of");
+                    overlap_case(p, execs[e], out, in, one - span_bytes(out->view),
+                                 "ending in the first element of");
+                    if (span_bytes(out->view) > one || span_bytes(in->view) > one)
+                        overlap_case(p, execs[e], out, in, span_bytes(in->view) > one ? one : -one,
+                                     "one element off");
+                }
+            problem_free(p);
+        }
+    test_verdict();
+}
+
+/* The same memory in another order is not in place. */
+static void transposed_views_are_not_in_place(void **state)
+{
+    (void)state;
+    for (int32_t k = 0; k < weft_op_count(); k++) {
+        spec s = small(weft_op_at(k)->name);
+        s.channels = s.streams;
+        problem *p = problem_make(&s);
+        for (int i = 0; i < p->num_args; i++) {
+            arg *out = &p->arg[i], *in = out->info->in_place ? problem_arg(p, out->info->in_place) : NULL;
+            if (!in || out->view->ndim < 3) continue;
+            weft_tensor keep = *out->view;
+            *out->view = *in->view;
+            out->view->stride[1] = in->view->stride[2];
+            out->view->stride[2] = in->view->stride[1];
+            weft_status status = call(p, on_ref());
+            if (status != WEFT_ERR_OVERLAP)
+                test_failed("%s: %s transposed over %s: got \"%s\"", p->op->name, out->name, in->name,
+                            weft_status_name(status));
+            *out->view = keep;
+        }
+        problem_free(p);
+    }
+    test_verdict();
+}
+
+/* in_place names an argument: with exactly its memory the result is the same, bit by bit. */
+static void in_place_gives_the_same_bits(void **state)
+{
+    (void)state;
+    weft_isa isas[4];
+    int count = grid_isas(isas), seen = 0;
+    static const weft_dtype acts[] = {WEFT_F32, WEFT_BF16, WEFT_F16};
+    static const int64_t channels[] = {5, 16, 50, 300};
+    for (int32_t k = 0; k < weft_op_count(); k++)
+        for (int v = 0; v < 36; v++) {
+            spec s = {.op = weft_op_at(k)->name,
+                      .tokens = 5,
+                      .streams = v % 3 == 0 ? 4 : 1 + v % 9,
+                      .channels = channels[v % 4],
+                      .act = acts[v % 3],
+                      .stream_layout = (layout)(v / 12)};
+            s.wide = v & 1 ? s.act : WEFT_F32;
+            s.coef = acts[v / 3 % 3];
+            s.param_layout = s.stream_layout;
+            problem *p = problem_make(&s);
+            for (int i = 0; i < p->num_args; i++) {
+                arg *out = &p->arg[i], *in = out->info->in_place ? problem_arg(p, out->info->in_place) : NULL;
+                if (!in || !same_shape(out->view, in->view)) continue;
+                for (int e = -1; e < count; e++) {
+                    weft_exec exec = e < 0 ? on_ref() : on_cpu(isas[e], 2);
+                    seen++;
+                    problem_must_run(p, exec);
+                    pack apart = problem_pack(p);
+                    problem_reset(p);
+                    weft_tensor keep = *out->view;
+                    *out->view = *in->view;
+                    weft_status status = call(p, exec);
+                    if (status != WEFT_OK) {
+                        test_failed("%s: in place over %s: %s", problem_text(p), in->name, weft_last_error());
+                    } else {
+                        pack same = problem_pack(p);
+                        pack_expect_same(p, &same, &apart, "in place");
+                        pack_free(&same);
+                    }
+                    *out->view = keep;
+                    pack_free(&apart);
+                    problem_reset(p);
+                }
+            }
+            problem_free(p);
+        }
+    if (seen == 0) test_failed("no operator has an in-place use: the list in weft/ops.h lost them");
+    test_verdict();
+}
+
+/* Two tensors as alternating slices of one padded buffer share no element and must be taken. */
+static void interleaved_slices_are_taken(void **state)
+{
+    (void)state;
+    const weft_exec execs[] = {on_ref(), on_cpu(WEFT_ISA_BEST, 1)};
+    for (int e = 0; e < 2; e++)
+        for (int32_t k = 0; k < weft_op_count(); k++) {
+            spec s = small(weft_op_at(k)->name);
+            problem *p = problem_make(&s);
+            problem_must_run(p, execs[e]);
+            pack apart = problem_pack(p);
+            for (int i = 0; i < p->num_args; i++)
+                for (int j = 0; j < p->num_args; j++) {
+                    arg *out = &p->arg[i], *in = &p->arg[j];
+                    if (i == j || !arg_is_output(out) || !arg_by_token(out) || !arg_by_token(in)) continue;
+                    problem_reset(p);
+                    weft_tensor keep_out = *out->view, keep_in = *in->view;
+                    double *values = arg_values(in), *before = arg_values(out);
+                    int64_t row_in = in->view->stride[0], row_out = out->view->stride[0]; /* dense f32 */
+                    float *region = calloc((size_t)(s.tokens * (row_in + row_out)), sizeof *region);
+                    in->view->data = region;
+                    out->view->data = region + row_in;
+                    in->view->stride[0] = out->view->stride[0] = row_in + row_out;
+                    arg_fill(in, values);
+                    arg_fill(out, before);
+                    weft_status status = call(p, execs[e]);
+                    if (status != WEFT_OK) {
+                        test_failed("%s: %s and %s interleaved: %s", p->op->name, out->name, in->name,
+                                    weft_last_error());
+                    } else {
+                        pack together = problem_pack(p);
+                        pack_expect_same(p, &together, &apart, "interleaved slices");
+                        pack_free(&together);
+                    }
+                    *out->view = keep_out;
+                    *in->view = keep_in;
+                    free(region), free(values), free(before);
+                }
+            pack_free(&apart);
+            problem_free(p);
+        }
+    test_verdict();
+}
+
+/* Inputs may share memory, and may repeat elements. */
+static void inputs_may_repeat(void **state)
+{
+    (void)state;
+    for (int32_t k = 0; k < weft_op_count(); k++) {
+        spec s = small(weft_op_at(k)->name);
+        problem *p = problem_make(&s);
+        for (int i = 0; i < p->num_args; i++) {
+            arg *a = &p->arg[i];
+            if (arg_is_output(a)) continue;
+            weft_tensor keep = *a->view;
+            for (int d = 0; d < a->view->ndim; d++) a->view->stride[d] = 0;
+            if (call(p, on_ref()) != WEFT_OK || call(p, on_cpu(WEFT_ISA_BEST, 1)) != WEFT_OK)
+                test_failed("%s: %s with all strides 0: %s", p->op->name, a->name, weft_last_error());
+            *a->view = keep;
+            problem_reset(p);
+        }
+        problem_free(p);
+    }
+    test_verdict();
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(overlaps_are_refused),
+        cmocka_unit_test(transposed_views_are_not_in_place),
+        cmocka_unit_test(in_place_gives_the_same_bits),
+        cmocka_unit_test(interleaved_slices_are_taken),
+        cmocka_unit_test(inputs_may_repeat),
+    };
+    return suite_run("overlap", tests);
+}
