@@ -16,8 +16,8 @@ double bandwidth_clock(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* Both pointers on a 64-byte boundary, bytes a multiple of 64. Stores that go past the caches spare the machine from
- * reading what is about to be overwritten. Assembly, because intrinsics are for src/cpu. */
+/* Both pointers on a 64-byte boundary, bytes a multiple of 64. Stores that go past the caches spare the machine
+ * from reading what is about to be overwritten. Assembly, because intrinsics are for src/cpu. */
 static void copy_past_caches(char *to, const char *from, size_t bytes)
 {
 #if defined(__x86_64__)

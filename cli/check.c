@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * `weft check`: every operator on random data against what expect.h says it must give. A list of cases covers shapes,
- * dtypes, layouts and presets; one line per operator and tensor shows the element that came closest to its bound. */
+ * `weft check`: every operator on random data against what expect.h says it must give. A list of cases covers
+ * shapes, dtypes, layouts and presets; one line per operator and tensor shows the element that came closest to its
+ * bound. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,35 +20,47 @@
 
 typedef struct check_case {
     int64_t tokens, channels, streams;
-    weft_dtype act, wide, coef, param;
-    int swapped, pad, add;
-    problem_optional optional;
+    int act, wide, coef, param; /* weft_dtype */
+    int swapped, pad, add, optional;
     weft_mhc_preset preset;
     int rule, iters; /* 0: as in the preset; else rule + 1 */
+    double eps;      /* 0: as in the preset; else of a size that nobody can overlook, for all of them */
     double dropout;
     int shared, poison; /* poison: a NaN in the fourth token, which must stay there */
 } check_case;
 
-#define RULE(name) (WEFT_SINKHORN_##name + 1)
+/* Short names for the table alone. */
+#define RULE(name) .rule = WEFT_SINKHORN_##name + 1
+#define PRESET(name) .preset = WEFT_PRESET_##name
+enum {
+    BF16 = WEFT_BF16,
+    F16 = WEFT_F16,
+    F32 = WEFT_F32,
+    ALL = PROBLEM_ALL,
+    NONE = PROBLEM_NONE,
+    SOME = PROBLEM_SOME
+};
+
 /* clang-format off */
 static const check_case cases[] = {
-    /*   T     C  n  act        wide       coef       param      CN pad add optional */
-    {   33,  128, 4, WEFT_BF16, WEFT_BF16, WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_DEEPSEEK_V4},
-    {   17,   96, 4, WEFT_F32,  WEFT_F32,  WEFT_F32,  WEFT_F32,  1, 0, 1, PROBLEM_ALL,  .preset = WEFT_PRESET_TRANSFORMER_ENGINE},
-    {   29,   65, 2, WEFT_F16,  WEFT_F32,  WEFT_F16,  WEFT_BF16, 0, 3, 0, PROBLEM_SOME, .preset = WEFT_PRESET_MEGATRON_MAIN, .dropout = 0.25},
-    {    1,  257, 8, WEFT_BF16, WEFT_F32,  WEFT_BF16, WEFT_BF16, 0, 1, 1, PROBLEM_ALL,  .preset = WEFT_PRESET_MEGATRON_DEV, .dropout = 0.5, .shared = 1},
-    {   61,   40, 3, WEFT_F32,  WEFT_F32,  WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_SOME, .preset = WEFT_PRESET_LIGER},
-    {    0,   64, 4, WEFT_BF16, WEFT_BF16, WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_DEEPSEEK_V4},
-    {    0,   64, 4, WEFT_BF16, WEFT_F32,  WEFT_F32,  WEFT_BF16, 0, 0, 1, PROBLEM_ALL,  .preset = WEFT_PRESET_DEEPSEEK_V4},
-    {    5,   24,32, WEFT_F32,  WEFT_F32,  WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_MEGATRON_DSV4, .rule = RULE(THRESHOLD)},
-    {  130,  512, 4, WEFT_BF16, WEFT_BF16, WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_NONE, .preset = WEFT_PRESET_DEEPSEEK_V41},
-    {   19,  300, 4, WEFT_BF16, WEFT_F32,  WEFT_F32,  WEFT_F32,  1, 5, 0, PROBLEM_SOME, .preset = WEFT_PRESET_TRANSFORMER_ENGINE},
-    {    7,    1, 1, WEFT_F32,  WEFT_F32,  WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_MEGATRON_DSV4},
-    {   40,   48, 5, WEFT_F16,  WEFT_F16,  WEFT_F32,  WEFT_F32,  1, 0, 1, PROBLEM_SOME, .preset = WEFT_PRESET_MEGATRON_DSV4, .iters = 1},
-    {  515,   16, 4, WEFT_BF16, WEFT_BF16, WEFT_F32,  WEFT_F32,  0, 0, 1, PROBLEM_SOME, .preset = WEFT_PRESET_DEEPSEEK_V4, .iters = 3, .dropout = 0.1},
-    {   23,   72, 8, WEFT_F32,  WEFT_F32,  WEFT_F32,  WEFT_BF16, 1, 2, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_MEGATRON_MAIN, .iters = 2},
-    {   31, 2048, 4, WEFT_BF16, WEFT_BF16, WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_DEEPSEEK_V4},
-    {   12,   33, 4, WEFT_F32,  WEFT_F32,  WEFT_F32,  WEFT_F32,  0, 0, 0, PROBLEM_ALL,  .preset = WEFT_PRESET_LIGER, .poison = 1},
+    /*   T     C   n  act   wide  coef  param CN pad add optional */
+    {   33,  128,  4, BF16, BF16, F32,  F32,  0, 0, 0, ALL,  PRESET(DEEPSEEK_V4)},
+    {   17,   96,  4, F32,  F32,  F32,  F32,  1, 0, 1, ALL,  PRESET(TRANSFORMER_ENGINE)},
+    {   29,   65,  2, F16,  F32,  F16,  BF16, 0, 3, 0, SOME, PRESET(MEGATRON_MAIN), .dropout = 0.25},
+    {    1,  257,  8, BF16, F32,  BF16, BF16, 0, 1, 1, ALL,  PRESET(MEGATRON_DEV), .dropout = 0.5, .shared = 1},
+    {   61,   40,  3, F32,  F32,  F32,  F32,  0, 0, 0, SOME, PRESET(LIGER), .iters = 2, .eps = 0.05},
+    {    0,   64,  4, BF16, BF16, F32,  F32,  0, 0, 0, ALL,  PRESET(DEEPSEEK_V4)},
+    {    0,   64,  4, BF16, F32,  F32,  BF16, 0, 0, 1, ALL,  PRESET(DEEPSEEK_V4)},
+    {    5,   24, 32, F32,  F32,  F32,  F32,  0, 0, 0, ALL,  PRESET(MEGATRON_DSV4), RULE(THRESHOLD), .eps = 0.1},
+    {  130,  512,  4, BF16, BF16, F32,  F32,  0, 0, 0, NONE, PRESET(DEEPSEEK_V41)},
+    {   19,  300,  4, BF16, F32,  F32,  F32,  1, 5, 0, SOME, PRESET(TRANSFORMER_ENGINE)},
+    {    7,    1,  1, F32,  F32,  F32,  F32,  0, 0, 0, ALL,  PRESET(MEGATRON_DSV4)},
+    {   40,   48,  5, F16,  F16,  F32,  F32,  1, 0, 1, SOME, PRESET(MEGATRON_DSV4), .iters = 1, .eps = 0.02},
+    {  515,   16,  4, BF16, BF16, F32,  F32,  0, 0, 1, SOME, PRESET(DEEPSEEK_V4), .iters = 3, .dropout = 0.1},
+    {   23,   72,  8, F32,  F32,  F32,  BF16, 1, 2, 0, ALL,  PRESET(MEGATRON_MAIN), .iters = 2, .eps = 0.7},
+    {   21,   16,  3, F32,  F32,  F32,  F32,  0, 0, 0, ALL,  PRESET(LIGER), RULE(THRESHOLD), .iters = 1, .eps = 1},
+    {   31, 2048,  4, BF16, BF16, F32,  F32,  0, 0, 0, ALL,  PRESET(DEEPSEEK_V4)},
+    {   12,   33,  4, F32,  F32,  F32,  F32,  0, 0, 0, ALL,  PRESET(LIGER), .poison = 1},
 };
 /* clang-format on */
 enum { NUM_CASES = sizeof cases / sizeof cases[0] };
@@ -71,14 +84,14 @@ static problem_spec spec_of(const check_case *c, uint64_t seed)
                       .channels = c->channels,
                       .streams = c->streams,
                       .rows = c->tokens % 2 ? 2 * c->streams + c->streams * c->streams : 7,
-                      .act = c->act,
-                      .wide = c->wide,
-                      .coef = c->coef,
-                      .param = c->param,
+                      .act = (weft_dtype)c->act,
+                      .wide = (weft_dtype)c->wide,
+                      .coef = (weft_dtype)c->coef,
+                      .param = (weft_dtype)c->param,
                       .swapped = c->swapped,
                       .pad = c->pad,
                       .add = c->add,
-                      .optional = c->optional,
+                      .optional = (problem_optional)c->optional,
                       .contract = c->swapped ? WEFT_CONTRACT_SUM : WEFT_CONTRACT_MEAN,
                       .dropout = c->dropout,
                       .dropout_shared = c->shared,
@@ -86,6 +99,10 @@ static problem_spec spec_of(const check_case *c, uint64_t seed)
                       .seed = seed};
     weft_mhc_preset_numerics(c->preset, &s.numerics);
     if (c->rule) s.numerics.sinkhorn = (weft_sinkhorn)(c->rule - 1);
+    if (c->eps > 0) {
+        s.numerics.rms_eps = s.numerics.pre_eps = s.numerics.sinkhorn_eps = c->eps;
+        s.numerics.post_mult = 1.75;
+    }
     if (c->iters) s.numerics.sinkhorn_iters = c->iters;
     return s;
 }
@@ -93,9 +110,9 @@ static problem_spec spec_of(const check_case *c, uint64_t seed)
 static void describe(const check_case *c, uint64_t seed, char *text, size_t size)
 {
     snprintf(text, size, "tokens %lld, channels %lld, streams %lld, %s, %s, %s, case %d, seed %llu",
-             (long long)c->tokens, (long long)c->channels, (long long)c->streams, weft_dtype_name(c->act),
-             c->swapped ? "(C,n)" : "(n,C)", weft_mhc_preset_name(c->preset), (int)(c - cases),
-             (unsigned long long)seed);
+             (long long)c->tokens, (long long)c->channels, (long long)c->streams,
+             weft_dtype_name((weft_dtype)c->act), c->swapped ? "(C,n)" : "(n,C)", weft_mhc_preset_name(c->preset),
+             (int)(c - cases), (unsigned long long)seed);
 }
 
 static line *line_of(report *r, const char *name)

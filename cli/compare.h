@@ -12,7 +12,8 @@ typedef struct comparison {
     double error, bound, got, want;
 } comparison;
 
-/* Fails as !(error <= bound), so that NaN fails. Where the expectation is not finite the result must not be either. */
+/* Fails as !(error <= bound), so that NaN fails. Where the expectation is not finite the result must not be
+ * either. */
 comparison compare(const weft_tensor *got, const double *want, const double *bound);
 
 /* Keeps the worse of two comparisons and adds up their counts; 1 where `more` is the worse one. */

@@ -8,7 +8,7 @@
 
 #include "element.h"
 
-/* ---- memory --------------------------------------------------------------------------------------------------------- */
+/* ---- memory -------------------------------------------------------------------------------------------------- */
 
 struct expect_block {
     struct expect_block *next;
@@ -46,7 +46,7 @@ void expect_fail(expect_scope *scope, const char *text)
     if (!scope->problem[0]) snprintf(scope->problem, sizeof scope->problem, "%s", text);
 }
 
-/* ---- calls by name -------------------------------------------------------------------------------------------------- */
+/* ---- calls by name ------------------------------------------------------------------------------------------- */
 
 expect_call *expect_open(expect_scope *scope, const char *op, const void *args)
 {
@@ -107,7 +107,7 @@ int64_t expect_length(const expect_call *call, int arg)
     return length;
 }
 
-/* ---- the reference in float64 --------------------------------------------------------------------------------------- */
+/* ---- the reference in float64 -------------------------------------------------------------------------------- */
 
 /* Calls the reference with these arrays, by argument; NULL: absent. */
 static void reference(expect_call *call, double *const *arrays)
@@ -150,11 +150,12 @@ void expect_values(expect_call *call)
     reference(call, arrays);
 }
 
-/* ---- polynomials ---------------------------------------------------------------------------------------------------- */
+/* ---- polynomials --------------------------------------------------------------------------------------------- */
 
-/* Roundings on the longest path: base + streams * n + all channels of all streams / lanes * nc + channels / 16 * c +
- * tokens * t + rows * r. A sum over channels runs in at least 16 partial sums. A sum over tokens is bounded by one
- * partial sum of all of them, whatever its real order. `split` counts the factors that may be taken apart into bf16. */
+/* Roundings on the longest path: base + streams * n + all channels of all streams / lanes * nc + channels / 16 * c
+ * + tokens * t + rows * r. A sum over channels runs in at least 16 partial sums. A sum over tokens is bounded by
+ * one partial sum of all of them, whatever its real order. `split` counts the factors that may be taken apart into
+ * bf16. */
 static const struct roundings {
     const char *op, *arg;
     int base, n, nc, c, t, r, split;

@@ -2,14 +2,15 @@
  *
  * What a call must give, and how far from it rounding may take a correct implementation.
  *
- * The inputs are widened to float64 and the reference computes the result from them. Beside each value goes a bound on
- * its error that follows from the arithmetic of the backend, u being half an ulp of float32:
- *   - polynomials in their inputs (project, aggregate, post, expand, contract and their gradients): k u times the sum of
- *     the magnitudes of all terms, which is what the reference computes from the inputs' absolute values; k counts the
- *     roundings on the longest path of the sum. Errors that the inputs bring along pass through the same way.
+ * The inputs are widened to float64 and the reference computes the result from them. Beside each value goes a bound
+ * on its error that follows from the arithmetic of the backend, u being half an ulp of float32:
+ *   - polynomials in their inputs (project, aggregate, post, expand, contract and their gradients): k u times the
+ *     sum of the magnitudes of all terms, which is what the reference computes from the inputs' absolute values; k
+ *     counts the roundings on the longest path of the sum. Errors of the inputs pass through the same way.
  *   - gates, Sinkhorn, RMSNorm: first-order bounds, derived where they are written (expect_gates.c).
- *   - fused operators: chains of the above (expect_fused.c). Where the backend hands out an intermediate result, the next
- *     stage starts from that very result, so that errors do not pile up and every stage is held to a tight bound.
+ *   - fused operators: chains of the above (expect_fused.c). Where the backend hands out an intermediate result,
+ *     the next stage starts from that very result, so that errors do not pile up and every stage is held to a tight
+ *     bound.
  * The result may then be rounded once to the dtype it is stored in. */
 #ifndef WEFT_CLI_EXPECT_H
 #define WEFT_CLI_EXPECT_H
@@ -53,7 +54,7 @@ typedef struct expect_call {
     double *got[EXPECT_MAX_ARGS]; /* outputs as the backend stored them, for staged evaluation; or NULL */
 } expect_call;
 
-/* ---- for the evaluators ------------------------------------------------------------------------------------------- */
+/* ---- for the evaluators -------------------------------------------------------------------------------------- */
 
 /* args: the operator's args struct, of which the scalars are taken. NULL is never returned. */
 expect_call *expect_open(expect_scope *scope, const char *op, const void *args);
@@ -95,7 +96,7 @@ quantity expect_stored(expect_scope *scope, weft_dtype dtype, quantity q, int64_
 /* a + b in float32; either may be absent. */
 quantity expect_sum(expect_scope *scope, quantity a, quantity b, int64_t length);
 
-/* ---- for the commands --------------------------------------------------------------------------------------------- */
+/* ---- for the commands ---------------------------------------------------------------------------------------- */
 
 typedef struct expect_result {
     const char *name;

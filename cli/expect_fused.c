@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Fused operators as the chains of single ones that they stand for. A stage starts from what the backend stored of the
- * stage before, where it did; otherwise from the expected value together with its error. */
+ * Fused operators as the chains of single ones that they stand for. A stage starts from what the backend stored of
+ * the stage before, where it did; otherwise from the expected value together with its error. */
 #include <string.h>
 
 #include "element.h"
 #include "expect.h"
 
-/* The backend's own result where it was stored, else the expected one after the rounding that handing it on means. */
+/* The backend's own result where it was stored, else the expected one after the rounding that handing it on
+ * means. */
 static quantity as_stored(const expect_call *call, const char *name, quantity q, weft_dtype dtype)
 {
     int i = expect_index(call, name);
@@ -46,7 +47,7 @@ static void results(expect_call *to, const expect_call *from, const char *const 
 
 #define NAMES(...) ((const char *const[]){__VA_ARGS__, NULL})
 
-/* ---- coefficients --------------------------------------------------------------------------------------------------- */
+/* ---- coefficients -------------------------------------------------------------------------------------------- */
 
 static expect_call *run_gates(const expect_call *call, const weft_mhc_numerics *numerics)
 {
@@ -91,7 +92,7 @@ void expect_coef_bwd(expect_call *call)
     results(call, scale, NAMES("d_h", "d_ms", "d_alpha", "d_beta"));
 }
 
-/* ---- pre ------------------------------------------------------------------------------------------------------------ */
+/* ---- pre ----------------------------------------------------------------------------------------------------- */
 
 static int64_t gate_rows(const expect_scope *s)
 {
@@ -242,7 +243,7 @@ void expect_pre_bwd(expect_call *call)
                        expect_take(aggregate, "d_x"));
 }
 
-/* ---- boundary ------------------------------------------------------------------------------------------------------- */
+/* ---- boundary ------------------------------------------------------------------------------------------------ */
 
 static quantity run_post(const expect_call *call, const weft_mhc_numerics *numerics, const weft_dropout *dropout)
 {

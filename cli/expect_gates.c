@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * First-order error bounds of what is not a polynomial: gates, Sinkhorn, RMSNorm. Values come from the reference; this
- * file only says how far a result computed with unit roundoff u from inputs with given errors may be from them.
- * Elementary functions are taken to be good to a few ulp. */
+ * First-order error bounds of what is not a polynomial: gates, Sinkhorn, RMSNorm. Values come from the reference;
+ * this file only says how far a result computed with unit roundoff u from inputs with given errors may be from
+ * them. Elementary functions are taken to be good to a few ulp. */
 #include <math.h>
 #include <stddef.h>
 
 #include "expect.h"
 
-/* ---- gates: z = alpha h inv + beta, s = sigmoid(z) ------------------------------------------------------------------ */
+/* ---- gates: z = alpha h inv + beta, s = sigmoid(z) ----------------------------------------------------------- */
 
 _Static_assert(offsetof(weft_mhc_scale_fwd_args, numerics) == offsetof(weft_mhc_scale_bwd_args, numerics),
                "one accessor serves both");
@@ -73,7 +73,7 @@ static gate gate_at(const gates *g, const root *r, int64_t t, int64_t j)
     a.s = z >= 0 ? 1 / (1 + tail) : tail / (1 + tail);
     a.slope = tail / ((1 + tail) * (1 + tail));
     a.e_s = a.slope * a.e_z + 8 * g->u * a.s;
-    /* The slope's own derivative is no larger than the slope. 8us: it may be computed as s (1 - s) from a rounded s. */
+    /* The slope's own derivative is no larger than the slope. 8us: s (1 - s) may be computed from a rounded s. */
     a.e_slope = a.slope * (a.e_z + 8 * g->u) + 8 * g->u * a.s;
     return a;
 }
@@ -148,10 +148,10 @@ void expect_scale_bwd(expect_call *call)
     }
 }
 
-/* ---- Sinkhorn -------------------------------------------------------------------------------------------------------
- * In log space each of the 2 iters half-steps is non-expansive: it divides by a weighted mean of what it normalises. So
- * errors of the steps add up and are not amplified. A step costs a sum of n terms, an exponential and a division, n + 3
- * roundings; the exponents themselves, up to max |z|, are off by u max |z|. */
+/* ---- Sinkhorn ---------------------------------------------------------------------------------------------------
+ * In log space each of the 2 iters half-steps is non-expansive: it divides by a weighted mean of what it normalises.
+ * So errors of the steps add up and are not amplified. A step costs a sum of n terms, an exponential and a division,
+ * n + 3 roundings; the exponents themselves, up to max |z|, are off by u max |z|. */
 
 typedef struct matrix_scale {
     double steps, z, e_z, sum; /* 2 iters, max |logits|, their largest error, sum |d_res res| */
@@ -187,9 +187,9 @@ void expect_sinkhorn_fwd(expect_call *call)
     }
 }
 
-/* The gradient walks the 2 iters half-steps back. Each step adds a share of the remaining gradient, of which the largest
- * possible size is sum |d_res res|, weighted by intermediate entries that are themselves good to 2 iters steps: hence
- * the square. Errors of the upstream gradient are passed on by each step once. */
+/* The gradient walks the 2 iters half-steps back. Each step adds a share of the remaining gradient, of which the
+ * largest possible size is sum |d_res res|, weighted by intermediate entries that are themselves good to 2 iters
+ * steps: hence the square. Errors of the upstream gradient are passed on by each step once. */
 void expect_sinkhorn_bwd(expect_call *call)
 {
     const weft_mhc_numerics *numerics = &((const weft_mhc_sinkhorn_bwd_args *)call->args)->numerics;
@@ -218,7 +218,7 @@ void expect_sinkhorn_bwd(expect_call *call)
     }
 }
 
-/* ---- RMSNorm: r = 1/sqrt(mean u^2 + eps), v = u r weight ------------------------------------------------------------ */
+/* ---- RMSNorm: r = 1/sqrt(mean u^2 + eps), v = u r weight ----------------------------------------------------- */
 
 typedef struct norm_row {
     double r, e_r;

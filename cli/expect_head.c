@@ -6,7 +6,7 @@
 #include "element.h"
 #include "expect.h"
 
-/* ---- head -----------------------------------------------------------------------------------------------------------
+/* ---- head -------------------------------------------------------------------------------------------------------
  * Its gates are the first group of mhc_scale: with the other groups' rows zero, that operator computes them. */
 
 static quantity padded(expect_scope *s, quantity q, int64_t tokens, int64_t from, int64_t to)
@@ -134,7 +134,7 @@ void expect_head_bwd(expect_call *call)
                            s->tokens * s->streams * s->channels));
 }
 
-/* ---- replay --------------------------------------------------------------------------------------------------------- */
+/* ---- replay -------------------------------------------------------------------------------------------------- */
 
 struct expect_layer {
     quantity in[16]; /* by index in weft_mhc_replay_layer_info */

@@ -40,8 +40,8 @@ static void read_sizes(expect_scope *s, const weft_op_info *op, const void *args
     }
 }
 
-/* Which arithmetic the backend may use. The projection of bf16 streams may run on bf16 units: a float32 factor is then
- * two bf16 numbers, and an AMX tile adds up its products two at a time, all in one place. */
+/* Which arithmetic the backend may use. The projection of bf16 streams may run on bf16 units: a float32 factor is
+ * then two bf16 numbers, and an AMX tile adds up its products two at a time, all in one place. */
 static void read_arithmetic(expect_scope *s, weft_backend backend, weft_isa isa, const weft_op_info *op,
                             const void *args)
 {

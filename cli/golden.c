@@ -28,7 +28,7 @@ static const struct convention {
 
 enum { UNKNOWN = 0, INPUT, COMPARED }; /* what a tensor was used for */
 
-/* ---- tensors of a case ---------------------------------------------------------------------------------------------- */
+/* ---- tensors of a case --------------------------------------------------------------------------------------- */
 
 int golden_fail(golden_file *file, const char *format, ...)
 {
@@ -160,7 +160,7 @@ void golden_call(golden_file *file, const char *op, const void *args)
     if (wrong) golden_fail(file, "%s: %s", file->prefix, wrong);
 }
 
-/* ---- cases ---------------------------------------------------------------------------------------------------------- */
+/* ---- cases --------------------------------------------------------------------------------------------------- */
 
 /* "n,iters = 4,20 2,5 3,20": the second number of the pair that belongs to this case, or 0. */
 static int32_t iterations(const golden_file *file, int number)

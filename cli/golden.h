@@ -11,8 +11,8 @@ typedef struct golden_counts {
     int64_t passed, failed, not_compared;
 } golden_counts;
 
-/* Every *.safetensors in the folder, on one backend. Returns an exit code: EXIT_UNUSABLE where a file could not be read
- * or does not follow its convention; the other files are compared nevertheless. */
+/* Every *.safetensors in the folder, on one backend. Returns an exit code: EXIT_UNUSABLE where a file could not be
+ * read or does not follow its convention; the other files are compared nevertheless. */
 int golden_check(const char *folder, const weft_exec *exec, golden_counts *counts);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What a convention sees of a golden file: the tensors of one case by their short names. The first thing that is wrong
- * is remembered, and everything after it does nothing, so a convention needs no error handling of its own. */
+ * What a convention sees of a golden file: the tensors of one case by their short names. The first thing that is
+ * wrong is remembered, and everything after it does nothing, so a convention needs no error handling of its own. */
 #ifndef WEFT_CLI_GOLDEN_FILE_H
 #define WEFT_CLI_GOLDEN_FILE_H
 

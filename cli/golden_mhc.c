@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The mHC conventions. All describe one site: coefficients and aggregate from x, expand-combine of x with a sub-layer's
- * output f, and the gradients of both results together. They differ in layout, names, numerics and precision. Every case
- * goes three ways through the operators, and all must agree with the file. */
+ * The mHC conventions. All describe one site: coefficients and aggregate from x, expand-combine of x with a
+ * sub-layer's output f, and the gradients of both results together. They differ in layout, names, numerics and
+ * precision. Every case goes three ways through the operators, and all must agree with the file. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -32,7 +32,7 @@ typedef struct site {
     weft_tensor d_h, d_ms, d_pre, d_post, d_logits, d_res;
 } site;
 
-/* ---- tensors -------------------------------------------------------------------------------------------------------- */
+/* ---- tensors ------------------------------------------------------------------------------------------------- */
 
 static weft_tensor streams_view(const site *s, void *data, weft_dtype dtype, int64_t rows)
 {
@@ -105,7 +105,7 @@ static void make_outputs(site *s)
     s->d_res = weft_dense3(golden_memory(file, T * n * n, full), full, T, n, n);
 }
 
-/* ---- operators ------------------------------------------------------------------------------------------------------ */
+/* ---- operators ----------------------------------------------------------------------------------------------- */
 
 #define CALL(op, ...) golden_call(s->file, #op, WEFT_ARGS(weft_##op##_args, __VA_ARGS__))
 
@@ -170,7 +170,7 @@ static void run_site(site *s, route by)
     coefficients_bwd(s, by);
 }
 
-/* ---- comparison ----------------------------------------------------------------------------------------------------- */
+/* ---- comparison ---------------------------------------------------------------------------------------------- */
 
 static void compare_gradient(site *s, const char *name, const weft_tensor *got, golden_tolerance tolerance)
 {
@@ -236,7 +236,7 @@ static void check_site(site *s)
     }
 }
 
-/* ---- conventions ---------------------------------------------------------------------------------------------------- */
+/* ---- conventions --------------------------------------------------------------------------------------------- */
 
 /* x (s,b,C,n), everything float32 */
 void golden_te(golden_file *file)

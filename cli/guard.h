@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Buffers that notice what happens to them: sentinels on both sides, a copy of what an input held, NaN in every output
- * and in the gaps between its rows. */
+ * Buffers that notice what happens to them: sentinels on both sides, a copy of what an input held, NaN in every
+ * output and in the gaps between its rows. */
 #ifndef WEFT_CLI_GUARD_H
 #define WEFT_CLI_GUARD_H
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A scanner for the JSON that outside files bring along: strings, non-negative integers and punctuation. There is no
- * tree and no recursion: the caller knows the structure it accepts and asks for its pieces in turn. Every function
- * returns 1, or 0 with the reason in `error`; nothing is read beyond `end`. */
+ * A scanner for the JSON that outside files bring along: strings, non-negative integers and punctuation. There is
+ * no tree and no recursion: the caller knows the structure it accepts and asks for its pieces in turn. Every
+ * function returns 1, or 0 with the reason in `error`; nothing is read beyond `end`. */
 #ifndef WEFT_CLI_JSON_H
 #define WEFT_CLI_JSON_H
 
@@ -20,8 +20,8 @@ __attribute__((format(printf, 2, 3))) int json_fail(json *j, const char *format,
 int json_peek(json *j);
 /* Takes one punctuation character. */
 int json_take(json *j, char c);
-/* Takes a string and writes it to `out`, decoded and closed with a zero. `out` must have room for what is left of the
- * text: decoding never makes a string longer. A string that holds a zero itself is refused. */
+/* Takes a string and writes it to `out`, decoded and closed with a zero. `out` must have room for what is left of
+ * the text: decoding never makes a string longer. A string that holds a zero itself is refused. */
 int json_string(json *j, char *out, size_t *length);
 /* Takes an integer without sign, fraction or exponent, at most INT64_MAX. */
 int json_integer(json *j, int64_t *value);

@@ -24,8 +24,8 @@ typedef struct option {
     const char *const *choices; /* OPTION_CHOICE, ends with NULL */
 } option;
 
-/* Fills the variables that the options name. -1: go on; otherwise the exit code: --help was asked for and printed, or
- * something was wrong and is on stderr together with the usage. The table ends with an entry without a name. */
+/* Fills the variables that the options name. -1: go on; otherwise the exit code: --help was asked for and printed,
+ * or something was wrong and is on stderr together with the usage. The table ends with an entry without a name. */
 int options_parse(int argc, char **argv, const option *options);
 
 #endif

@@ -11,7 +11,7 @@
 #include "parallel.h"
 #include "random.h"
 
-/* ---- fields that are not tensors ---------------------------------------------------------------------------------- */
+/* ---- fields that are not tensors ----------------------------------------------------------------------------- */
 
 /* Offsets of such fields in an args struct; zero (struct_size) where there is none. */
 static const struct scalars {
@@ -83,7 +83,7 @@ static void set_scalars(const problem_spec *spec, const char *op, char *args)
     if (s->contract) memcpy(args + s->contract, &spec->contract, sizeof spec->contract);
 }
 
-/* ---- tensors -------------------------------------------------------------------------------------------------------- */
+/* ---- tensors ------------------------------------------------------------------------------------------------- */
 
 weft_dtype problem_dtype(const problem_spec *spec, weft_arg_type type)
 {
@@ -145,8 +145,8 @@ static int is_there(const problem_spec *spec, const weft_arg_info *info, int64_t
     return random_uniform(random_seed(spec->seed, info->name), (uint64_t)site) < 0.5f;
 }
 
-/* Tensors that make no sense without another one of the same call. The order matters: a row may take away what a later
- * row asks for. */
+/* Tensors that make no sense without another one of the same call. The order matters: a row may take away what a
+ * later row asks for. */
 static const struct {
     const char *name, *needs;
 } needs[] = {
@@ -231,7 +231,7 @@ void problem_slice(problem *p, int64_t tokens)
         if (p->arg[i].info->dim[0] == WEFT_DIM_TOKENS) p->arg[i].tensor->shape[0] = tokens;
 }
 
-/* ---- values --------------------------------------------------------------------------------------------------------- */
+/* ---- values -------------------------------------------------------------------------------------------------- */
 
 typedef struct distribution {
     int normal;         /* else uniform */
@@ -268,7 +268,8 @@ static float draw(distribution d, uint64_t seed, int64_t index)
     return d.center + d.size * x;
 }
 
-/* Benchmarks fill gigabytes: bits instead of the careful rounding of element.h. Truncation is as random as rounding. */
+/* Benchmarks fill gigabytes: bits instead of the careful rounding of element.h. Truncation is as random as
+ * rounding. */
 static uint16_t quick_bf16(float x)
 {
     uint32_t bits;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Builds a random call of any operator from its description in weft/ops.h: shapes, strides, dtypes, values. What the
- * description does not hold (eps, numerics, dropout) is set from a table of field offsets, so a new operator needs a
- * line here at most. */
+ * Builds a random call of any operator from its description in weft/ops.h: shapes, strides, dtypes, values. What
+ * the description does not hold (eps, numerics, dropout) is set from a table of field offsets, so a new operator
+ * needs a line here at most. */
 #ifndef WEFT_CLI_PROBLEM_H
 #define WEFT_CLI_PROBLEM_H
 
@@ -46,7 +46,8 @@ typedef struct problem {
     int num_args;
 } problem;
 
-/* 1, or 0 where there is no memory. Tensors have no data yet: the caller gives them some and then fills the inputs. */
+/* 1, or 0 where there is no memory. Tensors have no data yet: the caller gives them some and then fills the
+ * inputs. */
 int problem_make(problem *p, const weft_op_info *op, const problem_spec *spec);
 void problem_free(problem *p);
 

@@ -8,7 +8,8 @@
 
 #include "problem.h"
 
-/* NULL, or what went wrong: the library's own sentence, or that the workspace was overrun. Valid until the next call. */
+/* NULL, or what went wrong: the library's own sentence, or that the workspace was overrun. Valid until the next
+ * call. */
 const char *run_call(const weft_exec *exec, const weft_op_info *op, const void *args);
 
 /* Inputs that follow from others: boundary's backward must be given the y that its forward stored. As run_call. */

@@ -179,7 +179,8 @@ static int by_key(const void *a, const void *b)
     return strcmp(((const safetensors_pair *)a)->key, ((const safetensors_pair *)b)->key);
 }
 
-/* Shape, dtype and offsets must say the same, and the tensors must fill the data exactly, without gap or overlap. */
+/* Shape, dtype and offsets must say the same, and the tensors must fill the data exactly, without gap or
+ * overlap. */
 static int check_tensors(safetensors *file, const unsigned char *data, size_t size)
 {
     size_t expected = 0;

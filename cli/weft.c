@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The program `weft`: tells what a build can do, checks an installation, measures it. A client of the public headers
- * like any other. */
+ * The program `weft`: tells what a build can do, checks an installation, measures it. A client of the public
+ * headers like any other. */
 #include <stdio.h>
 #include <string.h>
 
