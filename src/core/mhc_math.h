@@ -65,17 +65,25 @@ MM_FN void MM(sk_half)(real *a, real *r, int n, int axis, scalar eps, int rule)
     }
 }
 
-/* dm from dy, in place: y = m r with r = 1/D(sum m), so dm = (dy - D' sum(dy y)) r. */
-MM_FN void MM(sk_half_bwd)(real *d, const real *y, const real *r, int n, int axis, scalar eps, int rule)
+/* Backward of a half-step on G = d * m, the gradient of log m: with y = m/D, G_m = G_y - D' (sum G_y) y. Carrying G rather
+ * than d needs no factors and cannot overflow where a divisor is tiny (a column of zeros over eps, again and again). */
+MM_FN void MM(sk_half_bwd)(real *g, const real *y, const real *r, int n, int axis, scalar eps, int rule)
 {
     for (int k = 0; k < n; k++) {
         int first = axis ? k * n : k, stride = axis ? 1 : n;
-        real s = d[first] * y[first];
-        for (int l = 1; l < n; l++) s = MM_FMA(d[first + l * stride], y[first + l * stride], s);
+        real s = g[first];
+        for (int l = 1; l < n; l++) s = s + g[first + l * stride];
         /* An active clamp divides by a constant. */
         if (rule == WEFT_SINKHORN_CLAMP) s = MM_GT(MM_SET(1 / eps), r[k], s, MM_SET(0));
-        for (int l = 0; l < n; l++) d[first + l * stride] = (d[first + l * stride] - s) * r[k];
+        for (int l = 0; l < n; l++)
+            g[first + l * stride] = MM_FMA(-s, y[first + l * stride], g[first + l * stride]);
     }
+}
+
+/* Reals that the history keeps of a half-step: the matrix, and where the clamp must be known, its factors. */
+MM_FN int MM(sk_kept)(int n, int rule)
+{
+    return rule == WEFT_SINKHORN_CLAMP ? n * n + n : n * n;
 }
 
 /* Half-steps of the linear rules: softmax+eps begins with columns and lacks the first row step. */
@@ -117,6 +125,15 @@ MM_FN real MM(neg_lse)(const real *z, const real *other, int first, int stride, 
     return -MM_LOG(s) - top;
 }
 
+/* Appends a half-step to the history. */
+MM_FN void MM(sk_keep)(real **hist, const real *a, const real *r, int n, int rule)
+{
+    if (!*hist) return;
+    for (int i = 0; i < n * n; i++) (*hist)[i] = a[i];
+    for (int i = n * n; i < MM(sk_kept)(n, rule); i++) (*hist)[i] = r[i - n * n];
+    *hist += MM(sk_kept)(n, rule);
+}
+
 /* res from logits z; z is overwritten by the result. hist is NULL, or room for sk_history reals. */
 MM_FN void MM(sinkhorn_fwd)(real *z, real *hist, int n, int iters, scalar eps, int rule)
 {
@@ -141,19 +158,22 @@ MM_FN void MM(sinkhorn_fwd)(real *z, real *hist, int n, int iters, scalar eps, i
             for (int b = 0; b < n; b++) z[a * n + b] = MM_EXP(r[a] + z[a * n + b] + g[b]);
         return;
     }
-    int steps = MM(sk_steps)(iters, rule), axis = rule != WEFT_SINKHORN_SOFTMAX_EPS;
+    bool softmax = rule == WEFT_SINKHORN_SOFTMAX_EPS;
     MM(sk_start)(z, z, n, rule);
-    if (hist)
+    if (hist && softmax) { /* backward wants the softmax itself */
         for (int i = 0; i < nn; i++) hist[i] = z[i];
-    if (rule == WEFT_SINKHORN_SOFTMAX_EPS)
+        hist += nn;
+    }
+    if (softmax) {
         for (int i = 0; i < nn; i++) z[i] = z[i] + eps;
-    for (int k = 0; k < steps; k++, axis = !axis) {
-        MM(sk_half)(z, r, n, axis, eps, rule);
-        if (hist) {
-            real *h = hist + nn + (int64_t)k * (nn + n);
-            for (int i = 0; i < nn; i++) h[i] = z[i];
-            for (int i = 0; i < n; i++) h[nn + i] = r[i];
-        }
+        MM(sk_half)(z, r, n, 0, eps, rule);
+        MM(sk_keep)(&hist, z, r, n, rule);
+    }
+    for (int t = softmax; t < iters; t++) {
+        MM(sk_half)(z, r, n, 1, eps, rule);
+        MM(sk_keep)(&hist, z, r, n, rule);
+        MM(sk_half)(z, r, n, 0, eps, rule);
+        MM(sk_keep)(&hist, z, r, n, rule);
     }
 }
 
@@ -195,31 +215,44 @@ MM_FN void MM(sinkhorn_bwd)(real *z, real *d, real *hist, int n, int iters, scal
         }
         return;
     }
-    int steps = MM(sk_steps)(iters, rule), axis = 0; /* every rule ends with columns */
-    MM(row_max)(z, top, n);
-    for (int i = 0; i < nn; i++) hist[nn + (int64_t)steps * (nn + n) + i] = z[i];
+    int kept = MM(sk_kept)(n, rule), softmax = rule == WEFT_SINKHORN_SOFTMAX_EPS;
+    int64_t steps = MM(sk_steps)(iters, rule);
+    const real *first = hist + (softmax ? nn : 0), *h = first + steps * kept;
+    real *logits = hist + (softmax ? nn : 0) + steps * kept;
+    for (int i = 0; i < nn; i++) logits[i] = z[i];
     MM(sinkhorn_fwd)(z, hist, n, iters, eps, rule);
-    for (int k = steps - 1; k >= 0; k--, axis = !axis) {
-        const real *h = hist + nn + (int64_t)k * (nn + n);
-        MM(sk_half_bwd)(d, h, h + nn, n, axis, eps, rule);
+    for (int i = 0; i < nn; i++) d[i] = d[i] * z[i];
+    for (int t = iters; t > softmax; t--) {
+        h -= kept;
+        MM(sk_half_bwd)(d, h, h + nn, n, 0, eps, rule);
+        h -= kept;
+        MM(sk_half_bwd)(d, h, h + nn, n, 1, eps, rule);
     }
-    const real *logits = hist + nn + (int64_t)steps * (nn + n);
-    for (int a = 0; a < n; a++) {
-        const real *p = hist + a * n;
-        real *da = d + a * n, s, count, share, zero = MM_SET(0);
-        s = da[0] * p[0];
-        for (int b = 1; b < n; b++) s = MM_FMA(da[b], p[b], s);
-        if (rule == WEFT_SINKHORN_SOFTMAX_EPS) {
-            for (int b = 0; b < n; b++) da[b] = p[b] * (da[b] - s);
-            continue;
+    if (rule == WEFT_SINKHORN_THRESHOLD) return; /* the start was exp(z): G is the gradient of z */
+    if (softmax) {
+        MM(sk_half_bwd)(d, first, first + nn, n, 0, eps, rule);
+        for (int a = 0; a < n; a++) {
+            const real *p = hist + a * n;
+            real *g = d + a * n, s = MM_SET(0);
+            for (int b = 0; b < n; b++) {
+                g[b] = g[b] * (p[b] / (p[b] + eps)); /* from log(p + eps) to log p */
+                s = s + g[b];
+            }
+            for (int b = 0; b < n; b++) g[b] = MM_FMA(-s, p[b], g[b]);
         }
-        for (int b = 0; b < n; b++) da[b] = da[b] * p[b];
-        if (rule == WEFT_SINKHORN_THRESHOLD) continue;
-        /* exp(z - max): the maximum moves with its entry; equal maxima share the term. */
-        count = zero;
-        for (int b = 0; b < n; b++) count = count + MM_EQ(logits[a * n + b], top[a], MM_SET(1), zero);
-        share = s / count;
-        for (int b = 0; b < n; b++) da[b] = da[b] - MM_EQ(logits[a * n + b], top[a], share, zero);
+        return;
+    }
+    /* exp(z - max): the maximum moves with its entry; equal maxima share the term. */
+    MM(row_max)(logits, top, n);
+    for (int a = 0; a < n; a++) {
+        const real *za = logits + a * n;
+        real *g = d + a * n, s = MM_SET(0), count = MM_SET(0), zero = MM_SET(0);
+        for (int b = 0; b < n; b++) {
+            s = s + g[b];
+            count = count + MM_EQ(za[b], top[a], MM_SET(1), zero);
+        }
+        s = s / count;
+        for (int b = 0; b < n; b++) g[b] = g[b] - MM_EQ(za[b], top[a], s, zero);
     }
 }
 
@@ -227,5 +260,5 @@ MM_FN void MM(sinkhorn_bwd)(real *z, real *d, real *hist, int n, int iters, scal
 MM_FN int64_t MM(sk_history)(int n, int iters, int rule)
 {
     if (rule == WEFT_SINKHORN_LOG) return 2 * n * (int64_t)iters + n * n;
-    return 2 * n * n + (int64_t)MM(sk_steps)(iters, rule) * (n * n + n);
+    return 2 * n * n + (int64_t)MM(sk_steps)(iters, rule) * MM(sk_kept)(n, rule);
 }

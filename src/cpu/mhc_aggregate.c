@@ -3,18 +3,28 @@
  * Aggregate n -> 1 [M5]. Bytes per token, bf16: forward 2nC + 2C; backward 4nC + 2C. */
 #include "cpu/common/tiles.h"
 
-/* u = sum_i pre[i] x[i] for count channels. */
+/* u = sum_i pre[i] x[i] for one line. */
+INLINE void fwd_line(const int n, const weft_dtype t, const char *x, int64_t xs, const vf *w, char *u, int64_t c,
+                     int64_t next, bool stream)
+{
+    for (int i = 0; next && i < n; i++) line_ask(x, (i * xs + c) * (int64_t)size_of(t) + next);
+    vf v[MAX_LINE], s[MAX_LINE];
+    line_get(t, x, c, v);
+    for (int h = 0; h < line_vectors(t); h++) s[h] = w[0] * v[h];
+    for (int i = 1; i < n; i++) {
+        line_get(t, x + i * xs * (int64_t)size_of(t), c, v);
+        for (int h = 0; h < line_vectors(t); h++) s[h] = vf_fma(w[i], v[h], s[h]);
+    }
+    line_put(t, u, c, s, stream);
+}
+
 INLINE void fwd_span(const int n, const weft_dtype t, const char *x, int64_t xs, const float *pre, char *u,
-                     int64_t count, bool stream)
+                     int64_t count, int64_t next, bool stream)
 {
     vf w[WEFT_MAX_STREAMS];
     for (int i = 0; i < n; i++) w[i] = vf_set1(pre[i]);
-    for (int64_t c = 0; c < count; c += LANES) {
-        int64_t left = count - c;
-        vf s = w[0] * vf_get_n(t, x, c, left);
-        for (int i = 1; i < n; i++) s = vf_fma(w[i], vf_get_n(t, x + i * xs * (int64_t)size_of(t), c, left), s);
-        vf_put_n(t, u, c, s, left, stream);
-    }
+    for (int64_t c = 0; c < count; c += line_channels(t))
+        fwd_line(n, t, x, xs, w, u, c, next, stream);
 }
 
 INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_aggregate_fwd_args *a, int64_t t0, int64_t t1,
@@ -24,7 +34,8 @@ INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_aggregate
     stream = stream && aligned(a->u.data, a->u.stride[0], t);
     for (int64_t m = t0; m < t1; m++) {
         coef_load(pre, &a->pre, m);
-        fwd_span(n, t, at(&a->x, m), a->x.stride[1], pre, at(&a->u, m), a->x.shape[2], stream);
+        fwd_span(n, t, at(&a->x, m), a->x.stride[1], pre, at(&a->u, m), a->x.shape[2],
+                 a->x.stride[0] * (int64_t)size_of(t), stream);
     }
 }
 
@@ -37,7 +48,7 @@ static void fwd_chunks(const weft_mhc_aggregate_fwd_args *a, int64_t t0, int64_t
         for (int64_t c = 0; c < channels; c += width) {
             int64_t count = min64(width, channels - c);
             rows_load(x, width, &a->x, m, c, count);
-            fwd_span((int)n, WEFT_F32, (char *)x, width, pre, (char *)u, count, false);
+            fwd_span((int)n, WEFT_F32, (char *)x, width, pre, (char *)u, pad16(count), 0, false);
             row_store(&a->u, false, u, m, c, count);
         }
     }
@@ -45,7 +56,7 @@ static void fwd_chunks(const weft_mhc_aggregate_fwd_args *a, int64_t t0, int64_t
 
 void CPU(aggregate_fwd_tile)(const weft_mhc_aggregate_fwd_args *a, int64_t t0, int64_t t1, bool stream)
 {
-    if (streams_direct(&a->x, a->x.dtype) && row_direct(&a->u, a->x.dtype)) {
+    if (row_direct(&a->x, a->x.dtype) && row_direct(&a->u, a->x.dtype)) {
         FOR_DTYPE(a->x.dtype, FOR_STREAMS(a->x.shape[1], fwd_direct(N, T, a, t0, t1, stream)))
     } else {
         fwd_chunks(a, t0, t1);
@@ -54,28 +65,40 @@ void CPU(aggregate_fwd_tile)(const weft_mhc_aggregate_fwd_args *a, int64_t t0, i
 
 /* ---- backward ------------------------------------------------------------------------------------------------------ */
 
-/* dx[i] = (old +) pre[i] du;  acc[i] += du x[i] in 16 lanes. */
-INLINE void bwd_span(const int n, const weft_dtype t, const char *x, int64_t xs, const char *du, const float *pre,
-                     char *dx, int64_t dxs, bool add, vf (*acc)[STEP], int64_t count, bool stream)
+/* dx[i] = (old +) pre[i] du;  sum[i] += du x[i] in 16 lanes. */
+INLINE void bwd_line(const int n, const weft_dtype t, const char *x, int64_t xs, const char *du, const vf *w, char *dx,
+                     int64_t dxs, bool add, vf (*sum)[STEP], int64_t c, int64_t next, bool stream)
 {
     const int64_t size = (int64_t)size_of(t);
+    for (int i = 0; next && i < n; i++) line_ask(x, (i * xs + c) * size + next);
+    vf g[MAX_LINE], v[MAX_LINE];
+    line_get(t, du, c, g);
+    for (int i = 0; i < n; i++) {
+        line_get(t, x + i * xs * size, c, v);
+        for (int h = 0; h < line_vectors(t); h++) sum[i][h % STEP] = vf_fma(g[h], v[h], sum[i][h % STEP]);
+    }
+    for (int i = 0; dx && i < n; i++) {
+        char *row = dx + i * dxs * size;
+        if (add)
+            line_get(t, row, c, v);
+        else
+            for (int h = 0; h < line_vectors(t); h++) v[h] = vf_set1(0);
+        for (int h = 0; h < line_vectors(t); h++) v[h] = vf_fma(w[i], g[h], v[h]);
+        line_put(t, row, c, v, stream);
+    }
+}
+
+INLINE void bwd_span(const int n, const weft_dtype t, const char *x, int64_t xs, const char *du, const float *pre,
+                     char *dx, int64_t dxs, bool add, vf (*acc)[STEP], int64_t count, int64_t next,
+                     bool stream)
+{
     vf w[WEFT_MAX_STREAMS], sum[WEFT_MAX_STREAMS][STEP];
     for (int i = 0; i < n; i++) {
         w[i] = vf_set1(pre[i]);
         for (int s = 0; s < STEP; s++) sum[i][s] = acc[i][s];
     }
-    for (int64_t c = 0; c < count; c += WIDE)
-        for (int s = 0; s < STEP; s++) {
-            int64_t k = c + s * LANES, left = count - k;
-            vf g = vf_get_n(t, du, k, left);
-            for (int i = 0; i < n; i++) {
-                sum[i][s] = vf_fma(g, vf_get_n(t, x + i * xs * size, k, left), sum[i][s]);
-                if (dx) {
-                    vf old = add ? vf_get_n(t, dx + i * dxs * size, k, left) : vf_set1(0);
-                    vf_put_n(t, dx + i * dxs * size, k, vf_fma(w[i], g, old), left, stream);
-                }
-            }
-        }
+    for (int64_t c = 0; c < count; c += line_channels(t))
+        bwd_line(n, t, x, xs, du, w, dx, dxs, add, sum, c, next, stream);
     for (int i = 0; i < n; i++)
         for (int s = 0; s < STEP; s++) acc[i][s] = sum[i][s];
 }
@@ -100,7 +123,7 @@ INLINE void bwd_direct(const int n, const weft_dtype t, const weft_mhc_aggregate
         coef_load(pre, &a->pre, m);
         memset(acc, 0, sizeof(vf) * STEP * (size_t)n);
         bwd_span(n, t, at(&a->x, m), a->x.stride[1], at(&a->d_u, m), pre, has ? at(dx, m) : NULL, dx->stride[1],
-                 a->d_x.add, acc, a->x.shape[2], stream);
+                 a->d_x.add, acc, a->x.shape[2], a->x.stride[0] * (int64_t)size_of(t), stream);
         store_d_pre(a, m, acc);
     }
 }
@@ -120,7 +143,7 @@ static void bwd_chunks(const weft_mhc_aggregate_bwd_args *a, int64_t t0, int64_t
             row_load(du, &a->d_u, m, c, count);
             if (has && a->d_x.add) rows_load(dx, width, &a->d_x.to, m, c, count);
             bwd_span((int)n, WEFT_F32, (char *)x, width, (char *)du, pre, has ? (char *)dx : NULL, width, a->d_x.add,
-                     acc, count, false);
+                     acc, pad16(count), 0, false);
             if (has) rows_store(&a->d_x.to, false, dx, width, m, c, count);
         }
         store_d_pre(a, m, acc);
@@ -130,7 +153,7 @@ static void bwd_chunks(const weft_mhc_aggregate_bwd_args *a, int64_t t0, int64_t
 void CPU(aggregate_bwd_tile)(const weft_mhc_aggregate_bwd_args *a, int64_t t0, int64_t t1, bool stream)
 {
     weft_dtype t = a->x.dtype;
-    if (streams_direct(&a->x, t) && row_direct(&a->d_u, t) && streams_direct(&a->d_x.to, t)) {
+    if (row_direct(&a->x, t) && row_direct(&a->d_u, t) && row_direct(&a->d_x.to, t)) {
         FOR_DTYPE(t, FOR_STREAMS(a->x.shape[1], bwd_direct(N, T, a, t0, t1, stream)))
     } else {
         bwd_chunks(a, t0, t1);

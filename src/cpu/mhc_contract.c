@@ -10,18 +10,28 @@ typedef struct job {
     bool stream;
 } job;
 
+INLINE void fwd_line(const int n, const weft_dtype t, const char *x, int64_t xs, char *u, float factor, int64_t c,
+                     int64_t next, bool stream)
+{
+    vf v[MAX_LINE], s[MAX_LINE];
+    for (int i = 0; i < n; i++) line_ask(x + i * xs, c * (int64_t)size_of(t) + next);
+    line_get(t, x, c, s);
+    for (int i = 1; i < n; i++) {
+        line_get(t, x + i * xs, c, v);
+        for (int h = 0; h < line_vectors(t); h++) s[h] = s[h] + v[h];
+    }
+    for (int h = 0; h < line_vectors(t); h++) s[h] = s[h] * factor;
+    line_put(t, u, c, s, stream);
+}
+
 INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_contract_fwd_args *a, float factor, int64_t m,
                        bool stream)
 {
-    int64_t channels = a->u.shape[1], size = (int64_t)size_of(t), xs = a->x.stride[1] * size;
+    int64_t xs = a->x.stride[1] * (int64_t)size_of(t);
     const char *x = at(&a->x, m);
     char *u = at(&a->u, m);
-    for (int64_t c = 0; c < channels; c += LANES) {
-        int64_t left = channels - c;
-        vf s = vf_get_n(t, x, c, left);
-        for (int i = 1; i < n; i++) s = s + vf_get_n(t, x + i * xs, c, left);
-        vf_put_n(t, u, c, s * factor, left, stream);
-    }
+    for (int64_t c = 0; c < a->u.shape[1]; c += line_channels(t))
+        fwd_line(n, t, x, xs, u, factor, c, a->x.stride[0] * (int64_t)size_of(t), stream);
 }
 
 static void fwd_chunks(const weft_mhc_contract_fwd_args *a, float factor, int64_t m)
@@ -38,20 +48,29 @@ static void fwd_chunks(const weft_mhc_contract_fwd_args *a, float factor, int64_
     }
 }
 
+INLINE void bwd_line(int64_t n, const weft_dtype t, const char *u, char *x, int64_t xs, float factor, bool add,
+                     int64_t c, bool stream)
+{
+    vf g[MAX_LINE], v[MAX_LINE];
+    line_get(t, u, c, g);
+    for (int h = 0; h < line_vectors(t); h++) g[h] = g[h] * factor;
+    for (int64_t i = 0; i < n; i++) {
+        if (add) {
+            line_get(t, x + i * xs, c, v);
+            for (int h = 0; h < line_vectors(t); h++) v[h] = v[h] + g[h];
+        }
+        line_put(t, x + i * xs, c, add ? v : g, stream);
+    }
+}
+
 INLINE void bwd_direct(const weft_dtype t, const weft_mhc_contract_bwd_args *a, float factor, int64_t m, bool stream)
 {
     const weft_tensor *dx = &a->d_x.to;
-    int64_t n = dx->shape[1], channels = dx->shape[2], size = (int64_t)size_of(t);
+    int64_t n = dx->shape[1], xs = dx->stride[1] * (int64_t)size_of(t);
     const char *u = at(&a->d_u, m);
     char *x = at(dx, m);
-    for (int64_t c = 0; c < channels; c += LANES) {
-        int64_t left = channels - c;
-        vf g = vf_get_n(t, u, c, left) * factor;
-        for (int64_t i = 0; i < n; i++) {
-            char *row = x + i * dx->stride[1] * size;
-            vf_put_n(t, row, c, a->d_x.add ? vf_get_n(t, row, c, left) + g : g, left, stream);
-        }
-    }
+    for (int64_t c = 0; c < dx->shape[2]; c += line_channels(t))
+        bwd_line(n, t, u, x, xs, factor, a->d_x.add, c, stream);
 }
 
 static void bwd_chunks(const weft_mhc_contract_bwd_args *a, float factor, int64_t m)
@@ -73,7 +92,7 @@ static void fwd_body(void *context, int64_t item, int thread)
     const weft_mhc_contract_fwd_args *a = j->args;
     weft_dtype t = a->x.dtype;
     (void)thread;
-    bool direct = streams_direct(&a->x, t) && row_direct(&a->u, t);
+    bool direct = row_direct(&a->x, t) && row_direct(&a->u, t);
     bool stream = j->stream && aligned(a->u.data, a->u.stride[0], t);
     for (int64_t m = item * TILE; m < min64((item + 1) * TILE, j->call->tokens); m++)
         if (direct)
@@ -90,7 +109,7 @@ static void bwd_body(void *context, int64_t item, int thread)
     weft_dtype t = a->d_u.dtype;
     const weft_tensor *dx = &a->d_x.to;
     (void)thread;
-    bool direct = streams_direct(dx, t) && row_direct(&a->d_u, t);
+    bool direct = row_direct(dx, t) && row_direct(&a->d_u, t);
     bool stream = j->stream && !a->d_x.add && aligned(dx->data, dx->stride[0] | dx->stride[1], t);
     for (int64_t m = item * TILE; m < min64((item + 1) * TILE, j->call->tokens); m++)
         if (direct)

@@ -3,8 +3,8 @@
  * Expand 1 -> n [M7]. Bytes per token, bf16: 2C + 2nC, forward and backward. */
 #include "cpu/common/tiles.h"
 
-/* x[i] = u for all i. The bits pass through unchanged where the dtype is the same. */
-INLINE void fwd_direct(const weft_dtype t, const weft_mhc_expand_fwd_args *a, int64_t m, bool stream)
+/* x[i] = u for all i: bits, whatever they mean. */
+INLINE void fwd_direct(weft_dtype t, const weft_mhc_expand_fwd_args *a, int64_t m, bool stream)
 {
     int64_t n = a->x.shape[1], channels = a->x.shape[2], size = (int64_t)size_of(t), c = 0;
     const char *u = at(&a->u, m);
@@ -36,20 +36,32 @@ static void fwd_chunks(const weft_mhc_expand_fwd_args *a, int64_t m)
     }
 }
 
-/* du = sum_i dx[i] */
+/* du = sum_i dx[i] for one line. */
+INLINE void bwd_line(const int n, const weft_dtype t, const char *x, int64_t xs, char *u, bool add, int64_t c,
+                     int64_t next, bool stream)
+{
+    vf v[MAX_LINE], s[MAX_LINE];
+    for (int i = 0; i < n; i++) line_ask(x + i * xs, c * (int64_t)size_of(t) + next);
+    line_get(t, x, c, s);
+    for (int i = 1; i < n; i++) {
+        line_get(t, x + i * xs, c, v);
+        for (int h = 0; h < line_vectors(t); h++) s[h] = s[h] + v[h];
+    }
+    if (add) {
+        line_get(t, u, c, v);
+        for (int h = 0; h < line_vectors(t); h++) s[h] = v[h] + s[h];
+    }
+    line_put(t, u, c, s, stream);
+}
+
 INLINE void bwd_direct(const int n, const weft_dtype t, const weft_mhc_expand_bwd_args *a, int64_t m, bool stream)
 {
     const weft_tensor *du = &a->d_u.to;
-    int64_t channels = du->shape[1], size = (int64_t)size_of(t), xs = a->d_x.stride[1] * size;
+    int64_t xs = a->d_x.stride[1] * (int64_t)size_of(t);
     const char *x = at(&a->d_x, m);
     char *u = at(du, m);
-    for (int64_t c = 0; c < channels; c += LANES) {
-        int64_t left = channels - c;
-        vf s = vf_get_n(t, x, c, left);
-        for (int i = 1; i < n; i++) s = s + vf_get_n(t, x + i * xs, c, left);
-        if (a->d_u.add) s = vf_get_n(t, u, c, left) + s;
-        vf_put_n(t, u, c, s, left, stream);
-    }
+    for (int64_t c = 0; c < du->shape[1]; c += line_channels(t))
+        bwd_line(n, t, x, xs, u, a->d_u.add, c, a->d_x.stride[0] * (int64_t)size_of(t), stream);
 }
 
 static void bwd_chunks(const weft_mhc_expand_bwd_args *a, int64_t m)
@@ -76,7 +88,7 @@ static void fwd_body(void *context, int64_t item, int thread)
     const job *j = context;
     const weft_mhc_expand_fwd_args *a = j->args;
     (void)thread;
-    bool direct = streams_direct(&a->x, a->u.dtype) && row_direct(&a->u, a->u.dtype);
+    bool direct = a->x.stride[2] == 1 && a->u.stride[1] == 1;
     for (int64_t m = item * TILE; m < min64((item + 1) * TILE, j->call->tokens); m++)
         if (direct)
             fwd_direct(a->u.dtype, a, m, j->stream);
@@ -91,7 +103,7 @@ static void bwd_body(void *context, int64_t item, int thread)
     const weft_mhc_expand_bwd_args *a = j->args;
     weft_dtype t = a->d_x.dtype;
     (void)thread;
-    bool direct = streams_direct(&a->d_x, t) && row_direct(&a->d_u.to, t);
+    bool direct = row_direct(&a->d_x, t) && row_direct(&a->d_u.to, t);
     bool stream = j->stream && !a->d_u.add && aligned(a->d_u.to.data, a->d_u.to.stride[0], t);
     for (int64_t m = item * TILE; m < min64((item + 1) * TILE, j->call->tokens); m++)
         if (direct)

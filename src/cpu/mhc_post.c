@@ -36,26 +36,37 @@ typedef struct fwd_rows {
     int64_t xs, ys;
     const float *bias, *mask;
     int64_t ms;
+    int64_t next; /* bytes from a token's x to the next one's, 0: do not ask for it */
 } fwd_rows;
+
+INLINE void fwd_line(const int n, const weft_dtype t, const fwd_rows *r, const vf *w, const vf *post, int64_t c, bool stream)
+{
+    const int64_t size = (int64_t)size_of(t);
+    vf x[WEFT_MAX_STREAMS][MAX_LINE], f[MAX_LINE], y[MAX_LINE];
+    for (int i = 0; r->next && i < n; i++) line_ask(r->x, (i * r->xs + c) * size + r->next);
+    line_get(t, r->f, c, f);
+    if (r->bias)
+        for (int h = 0; h < line_vectors(t); h++)
+            f[h] = f[h] + vf_load(r->bias + c + h * LANES);
+    for (int i = 0; i < n; i++) line_get(t, r->x + i * r->xs * size, c, x[i]);
+    for (int o = 0; o < n; o++) {
+        for (int h = 0; h < line_vectors(t); h++) y[h] = post[o] * f[h];
+        if (r->mask)
+            for (int h = 0; h < line_vectors(t); h++)
+                y[h] = y[h] * vf_load(r->mask + o * r->ms + c + h * LANES);
+        for (int i = 0; i < n; i++)
+            for (int h = 0; h < line_vectors(t); h++) y[h] = vf_fma(w[o * n + i], x[i][h], y[h]);
+        line_put(t, r->y + o * r->ys * size, c, y, stream);
+    }
+}
 
 INLINE void fwd_span(const int n, const weft_dtype t, fwd_rows r, const coefs *k, int64_t count, bool stream)
 {
-    const int64_t size = (int64_t)size_of(t);
-    vf w[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS], post[WEFT_MAX_STREAMS], x[WEFT_MAX_STREAMS];
+    vf w[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS], post[WEFT_MAX_STREAMS];
     for (int i = 0; i < n * n; i++) w[i] = vf_set1(k->w[i]);
     for (int o = 0; o < n; o++) post[o] = vf_set1(k->post[o]);
-    for (int64_t c = 0; c < count; c += LANES) {
-        int64_t left = count - c;
-        vf f = vf_get_n(t, r.f, c, left);
-        if (r.bias) f = f + vf_load(r.bias + c);
-        for (int i = 0; i < n; i++) x[i] = vf_get_n(t, r.x + i * r.xs * size, c, left);
-        for (int o = 0; o < n; o++) {
-            vf y = post[o] * f;
-            if (r.mask) y = y * vf_load(r.mask + o * r.ms + c);
-            for (int i = 0; i < n; i++) y = vf_fma(w[o * n + i], x[i], y);
-            vf_put_n(t, r.y + o * r.ys * size, c, y, left, stream);
-        }
-    }
+    for (int64_t c = 0; c < count; c += line_channels(t))
+        fwd_line(n, t, &r, w, post, c, stream);
 }
 
 INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_post_fwd_args *a, const float *bias,
@@ -73,7 +84,7 @@ INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_post_fwd_
             if (mask->on) mask_fill(drop, width, mask, m, n, c, count);
             fwd_rows r = {at(&a->x, m) + c * size, at(&a->f, m) + c * size, at(&a->y, m) + c * size,
                           a->x.stride[1],          a->y.stride[1],          bias ? bias + c : NULL,
-                          mask->on ? drop : NULL,  width};
+                          mask->on ? drop : NULL,  width,                   a->x.stride[0] * size};
             fwd_span(n, t, r, &k, count, stream);
         }
     }
@@ -93,8 +104,8 @@ static void fwd_chunks(const weft_mhc_post_fwd_args *a, const float *bias, const
             row_load(f, &a->f, m, c, count);
             if (mask->on) mask_fill(drop, width, mask, m, n, c, count);
             fwd_rows r = {(char *)x, (char *)f, (char *)y, width, width, bias ? bias + c : NULL,
-                          mask->on ? drop : NULL, width};
-            FOR_STREAMS(n, fwd_span(N, WEFT_F32, r, &k, count, false))
+                          mask->on ? drop : NULL, width, 0};
+            FOR_STREAMS(n, fwd_span(N, WEFT_F32, r, &k, pad16(count), false))
             rows_store(&a->y, false, y, width, m, c, count);
         }
     }
@@ -104,7 +115,7 @@ void CPU(post_fwd_tile)(const weft_mhc_post_fwd_args *a, const float *bias, int6
 {
     weft_dtype t = a->x.dtype;
     weft_mask mask = weft_mask_open(&a->dropout, a->x.shape[2]);
-    if (streams_direct(&a->x, t) && row_direct(&a->f, t) && streams_direct(&a->y, t)) {
+    if (row_direct(&a->x, t) && row_direct(&a->f, t) && row_direct(&a->y, t)) {
         FOR_DTYPE(t, FOR_STREAMS(a->x.shape[1], fwd_direct(N, T, a, bias, &mask, t0, t1, stream)))
     } else {
         fwd_chunks(a, bias, &mask, t0, t1);
@@ -122,6 +133,7 @@ typedef struct bwd_rows {
     const float *bias, *mask;
     int64_t ms;
     float *d_bias;
+    int64_t next_x, next_g; /* bytes to the next token's x and d_y, 0: do not ask for them */
 } bwd_rows;
 
 /* Sums of a token in 16 lanes: w[o * n + i] of x[i] g[o], post[o] of D g[o] (f + bias). */
@@ -129,53 +141,93 @@ typedef struct bwd_sums {
     vf post[WEFT_MAX_STREAMS][STEP], w[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS][STEP];
 } bwd_sums;
 
-INLINE vf load_f(const weft_dtype t, const bwd_rows *r, int64_t c, int64_t left)
+/* f + bias of a line. */
+INLINE void get_f(const weft_dtype t, const bwd_rows *r, int64_t c, vf *f)
 {
-    vf f = vf_get_n(t, r->f, c, left);
-    /* Lanes past the row must stay zero in the sums; g is zero there, so any finite bias would do, but not a NaN. */
-    return r->bias ? f + (left >= LANES ? vf_load(r->bias + c) : vf_get_n(WEFT_F32, r->bias, c, left)) : f;
+    line_get(t, r->f, c, f);
+    if (r->bias)
+        for (int h = 0; h < line_vectors(t); h++)
+            f[h] = f[h] + vf_load(r->bias + c + h * LANES);
 }
 
-INLINE vf load_g(const weft_dtype t, const bwd_rows *r, int o, int64_t c, int64_t left)
+INLINE void get_g(const weft_dtype t, const bwd_rows *r, int o, int64_t c, vf *g)
 {
-    return vf_get_n(t, r->g + o * r->gs * (int64_t)size_of(t), c, left);
+    line_get(t, r->g + o * r->gs * (int64_t)size_of(t), c, g);
 }
 
-/* d_x, d_f and d_bias of LANES channels from g[n]. */
-INLINE void bwd_elements(const int n, const weft_dtype t, const bwd_rows *r, const vf *w, const vf *post, const vf *g,
-                         int64_t c, int64_t left, bool stream)
+/* The part of d_y that dropout let through. */
+INLINE vf masked(const bwd_rows *r, vf g, int o, int64_t c)
+{
+    return r->mask ? g * vf_load(r->mask + o * r->ms + c) : g;
+}
+
+/* d_x, d_f and d_bias of a line from g[n]. */
+INLINE void bwd_elements(const int n, const weft_dtype t, const bwd_rows *r, const vf *w, const vf *post,
+                         vf (*g)[MAX_LINE], int64_t c, bool stream)
 {
     const int64_t size = (int64_t)size_of(t);
+    vf v[MAX_LINE], old[MAX_LINE];
     if (r->df || r->d_bias) {
-        vf df = vf_set1(0);
-        for (int o = 0; o < n; o++)
-            df = vf_fma(post[o], r->mask ? g[o] * vf_load(r->mask + o * r->ms + c) : g[o], df);
-        if (r->d_bias) {
-            vf old = left >= LANES ? vf_load(r->d_bias + c) : vf_get_n(WEFT_F32, r->d_bias, c, left);
-            vf_put_n(WEFT_F32, r->d_bias, c, old + df, left, false);
+        for (int h = 0; h < line_vectors(t); h++) {
+            int64_t e = c + h * LANES;
+            v[h] = post[0] * masked(r, g[0][h], 0, e);
+            for (int o = 1; o < n; o++) v[h] = vf_fma(post[o], masked(r, g[o][h], o, e), v[h]);
+            if (r->d_bias) vf_store(r->d_bias + e, vf_load(r->d_bias + e) + v[h]);
         }
         if (r->df) {
-            if (r->add_df) df = vf_get_n(t, r->df, c, left) + df;
-            vf_put_n(t, r->df, c, df, left, stream);
+            if (r->add_df) {
+                line_get(t, r->df, c, old);
+                for (int h = 0; h < line_vectors(t); h++) v[h] = old[h] + v[h];
+            }
+            line_put(t, r->df, c, v, stream);
         }
     }
-    if (!r->dx) return;
-    for (int i = 0; i < n; i++) {
-        vf dx = w[i] * g[0];
-        for (int o = 1; o < n; o++) dx = vf_fma(w[o * n + i], g[o], dx);
+    for (int i = 0; r->dx && i < n; i++) {
         char *row = r->dx + i * r->dxs * size;
-        if (r->add_dx) dx = vf_get_n(t, row, c, left) + dx;
-        vf_put_n(t, row, c, dx, left, stream);
+        for (int h = 0; h < line_vectors(t); h++) {
+            v[h] = w[i] * g[0][h];
+            for (int o = 1; o < n; o++) v[h] = vf_fma(w[o * n + i], g[o][h], v[h]);
+        }
+        if (r->add_dx) {
+            line_get(t, row, c, old);
+            for (int h = 0; h < line_vectors(t); h++) v[h] = old[h] + v[h];
+        }
+        line_put(t, row, c, v, stream);
     }
 }
 
-/* Sums and elements in one pass: n <= 4. */
+enum { FEW = 4 }; /* streams whose sums fit the registers */
+
+/* Sums and elements of a line in one go. */
+INLINE void bwd_line(const int n, const weft_dtype t, const bwd_rows *r, const vf *w, const vf *post, vf (*sw)[STEP],
+                     vf (*sp)[STEP], int64_t c, bool stream)
+{
+    const int64_t size = (int64_t)size_of(t);
+    vf g[FEW][MAX_LINE], f[MAX_LINE], x[MAX_LINE];
+    for (int i = 0; r->next_x && i < n; i++) {
+        line_ask(r->x, (i * r->xs + c) * size + r->next_x);
+        line_ask(r->g, (i * r->gs + c) * size + r->next_g);
+    }
+    get_f(t, r, c, f);
+    for (int o = 0; o < n; o++) {
+        get_g(t, r, o, c, g[o]);
+        for (int h = 0; h < line_vectors(t); h++)
+            sp[o][h % STEP] = vf_fma(masked(r, g[o][h], o, c + h * LANES), f[h],
+                                     sp[o][h % STEP]);
+    }
+    for (int i = 0; i < n; i++) {
+        line_get(t, r->x + i * r->xs * size, c, x);
+        for (int o = 0; o < n; o++)
+            for (int h = 0; h < line_vectors(t); h++)
+                sw[o * n + i][h % STEP] = vf_fma(x[h], g[o][h], sw[o * n + i][h % STEP]);
+    }
+    bwd_elements(n, t, r, w, post, g, c, stream);
+}
+
 INLINE void bwd_span(const int n, const weft_dtype t, const bwd_rows *r, const coefs *k, bwd_sums *sums, int64_t count,
                      bool stream)
 {
-    enum { MAX = 4 };
-    const int64_t size = (int64_t)size_of(t);
-    vf w[MAX * MAX], post[MAX], g[MAX], x[MAX], sw[MAX * MAX][STEP], sp[MAX][STEP];
+    vf w[FEW * FEW], post[FEW], sw[FEW * FEW][STEP], sp[FEW][STEP];
     for (int i = 0; i < n * n; i++) {
         w[i] = vf_set1(k->w[i]);
         for (int s = 0; s < STEP; s++) sw[i][s] = sums->w[i][s];
@@ -184,78 +236,73 @@ INLINE void bwd_span(const int n, const weft_dtype t, const bwd_rows *r, const c
         post[o] = vf_set1(k->post[o]);
         for (int s = 0; s < STEP; s++) sp[o][s] = sums->post[o][s];
     }
-    for (int64_t c = 0; c < count; c += WIDE)
-        for (int s = 0; s < STEP; s++) {
-            int64_t e = c + s * LANES, left = count - e;
-            vf f = load_f(t, r, e, left);
-            for (int o = 0; o < n; o++) g[o] = load_g(t, r, o, e, left);
-            for (int i = 0; i < n; i++) x[i] = vf_get_n(t, r->x + i * r->xs * size, e, left);
-            for (int o = 0; o < n; o++) {
-                sp[o][s] = vf_fma(r->mask ? g[o] * vf_get_n(WEFT_F32, r->mask + o * r->ms, e, left) : g[o], f, sp[o][s]);
-                for (int i = 0; i < n; i++) sw[o * n + i][s] = vf_fma(x[i], g[o], sw[o * n + i][s]);
-            }
-            bwd_elements(n, t, r, w, post, g, e, left, stream);
-        }
+    for (int64_t c = 0; c < count; c += line_channels(t))
+        bwd_line(n, t, r, w, post, sw, sp, c, stream);
     for (int i = 0; i < n * n; i++)
         for (int s = 0; s < STEP; s++) sums->w[i][s] = sw[i][s];
     for (int o = 0; o < n; o++)
         for (int s = 0; s < STEP; s++) sums->post[o][s] = sp[o][s];
 }
 
-/* A block of at most 4x4 sums over a chunk. */
+/* A block of at most 4x4 sums over a line. */
+INLINE void bwd_sum_line(const int no, const int ni, const weft_dtype t, const bwd_rows *r, vf (*sw)[FEW][STEP], int o0,
+                         int i0, int64_t c)
+{
+    const int64_t size = (int64_t)size_of(t);
+    vf x[FEW][MAX_LINE], g[MAX_LINE];
+    for (int i = 0; i < ni; i++) line_get(t, r->x + (i0 + i) * r->xs * size, c, x[i]);
+    for (int o = 0; o < no; o++) {
+        get_g(t, r, o0 + o, c, g);
+        for (int i = 0; i < ni; i++)
+            for (int h = 0; h < line_vectors(t); h++) sw[o][i][h % STEP] = vf_fma(x[i][h], g[h], sw[o][i][h % STEP]);
+    }
+}
+
 INLINE void bwd_sum_block(const int no, const int ni, const int n, const weft_dtype t, const bwd_rows *r, bwd_sums *sums,
                           int o0, int i0, int64_t count)
 {
-    const int64_t size = (int64_t)size_of(t);
-    vf sw[4][4][STEP];
+    vf sw[FEW][FEW][STEP];
     for (int o = 0; o < no; o++)
         for (int i = 0; i < ni; i++)
             for (int s = 0; s < STEP; s++) sw[o][i][s] = sums->w[(o0 + o) * n + i0 + i][s];
-    for (int64_t c = 0; c < count; c += WIDE)
-        for (int s = 0; s < STEP; s++) {
-            int64_t e = c + s * LANES, left = count - e;
-            vf x[4];
-            for (int i = 0; i < ni; i++) x[i] = vf_get_n(t, r->x + (i0 + i) * r->xs * size, e, left);
-            for (int o = 0; o < no; o++) {
-                vf g = load_g(t, r, o0 + o, e, left);
-                for (int i = 0; i < ni; i++) sw[o][i][s] = vf_fma(x[i], g, sw[o][i][s]);
-            }
-        }
+    for (int64_t c = 0; c < count; c += line_channels(t))
+        bwd_sum_line(no, ni, t, r, sw, o0, i0, c);
     for (int o = 0; o < no; o++)
         for (int i = 0; i < ni; i++)
             for (int s = 0; s < STEP; s++) sums->w[(o0 + o) * n + i0 + i][s] = sw[o][i][s];
 }
 
-/* Any n: sums block by block, then elements. */
+INLINE void bwd_rest_line(const int n, const weft_dtype t, const bwd_rows *r, const vf *w, const vf *post, bwd_sums *sums,
+                          int64_t c, bool stream)
+{
+    vf g[WEFT_MAX_STREAMS][MAX_LINE], f[MAX_LINE];
+    get_f(t, r, c, f);
+    for (int o = 0; o < n; o++) {
+        get_g(t, r, o, c, g[o]);
+        for (int h = 0; h < line_vectors(t); h++)
+            sums->post[o][h % STEP] = vf_fma(masked(r, g[o][h], o, c + h * LANES), f[h],
+                                             sums->post[o][h % STEP]);
+    }
+    bwd_elements(n, t, r, w, post, g, c, stream);
+}
+
+/* Any n: the n*n sums block by block, then the rest. */
 INLINE void bwd_span_large(const int n, const weft_dtype t, const bwd_rows *r, const coefs *k, bwd_sums *sums,
                            int64_t count, bool stream)
 {
-    vf w[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS], post[WEFT_MAX_STREAMS], g[WEFT_MAX_STREAMS];
-    for (int o = 0; o < n; o += 4)
-        for (int i = 0; i < n; i += 4) {
-            int no = n - o < 4 ? n - o : 4, ni = n - i < 4 ? n - i : 4;
-            if (no == 4 && ni == 4)
-                bwd_sum_block(4, 4, n, t, r, sums, o, i, count);
+    vf w[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS], post[WEFT_MAX_STREAMS];
+    for (int o = 0; o < n; o += FEW)
+        for (int i = 0; i < n; i += FEW) {
+            int no = n - o < FEW ? n - o : FEW, ni = n - i < FEW ? n - i : FEW;
+            if (no == FEW && ni == FEW)
+                bwd_sum_block(FEW, FEW, n, t, r, sums, o, i, count);
             else
                 bwd_sum_block(no, ni, n, t, r, sums, o, i, count);
         }
-    for (int64_t c = 0; c < count; c += WIDE)
-        for (int s = 0; s < STEP; s++) {
-            int64_t e = c + s * LANES, left = count - e;
-            vf f = load_f(t, r, e, left);
-            for (int o = 0; o < n; o++) {
-                vf go = load_g(t, r, o, e, left);
-                if (r->mask) go = go * vf_get_n(WEFT_F32, r->mask + o * r->ms, e, left);
-                sums->post[o][s] = vf_fma(go, f, sums->post[o][s]);
-            }
-        }
     for (int i = 0; i < n * n; i++) w[i] = vf_set1(k->w[i]);
     for (int o = 0; o < n; o++) post[o] = vf_set1(k->post[o]);
-    for (int64_t c = 0; c < count; c += LANES) {
-        int64_t left = count - c;
-        for (int o = 0; o < n; o++) g[o] = load_g(t, r, o, c, left);
-        bwd_elements(n, t, r, w, post, g, c, left, stream);
-    }
+    for (int64_t c = 0; c < count; c += line_channels(t))
+        bwd_rest_line(n, t, r, w, post, sums, c, stream);
 }
 
 static void store_sums(const weft_mhc_post_bwd_args *a, const bwd_sums *sums, int64_t m)
@@ -283,7 +330,7 @@ INLINE void clear_sums(bwd_sums *sums, int n)
 INLINE void bwd_any(const int n, const weft_dtype t, const bwd_rows *r, const coefs *k, bwd_sums *sums, int64_t count,
                     bool stream)
 {
-    if (n <= 4)
+    if (n <= FEW)
         bwd_span(n, t, r, k, sums, count, stream);
     else
         bwd_span_large(n, t, r, k, sums, count, stream);
@@ -296,7 +343,7 @@ INLINE void bwd_direct(const int n, const weft_dtype t, const weft_mhc_post_bwd_
     coefs k;
     bwd_sums sums;
     int64_t channels = a->x.shape[2], size = (int64_t)size_of(t);
-    int64_t width = mask->on || n > 4 ? chunk_width(n) : channels;
+    int64_t width = mask->on || n > FEW ? chunk_width(n) : channels;
     const weft_tensor *dx = &a->d_x.to, *df = &a->d_f.to;
     bool has_dx = weft_has(dx), has_df = weft_has(df);
     stream = stream && !a->d_x.add && !a->d_f.add && dx->data != a->d_y.data &&
@@ -321,7 +368,9 @@ INLINE void bwd_direct(const int n, const weft_dtype t, const weft_mhc_post_bwd_
                           .bias = bias ? bias + c : NULL,
                           .mask = mask->on ? drop : NULL,
                           .ms = width,
-                          .d_bias = d_bias ? d_bias + c : NULL};
+                          .d_bias = d_bias ? d_bias + c : NULL,
+                          .next_x = a->x.stride[0] * size,
+                          .next_g = a->d_y.stride[0] * size};
             bwd_any(n, t, &r, &k, &sums, count, stream);
         }
         store_sums(a, &sums, m);
@@ -358,7 +407,7 @@ static void bwd_chunks(const weft_mhc_post_bwd_args *a, const float *bias, float
                           .mask = mask->on ? drop : NULL,
                           .ms = width,
                           .d_bias = d_bias ? d_bias + c : NULL};
-            FOR_STREAMS(n, bwd_any(N, WEFT_F32, &r, &k, &sums, count, false))
+            FOR_STREAMS(n, bwd_any(N, WEFT_F32, &r, &k, &sums, pad16(count), false))
             if (has_dx) rows_store(&a->d_x.to, a->d_x.add, dx, width, m, c, count);
             if (has_df) row_store(&a->d_f.to, a->d_f.add, df, m, c, count);
         }
@@ -371,8 +420,8 @@ void CPU(post_bwd_tile)(const weft_mhc_post_bwd_args *a, const float *bias, floa
 {
     weft_dtype t = a->x.dtype;
     weft_mask mask = weft_mask_open(&a->dropout, a->x.shape[2]);
-    if (streams_direct(&a->x, t) && row_direct(&a->f, t) && streams_direct(&a->d_y, t) &&
-        streams_direct(&a->d_x.to, t) && row_direct(&a->d_f.to, t)) {
+    if (row_direct(&a->x, t) && row_direct(&a->f, t) && row_direct(&a->d_y, t) &&
+        row_direct(&a->d_x.to, t) && row_direct(&a->d_f.to, t)) {
         FOR_DTYPE(t, FOR_STREAMS(a->x.shape[1], bwd_direct(N, T, a, bias, d_bias, &mask, t0, t1, stream)))
     } else {
         bwd_chunks(a, bias, d_bias, &mask, t0, t1);

@@ -12,8 +12,9 @@ enum { MT = 4, NT = 4 };
 enum { MT = 2, NT = 2 };
 #endif
 
-/* Floats of a token per chunk: MT tokens stay in L1, the rows of psi stream through. */
-enum { PART = 1024, ROW_BLOCK = 24 };
+/* Floats of a token per chunk: MT tokens stay in L1, the rows of psi stream through. The odd stride keeps the tokens of a
+ * chunk out of one another's cache sets. */
+enum { PART = 1024, PART_STRIDE = PART + WIDE, ROW_BLOCK = 24 };
 
 INLINE int64_t part_width(int64_t n)
 {
@@ -25,15 +26,14 @@ cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tenso
 {
     int64_t n = call->streams, channels = call->channels;
     cpu_psi psi = {NULL, NULL, call->rows, n, channels, pad16(channels), panels, NULL};
-    bool as_is = phi->dtype == WEFT_F32 && !weft_has(norm_weight) && channels == psi.ld && phi->stride[2] == 1 &&
-                 phi->stride[1] == channels && phi->stride[0] == n * channels;
+    (void)phi, (void)norm_weight;
     if (panels) psi.ld = (channels + PANEL - 1) / PANEL * PANEL;
     if (!panels && amx_serves(call, x)) {
         psi.amx = weft_arena_take(arena, amx_bytes(call));
         return psi;
     }
-    if (panels || !as_is) psi.room = weft_arena_take(arena, (size_t)(psi.rows * n * psi.ld) * 4);
-    psi.data = psi.room ? psi.room : phi->data;
+    int64_t rows = panels ? psi.rows : (psi.rows + NT - 1) / NT * NT;
+    psi.data = psi.room = weft_arena_take(arena, (size_t)(rows * n * psi.ld) * 4);
     return psi;
 }
 
@@ -42,93 +42,111 @@ typedef struct pack_job {
     const weft_tensor *phi, *norm_weight;
 } pack_job;
 
-/* One row of one stream of psi, in pieces. */
+/* Where 16 (forward) or PANEL (backward) channels of a row begin. */
+INLINE float *packed_at(const cpu_psi *p, int64_t row, int64_t i, int64_t c)
+{
+    if (p->panels) return p->room + ((i * (p->ld / PANEL) + c / PANEL) * p->rows + row) * PANEL;
+    return p->room + (((row / NT * p->n + i) * (p->ld / WIDE) + c / WIDE) * NT + row % NT) * WIDE;
+}
+
+/* One row of one stream of psi, in pieces; rows past the last one are zero. */
 static void pack_body(void *context, int64_t item, int thread)
 {
     const pack_job *j = context;
     const cpu_psi *p = j->psi;
     _Alignas(64) float row[CHUNK], gain[CHUNK];
-    int64_t r = item / p->n, i = item % p->n;
+    int64_t r = item / p->n, i = item % p->n, piece = p->panels ? PANEL : WIDE;
     (void)thread;
     for (int64_t c = 0; c < p->ld; c += CHUNK) {
-        int64_t width = min64(CHUNK, p->ld - c), count = min64(width, p->channels - c);
+        int64_t width = min64(CHUNK, p->ld - c), count = r < p->rows ? min64(width, p->channels - c) : 0;
         memset(row, 0, sizeof row);
         if (count > 0) stream_load(row, j->phi, r, i, c, count);
-        if (weft_has(j->norm_weight)) {
-            /* norm_weight is [streams, channels]: its streams are the rows here. */
-            if (count > 0) row_load(gain, j->norm_weight, i, c, count);
+        if (count > 0 && weft_has(j->norm_weight)) {
+            row_load(gain, j->norm_weight, i, c, count); /* [streams, channels] */
             for (int64_t k = 0; k < count; k++) row[k] *= gain[k];
         }
-        if (!p->panels)
-            memcpy(p->room + (r * p->n + i) * p->ld + c, row, (size_t)width * 4);
-        else
-            for (int64_t k = 0; k < width; k += PANEL)
-                memcpy(p->room + ((i * (p->ld / PANEL) + (c + k) / PANEL) * p->rows + r) * PANEL, row + k, PANEL * 4);
+        for (int64_t k = 0; k < width; k += piece) memcpy(packed_at(p, r, i, c + k), row + k, (size_t)piece * 4);
     }
 }
 
 void CPU(psi_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor *phi, const weft_tensor *norm_weight)
 {
     pack_job j = {psi, phi, norm_weight};
+    int64_t rows = psi->panels ? psi->rows : (psi->rows + NT - 1) / NT * NT;
     if (psi->amx)
         amx_pack(call, psi, phi, norm_weight);
-    else if (psi->room)
-        cpu_parallel(call, psi->rows * psi->n, psi->rows * psi->n * psi->channels, pack_body, &j);
+    else
+        cpu_parallel(call, rows * psi->n, rows * psi->n * psi->channels, pack_body, &j);
 }
 
-/* mt tokens times nt rows over a chunk of n streams by `width` channels (a multiple of 16). */
-INLINE void micro(const int mt, const int nt, int64_t n, const float *x, int64_t xs, int64_t width, const float *psi,
-                  int64_t row_stride, int64_t stream_stride, vf (*acc)[ROW_BLOCK][STEP])
+/* mt tokens times NT rows over a chunk of n streams by `width` channels (a multiple of 16). */
+INLINE void micro(const int mt, int64_t n, const float *x, int64_t width, const float *psi, int64_t stream_stride,
+                  vf (*acc)[ROW_BLOCK][STEP])
 {
     vf s[MT][NT][STEP];
     for (int t = 0; t < mt; t++)
-        for (int j = 0; j < nt; j++)
+        for (int j = 0; j < NT; j++)
             for (int l = 0; l < STEP; l++) s[t][j][l] = acc[t][j][l];
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t c = 0; c < width; c += WIDE)
+    for (int64_t i = 0; i < n; i++) {
+        const float *p = psi + i * stream_stride, *xi = x + i * width;
+        for (int64_t c = 0; c < width; c += WIDE, p += NT * WIDE)
             for (int l = 0; l < STEP; l++) {
-                vf p[NT];
-                for (int j = 0; j < nt; j++) p[j] = vf_load(psi + j * row_stride + i * stream_stride + c + l * LANES);
+                vf row[NT];
+                for (int j = 0; j < NT; j++) row[j] = vf_load(p + j * WIDE + l * LANES);
                 for (int t = 0; t < mt; t++) {
-                    vf v = vf_load(x + t * xs + i * width + c + l * LANES);
-                    for (int j = 0; j < nt; j++) s[t][j][l] = vf_fma(v, p[j], s[t][j][l]);
+                    vf v = vf_load(xi + t * PART_STRIDE + c + l * LANES);
+                    for (int j = 0; j < NT; j++) s[t][j][l] = vf_fma(v, row[j], s[t][j][l]);
                 }
             }
+    }
     for (int t = 0; t < mt; t++)
-        for (int j = 0; j < nt; j++)
+        for (int j = 0; j < NT; j++)
             for (int l = 0; l < STEP; l++) acc[t][j][l] = s[t][j][l];
+}
+
+/* Squares of `count` floats (a multiple of 16) into four sums in turn, so that they need not wait for one another. */
+INLINE void add_squares(vf (*square)[STEP], const float *x, int64_t count)
+{
+    vf q[4][STEP];
+    memcpy(q, square, sizeof q);
+    int64_t e = 0;
+    for (; e + 4 * WIDE <= count; e += 4 * WIDE)
+        for (int k = 0; k < 4; k++)
+            for (int l = 0; l < STEP; l++) {
+                vf v = vf_load(x + e + k * WIDE + l * LANES);
+                q[k][l] = vf_fma(v, v, q[k][l]);
+            }
+    for (int k = 0; e < count; e += WIDE, k++)
+        for (int l = 0; l < STEP; l++) {
+            vf v = vf_load(x + e + l * LANES);
+            q[k][l] = vf_fma(v, v, q[k][l]);
+        }
+    memcpy(square, q, sizeof q);
 }
 
 /* The sums of a block of rows for up to TILE tokens; the first block also sums the squares. */
 typedef struct tile_sums {
-    vf h[TILE][ROW_BLOCK][STEP], square[TILE][STEP];
+    vf h[TILE][ROW_BLOCK][STEP], square[TILE][4][STEP];
 } tile_sums;
 
 static void add_chunk(tile_sums *sums, const cpu_psi *psi, const weft_tensor *x, int64_t t0, int tokens, int64_t row0,
                       int rows, int64_t c0, int64_t count)
 {
-    _Alignas(64) float part[MT][PART];
+    _Alignas(64) float part[MT * PART_STRIDE];
     int64_t n = psi->n, width = pad16(count);
-    const float *p = psi->data + row0 * n * psi->ld + c0;
     for (int t = 0; t < tokens; t += MT) {
         int mt = tokens - t < MT ? tokens - t : MT;
         for (int k = 0; k < mt; k++) {
-            rows_load(part[k], width, x, t0 + t + k, c0, count);
-            if (row0 > 0) continue;
-            for (int64_t e = 0; e < n * width; e += WIDE)
-                for (int l = 0; l < STEP; l++) {
-                    vf v = vf_load(part[k] + e + l * LANES);
-                    sums->square[t + k][l] = vf_fma(v, v, sums->square[t + k][l]);
-                }
+            rows_load(part + k * PART_STRIDE, width, x, t0 + t + k, c0, count);
+            if (row0 == 0) add_squares(sums->square[t + k], part + k * PART_STRIDE, n * width);
         }
         for (int j = 0; j < rows; j += NT) {
-            int nt = rows - j < NT ? rows - j : NT;
             vf(*acc)[ROW_BLOCK][STEP] = (vf(*)[ROW_BLOCK][STEP]) & sums->h[t][j];
-            const float *pj = p + j * n * psi->ld;
-            if (mt == MT && nt == NT)
-                micro(MT, NT, n, part[0], PART, width, pj, n * psi->ld, psi->ld, acc);
+            const float *p = packed_at(psi, row0 + j, 0, c0);
+            if (mt == MT)
+                micro(MT, n, part, width, p, psi->ld * NT, acc);
             else
-                micro(mt, nt, n, part[0], PART, width, pj, n * psi->ld, psi->ld, acc);
+                micro(mt, n, part, width, p, psi->ld * NT, acc);
         }
     }
 }
@@ -151,8 +169,10 @@ void CPU(project_fwd_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_
         for (int t = 0; t < tokens; t++) {
             for (int j = 0; j < rows; j++)
                 coef_put(h, false, t0 + t, (row0 + j) * h->stride[1], vf_sum16(sums.h[t][j]));
-            if (row0 == 0)
-                coef_put(ms, false, t0 + t, 0, vf_sum16(sums.square[t]) / (float)(psi->n * psi->channels));
+            if (row0 > 0) continue;
+            vf(*q)[STEP] = sums.square[t], all[STEP];
+            for (int l = 0; l < STEP; l++) all[l] = (q[0][l] + q[1][l]) + (q[2][l] + q[3][l]);
+            coef_put(ms, false, t0 + t, 0, vf_sum16(all) / (float)(psi->n * psi->channels));
         }
     }
 }

@@ -4,14 +4,24 @@
  * passes over it then run from L1 or L2. */
 #include "cpu/common/tiles.h"
 
-/* sum_c a[c] b[c] in 16 lanes; rows are padded with zeros. */
+/* sum_c a[c] b[c] in four times 16 lanes, so that the sums need not wait for one another; rows are padded with zeros. */
 INLINE float dot(const float *a, const float *b, int64_t channels)
 {
-    vf acc[STEP] = {{0}};
-    for (int64_t c = 0; c < channels; c += WIDE)
-        for (int s = 0; s < STEP; s++)
-            acc[s] = vf_fma(vf_load(a + c + s * LANES), vf_load(b + c + s * LANES), acc[s]);
-    return vf_sum16(acc);
+    vf q[4][STEP] = {{{0}}};
+    int64_t c = 0;
+    for (; c + 4 * WIDE <= channels; c += 4 * WIDE)
+        for (int k = 0; k < 4; k++)
+            for (int s = 0; s < STEP; s++) {
+                int64_t e = c + k * WIDE + s * LANES;
+                q[k][s] = vf_fma(vf_load(a + e), vf_load(b + e), q[k][s]);
+            }
+    for (int k = 0; c < channels; c += WIDE, k++)
+        for (int s = 0; s < STEP; s++) {
+            int64_t e = c + s * LANES;
+            q[k][s] = vf_fma(vf_load(a + e), vf_load(b + e), q[k][s]);
+        }
+    for (int s = 0; s < STEP; s++) q[0][s] = (q[0][s] + q[1][s]) + (q[2][s] + q[3][s]);
+    return vf_sum16(q[0]);
 }
 
 INLINE float inverse_rms(const float *u, int64_t channels, double eps)
@@ -22,7 +32,12 @@ INLINE float inverse_rms(const float *u, int64_t channels, double eps)
 /* A padded scratch row of fp32 to a contiguous row of dtype t. */
 INLINE void put_row(const weft_dtype t, char *dst, const float *src, int64_t channels, bool stream)
 {
-    for (int64_t c = 0; c < channels; c += LANES) vf_put_n(t, dst, c, vf_load(src + c), channels - c, stream);
+    for (int64_t c = 0; c < channels; c += line_channels(t)) {
+        vf v[MAX_LINE];
+        line_get(WEFT_F32, src, c, v);
+        if (line_vectors(t) > line_vectors(WEFT_F32)) v[MAX_LINE - 1] = vf_load(src + c + LANES);
+        line_put(t, dst, c, v, stream);
+    }
 }
 
 void CPU(rmsnorm_fwd_tile)(const weft_rmsnorm_fwd_args *a, const float *weight, float *scratch, int64_t t0, int64_t t1,

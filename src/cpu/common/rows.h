@@ -256,23 +256,22 @@ INLINE void coef_store(const weft_tensor *t, bool add, const float *src, int64_t
 
 /* ---- paths -------------------------------------------------------------------------------------------------------- */
 
-/* Streams or rows contiguous in channels and of dtype t? Absent tensors do not object. */
-INLINE bool streams_direct(const weft_tensor *x, weft_dtype t)
-{
-    return !weft_has(x) || (x->dtype == t && (x->stride[2] == 1 || x->shape[2] == 1));
-}
-
+/* Can a kernel read or write these streams (this row) where they are: contiguous in channels, of dtype t, in whole lines?
+ * Absent tensors do not object. f16 is rare enough to take the way through scratch. */
 INLINE bool row_direct(const weft_tensor *u, weft_dtype t)
 {
-    return !weft_has(u) || (u->dtype == t && (u->stride[1] == 1 || u->shape[1] == 1));
+    int last = u->ndim - 1;
+    return !weft_has(u) ||
+           (u->dtype == t && t != WEFT_F16 && u->stride[last] == 1 && u->shape[last] % line_channels(t) == 0);
 }
 
 /* Streaming stores pay where the output will not be read back from a cache. */
 enum { STREAM_BYTES = 8 << 20 };
 
+/* May rows be stored past the caches? Only where they begin on cache lines. */
 INLINE bool aligned(const void *p, int64_t stride_elements, weft_dtype t)
 {
-    return ((uintptr_t)p | (uintptr_t)(stride_elements * (int64_t)size_of(t))) % (LANES * size_of(t)) == 0;
+    return line_streams(t) && ((uintptr_t)p | (uintptr_t)(stride_elements * (int64_t)size_of(t))) % 64 == 0;
 }
 
 #endif

@@ -118,12 +118,12 @@ void CPU(coef_bwd_tile)(const weft_mhc_coef_bwd_args *a, const float *alpha, con
 
 /* ---- projection ---------------------------------------------------------------------------------------------------- */
 
-/* psi = phi * norm_weight as fp32. Forward wants rows [row][stream][ld], ld = pad16(C), and takes phi itself where it has
- * that form; backward wants panels [stream][C/PANEL][row][PANEL], which it walks from end to end. */
+/* psi = phi * norm_weight as fp32, packed in the order in which it is read: forward [row/NT][stream][C/16][NT][16],
+ * backward [stream][C/PANEL][row][PANEL]. Rows of phi lie a power of two apart and would share cache sets. */
 enum { PANEL = 32 };
 typedef struct cpu_psi {
     const float *data;
-    float *room; /* where it is packed; NULL where phi serves as it is */
+    float *room; /* the same, while it is being packed */
     int64_t rows, n, channels, ld;
     bool panels;
     void *amx; /* room for bf16 tiles; NULL where AMX does not serve */
@@ -154,19 +154,27 @@ void CPU(dpsi_add)(const weft_call *call, const cpu_dpsi *d, const weft_tensor *
 void CPU(dpsi_store)(const weft_call *call, const cpu_dpsi *d, const weft_tensor *phi, const weft_tensor *norm_weight,
                      const weft_grad *d_phi, const weft_grad *d_norm_weight);
 
-/* Constant stream counts for the kernels that pay for it. BODY is a statement that uses the constant N. */
+/* Constant stream counts where they pay. BODY is a statement that uses the constant N. The portable build has one body
+ * for all of them: it is there to be right everywhere, and compiles in reasonable time. */
+#if WEFT_CPU_LEVEL == 0
+#define FOR_STREAMS(n, BODY)                                                                                         \
+    do {                                                                                                             \
+        const int N = (int)(n);                                                                                      \
+        BODY;                                                                                                        \
+    } while (0);
+#else
 #define FOR_STREAMS(n, BODY)                                                                                         \
     switch (n) {                                                                                                     \
     case 2: {                                                                                                        \
-        const int N = 2;                                                                                              \
+        const int N = 2;                                                                                             \
         BODY;                                                                                                        \
     } break;                                                                                                         \
     case 4: {                                                                                                        \
-        const int N = 4;                                                                                              \
+        const int N = 4;                                                                                             \
         BODY;                                                                                                        \
     } break;                                                                                                         \
     case 8: {                                                                                                        \
-        const int N = 8;                                                                                              \
+        const int N = 8;                                                                                             \
         BODY;                                                                                                        \
     } break;                                                                                                         \
     default: {                                                                                                       \
@@ -174,21 +182,16 @@ void CPU(dpsi_store)(const weft_call *call, const cpu_dpsi *d, const weft_tensor
         BODY;                                                                                                        \
     }                                                                                                                \
     }
+#endif
 
+/* The dtypes that kernels meet where they are; see row_direct. */
 #define FOR_DTYPE(t, BODY)                                                                                           \
-    switch (t) {                                                                                                     \
-    case WEFT_F32: {                                                                                                 \
-        const weft_dtype T = WEFT_F32;                                                                                  \
+    if ((t) == WEFT_F32) {                                                                                           \
+        const weft_dtype T = WEFT_F32;                                                                               \
         BODY;                                                                                                        \
-    } break;                                                                                                         \
-    case WEFT_BF16: {                                                                                                \
-        const weft_dtype T = WEFT_BF16;                                                                                 \
+    } else {                                                                                                         \
+        const weft_dtype T = WEFT_BF16;                                                                              \
         BODY;                                                                                                        \
-    } break;                                                                                                         \
-    default: {                                                                                                       \
-        const weft_dtype T = WEFT_F16;                                                                                  \
-        BODY;                                                                                                        \
-    }                                                                                                                \
     }
 
 #endif
