@@ -167,6 +167,18 @@ static void call_plain(problem *p, weft_exec exec)
     free(exec.workspace);
 }
 
+/* A copy of a problem has views into its own args struct. */
+static void repoint(problem *copy)
+{
+    for (int i = 0; i < copy->num_args; i++) {
+        arg *a = &copy->arg[i];
+        char *base = a->layer < 0 ? copy->args : (char *)&copy->layers[a->layer];
+        a->view = (weft_tensor *)(void *)(base + a->info->offset);
+    }
+    if (strcmp(copy->op->name, "mhc_replay_fwd") == 0)
+        ((weft_mhc_replay_fwd_args *)copy->args)->layers = copy->layers;
+}
+
 static void batch_one(const spec *s)
 {
     static const int64_t ranges[][2] = {{0, 1}, {17, 18}, {63, 130}, {1, 300}, {299, 300}, {120, 121}, {5, 22}};
@@ -223,6 +235,50 @@ static void batch_position(void **state)
 {
     (void)state;
     for_each_op(batch_one, batch, test_quick() ? 1 : 3);
+}
+
+/* Outputs of more than 8 MiB are written past the caches and long batches are cut into macro tiles: neither may show. */
+static void large_batch(void **state)
+{
+    (void)state;
+    /* which output has to pass 8 MiB: [T, C] or [T, n, C] */
+    static const struct {
+        const char *op;
+        bool streams;
+    } ops[] = {{"mhc_aggregate_fwd", false}, {"mhc_post_fwd", true},     {"mhc_expand_fwd", true},
+               {"mhc_contract_fwd", false},  {"rmsnorm_fwd", false},     {"mhc_aggregate_bwd", true},
+               {"mhc_post_bwd", true},       {"mhc_expand_bwd", false},  {"mhc_contract_bwd", true},
+               {"rmsnorm_bwd", false},       {"mhc_pre_fwd", false},     {"mhc_pre_bwd", true},
+               {"mhc_boundary_fwd", true},   {"mhc_boundary_bwd", true}, {"mhc_replay_fwd", true}};
+    for (size_t i = 0; i < sizeof ops / sizeof *ops; i++)
+        for (int v = 0; v < 3; v++) {
+            spec s = {.op = ops[i].op, .channels = v == 2 ? 1000 : 1024, .act = WEFT_BF16};
+            s.tokens = ops[i].streams ? 1100 : 4400;
+            s.streams = ops[i].streams ? 4 : 2;
+            const int64_t ranges[][2] = {{0, 60}, {s.tokens / 2 - 20, s.tokens / 2 + 3}, {s.tokens - 1, s.tokens}};
+            if (v > 0 && (test_quick() || i > 2)) continue;
+            s.wide = WEFT_BF16;
+            s.misalign = v == 1; /* what is written past the caches has to be aligned */
+            s.pad = v == 2 ? 7 : 0;
+            s.layers = 2;
+            weft_exec exec = on_cpu(WEFT_ISA_BEST, 2);
+            if (v > 0 && weft_cpu_isa() >= WEFT_ISA_AVX2) exec.isa = WEFT_ISA_AVX2;
+            problem *whole = problem_make(&s), *part = problem_make(&s);
+            problem_must_run(whole, exec);
+            for (int r = 0; r < 3; r++) {
+                problem view = *part; /* shares the memory, has its own sizes */
+                memcpy(view.args = malloc(part->op->args_size), part->args, part->op->args_size);
+                repoint(&view);
+                narrow_to(&view, ranges[r][0], ranges[r][1]);
+                call_plain(&view, exec);
+                for (int64_t t = ranges[r][0]; t < ranges[r][1]; t += 7)
+                    expect_token(&view, t - ranges[r][0], whole, t, "in a large batch");
+                free(view.args);
+            }
+            problem_free(part);
+            problem_free(whole);
+        }
+    test_verdict();
 }
 
 /* ---- layout, instruction width, other outputs ---------------------------------------------------------------- */
@@ -402,7 +458,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(threads_and_runs), cmocka_unit_test(workspaces),      cmocka_unit_test(batch_position),
         cmocka_unit_test(layouts),          cmocka_unit_test(avx2_and_avx512), cmocka_unit_test(unwanted_outputs),
-        cmocka_unit_test(many_callers),     cmocka_unit_test(no_tokens),
+        cmocka_unit_test(many_callers),     cmocka_unit_test(large_batch),     cmocka_unit_test(no_tokens),
     };
     return suite_run("promises", tests);
 }

@@ -136,6 +136,14 @@ static void sweep_tokens(const char *op)
             s.streams = t % 3 == 2 ? 2 : 4;
             grid_compare(&s);
         }
+    /* Sums over tokens are folded every so many tokens, depending on the size of a row: across those edges. */
+    static const int64_t edges[][3] = {{1023, 4, 5}, {1025, 4, 17}, {1057, 2, 33}, {2049, 3, 3}, {257, 8, 2048}};
+    for (int k = 0; k < (test_quick() ? 2 : 5); k++) {
+        spec edge = {.op = op, .tokens = edges[k][0], .streams = edges[k][1], .channels = edges[k][2], .rows = 9};
+        edge.act = k == 4 ? WEFT_F32 : acts[k % 3];
+        if (k == 4 && (!is_backward(op) || !grid_uses(op, WEFT_DIM_CHANNELS))) continue;
+        grid_compare(&edge);
+    }
     /* more tokens than a 16-bit index counts, and not a multiple of anything */
     spec s = {.op = op, .tokens = test_quick() ? 4099 : 65539, .streams = 2, .channels = 1, .act = WEFT_BF16};
     grid_compare(&s);
