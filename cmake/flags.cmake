@@ -20,7 +20,7 @@ endif()
 add_compile_options(-ffp-contract=off -fno-semantic-interposition)
 
 set(WEFT_O2 -O2)
-set(WEFT_O3 -O3)
+set(WEFT_O3 -O3 -fno-tree-loop-vectorize)
 set(WEFT_SHARED_LINK_FLAGS -Wl,--no-undefined)
 if(WEFT_SANITIZE)
     # -O1 keeps compile time and stack traces bearable. A shared library finds the sanitizer's runtime in the program,
@@ -34,8 +34,8 @@ endif()
 
 set(WEFT_CPU_FLAGS ${WEFT_O3} -fno-math-errno -fno-trapping-math)
 set(WEFT_AVX2_FLAGS -mavx2 -mfma -mf16c)
-set(WEFT_AVX512_FLAGS -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
-set(WEFT_AMX_FLAGS -mamx-tile -mamx-bf16 -mavx512bf16)
+set(WEFT_AVX512_FLAGS -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mfma -mf16c -mprefer-vector-width=512)
+set(WEFT_AMX_FLAGS -mamx-tile -mamx-bf16)
 
 check_c_source_compiles("#ifndef __x86_64__\n#error\n#endif\nint main(void) { return 0; }" WEFT_TARGET_IS_X86)
 set(WEFT_HAVE_X86 0)

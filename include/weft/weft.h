@@ -50,7 +50,7 @@ typedef enum weft_isa {
     WEFT_ISA_BEST = 0, /* the best one this machine has */
     WEFT_ISA_BASE,     /* portable C */
     WEFT_ISA_AVX2,
-    WEFT_ISA_AVX512,
+    WEFT_ISA_AVX512, /* F, BW, DQ, VL and BF16: Zen 4, Cooper Lake, Sapphire Rapids and later */
     WEFT_ISA_AMX /* AVX-512 with AMX tiles in the projection */
 } weft_isa;
 

@@ -31,7 +31,8 @@ static weft_isa detect(void)
         !(c & bit_F16C))
         return WEFT_ISA_BASE;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") ||
+        !__builtin_cpu_supports("avx512bf16"))
         return WEFT_ISA_AVX2;
     enum { EDX_AMX_BF16 = 1u << 22, EDX_AMX_TILE = 1u << 24 };
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & EDX_AMX_BF16) || !(d & EDX_AMX_TILE) || !amx_permitted())
