@@ -2,6 +2,7 @@
  *
  * `weft bench`: time of each operator beside the machine's copy bandwidth, measured in the same run. A result is
  * checked before it is timed, on the same buffers. Bytes are the sizes of the tensors of the call, each once. */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -101,9 +102,24 @@ static const char *measure(bench *b, problem *p, timing *t)
     return NULL;
 }
 
+/* A system that promises more memory than it has would stop the program half-way: better to say so before. */
+static int fits(const problem *p)
+{
+    double bytes = 0, machine = INFINITY;
+#ifdef _SC_PHYS_PAGES
+    machine = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+#endif
+    for (int i = 0; i < p->num_args; i++) bytes += (double)problem_bytes(&p->arg[i]);
+    return bytes < 0.9 * machine;
+}
+
 static void give_memory(bench *b, problem *p, timing *t)
 {
     pool_begin(&b->memory);
+    if (!fits(p)) {
+        snprintf(t->problem, sizeof t->problem, "not enough memory");
+        return;
+    }
     for (int i = 0; i < p->num_args; i++) {
         problem_arg *arg = &p->arg[i];
         size_t bytes = problem_bytes(arg);
@@ -273,6 +289,10 @@ int command_bench(int argc, char **argv)
     for (int32_t i = 0; i < weft_op_count(); i++) known |= run_selected(op, weft_op_at(i));
     if (!known) {
         fprintf(stderr, "weft bench: no operator '%s'; weft info lists them\n", op);
+        return EXIT_UNUSABLE;
+    }
+    if ((double)tokens * (double)channels * (double)streams > 0x1p50) {
+        fprintf(stderr, "weft bench: no machine has memory for so many tokens and channels\n");
         return EXIT_UNUSABLE;
     }
     weft_backend chosen = (weft_backend)(backend + WEFT_BACKEND_REF);

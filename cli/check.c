@@ -275,6 +275,10 @@ int command_check(int argc, char **argv)
         fprintf(stderr, "weft check: no operator '%s'; weft info lists them\n", op);
         return EXIT_UNUSABLE;
     }
+    if (op && golden) {
+        fprintf(stderr, "weft check: --op does not go with --golden, which compares whole files\n");
+        return EXIT_UNUSABLE;
+    }
     if (backend && !weft_backend_available((weft_backend)backend)) {
         fprintf(stderr, "weft check: backend %s is not available on this machine\n", backends[backend]);
         return EXIT_UNUSABLE;

@@ -149,8 +149,8 @@ void expect_scale_bwd(expect_call *call)
 }
 
 /* ---- Sinkhorn ---------------------------------------------------------------------------------------------------
- * In log space each of the 2 iters half-steps is non-expansive: it divides by a weighted mean of what it normalises.
- * So errors of the steps add up and are not amplified. A step costs a sum of n terms, an exponential and a division,
+ * In log space each of the 2 iters half-steps is non-expansive: it divides by a weighted mean of its argument.
+ * So errors add up and are not amplified. A step costs a sum of n terms, an exponential and a division,
  * n + 3 roundings; the exponents themselves, up to max |z|, are off by u max |z|. */
 
 typedef struct matrix_scale {
