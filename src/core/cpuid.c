@@ -35,6 +35,7 @@ static weft_isa detect(void)
         !__builtin_cpu_supports("avx512bf16"))
         return WEFT_ISA_AVX2;
     enum { EDX_AMX_BF16 = 1u << 22, EDX_AMX_TILE = 1u << 24 };
+    if (!WEFT_HAVE_AMX) return WEFT_ISA_AVX512;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & EDX_AMX_BF16) || !(d & EDX_AMX_TILE) || !amx_permitted())
         return WEFT_ISA_AVX512;
     return WEFT_ISA_AMX;

@@ -58,7 +58,7 @@ static weft_arena fwd_lay_out(fwd_plan *p, const weft_call *call, const weft_mhc
 static void fwd_body(void *context, int64_t item, int thread)
 {
     const fwd_plan *p = context;
-    int64_t t0 = item * TILE, t1 = min64(t0 + TILE, p->call->tokens);
+    int64_t tile = tile_tokens(p->call), t0 = item * tile, t1 = min64(t0 + tile, p->call->tokens);
     CPU(post_fwd_tile)(&p->post, p->bias, t0, t1, false); /* the next line reads it back */
     CPU(pre_fwd_tile)(p->call, &p->state, &p->pre, t0, t1, thread);
     stream_fence();
@@ -70,7 +70,8 @@ static weft_status fwd(const weft_call *call, const void *args)
     fwd_lay_out(&p, call, args);
     CPU(pre_fwd_pack)(call, &p.state, &p.pre);
     if (p.bias) vector_load(p.bias, &p.post.bias, call->channels, 0);
-    cpu_parallel(call, (call->tokens + TILE - 1) / TILE, call->tokens * call->rows * call->streams * call->channels,
+    int64_t tile = tile_tokens(call);
+    cpu_parallel(call, (call->tokens + tile - 1) / tile, call->tokens * call->rows * call->streams * call->channels,
                  fwd_body, &p);
     return WEFT_OK;
 }
@@ -118,7 +119,7 @@ typedef struct bwd_plan {
     float *bias;
     cpu_sum d_bias;
     char *y;   /* rebuilt streams of a macro tile, where the caller has none */
-    float *dy; /* per thread: the whole gradient of y of a tile, in fp32 */
+    float *dy; /* per thread: the whole gradient of y of a block, in fp32 */
     int64_t base;
 } bwd_plan;
 
@@ -137,15 +138,15 @@ static weft_arena bwd_lay_out(bwd_plan *p, const weft_call *call, const weft_mhc
         p->y = weft_arena_take(&arena, (size_t)(macro * row) * size_of(call->dtype));
         p->pre.x = weft_dense3(p->y, call->dtype, macro, call->streams, call->channels);
     }
-    if (wants_post(a)) p->dy = weft_arena_take(&arena, (size_t)(cpu_threads(call) * TILE * row) * 4);
+    if (wants_post(a)) p->dy = weft_arena_take(&arena, (size_t)(cpu_threads(call) * BLOCK * row) * 4);
     p->state = CPU(pre_bwd_take)(&arena, call, &p->pre, wants_post(a));
     if (weft_has(&a->bias)) p->bias = weft_arena_take(&arena, (size_t)pad16(call->channels) * 4);
     p->d_bias = sum_take(&arena, macro, call->channels, weft_has(&a->d_bias.to));
     return arena;
 }
 
-/* The streams of tokens t .. t+m as the next site saw them: stored, or rebuilt into the macro tile's buffer. */
-static weft_tensor streams_of_tile(const bwd_plan *p, int64_t t, int64_t m)
+/* The streams of the block t .. t+m as the next site saw them: stored, or rebuilt into the macro tile's buffer. */
+static weft_tensor streams_of_block(const bwd_plan *p, int64_t t, int64_t m)
 {
     const weft_mhc_boundary_bwd_args *a = p->args;
     if (!p->y) return from(&a->y, t);
@@ -162,18 +163,18 @@ static weft_tensor streams_of_tile(const bwd_plan *p, int64_t t, int64_t m)
     return y;
 }
 
-static void bwd_tile(const bwd_plan *p, int64_t t, int64_t m, int thread)
+static void bwd_block(const bwd_plan *p, int64_t t, int64_t m, int thread)
 {
     const weft_mhc_boundary_bwd_args *a = p->args;
     const weft_call *call = p->call;
     weft_mhc_pre_bwd_args whole = p->pre;
     whole.x = (weft_tensor){0};
     weft_mhc_pre_bwd_args pre = CPU(pre_bwd_from)(&whole, t);
-    pre.x = streams_of_tile(p, t, m);
+    pre.x = streams_of_block(p, t, m);
     weft_tensor dy = {0};
     if (p->dy) {
         int64_t row = call->streams * call->channels, width = chunk_width(call->streams);
-        dy = weft_dense3(p->dy + thread * TILE * row, WEFT_F32, m, call->streams, call->channels);
+        dy = weft_dense3(p->dy + thread * BLOCK * row, WEFT_F32, m, call->streams, call->channels);
         for (int64_t k = 0; k < m && weft_has(&a->d_y); k++)
             for (int64_t c = 0; c < call->channels; c += width) {
                 _Alignas(64) float part[CHUNK];
@@ -205,7 +206,7 @@ static void bwd_body(void *context, int64_t item, int thread)
     const bwd_plan *p = context;
     int64_t t0 = p->base + item * BLOCK, end = min64(t0 + BLOCK, p->call->tokens);
     sum_zero(sum_block(&p->d_bias, item), p->d_bias.width);
-    for (int64_t t = t0; t < end; t += TILE) bwd_tile(p, t, min64(TILE, end - t), thread);
+    if (t0 < end) bwd_block(p, t0, end - t0, thread);
 }
 
 static weft_status bwd(const weft_call *call, const void *args)

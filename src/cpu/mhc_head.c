@@ -80,7 +80,7 @@ static void fwd_body(void *context, int64_t item, int thread)
     const weft_mhc_head_fwd_args *a = p->args;
     room r = room_at(p->rooms + thread * p->room_bytes, &p->call, NULL);
     weft_mhc_numerics num = numerics_of(a->rms_eps, a->rms_eps_kind, a->pre_eps);
-    int64_t t0 = item * TILE, m = min64(TILE, p->call.tokens - t0), n = p->call.streams;
+    int64_t tile = tile_tokens(&p->call), t0 = item * tile, m = min64(tile, p->call.tokens - t0), n = p->call.streams;
     weft_tensor h = weft_has(&a->h) ? from(&a->h, t0) : weft_dense2(r.h, WEFT_F32, m, n);
     weft_tensor ms = weft_has(&a->ms) ? from(&a->ms, t0) : weft_dense1(r.ms, WEFT_F32, m);
     weft_tensor gate = weft_dense2(r.gate, WEFT_F32, m, n);
@@ -99,7 +99,8 @@ static weft_status fwd(const weft_call *call, const void *args)
     CPU(psi_pack)(call, &p.psi, &a->phi, &a->norm_weight);
     vector_load(p.alpha, &a->alpha, 1, 0);
     vector_load(p.beta, &a->beta, call->streams, 0);
-    cpu_parallel(call, (call->tokens + TILE - 1) / TILE, call->tokens * call->streams * call->channels, fwd_body, &p);
+    int64_t tile = tile_tokens(call);
+    cpu_parallel(call, (call->tokens + tile - 1) / tile, call->tokens * call->streams * call->channels, fwd_body, &p);
     return WEFT_OK;
 }
 
@@ -152,21 +153,19 @@ static void bwd_body(void *context, int64_t item, int thread)
     const weft_mhc_head_bwd_args *a = p->args;
     room r = room_at(p->rooms + thread * p->room_bytes, &p->call, NULL);
     weft_mhc_numerics num = numerics_of(a->rms_eps, a->rms_eps_kind, a->pre_eps);
-    int64_t n = p->call.streams, end = min64(p->base + (item + 1) * BLOCK, p->call.tokens);
+    int64_t n = p->call.streams, offset = item * BLOCK, t = p->base + offset, m = min64(BLOCK, p->call.tokens - t);
     float *sum = sum_block(&p->sum, item);
+    weft_tensor x = from(&a->x, t), h = from(&a->h, t), ms = from(&a->ms, t), d_u = from(&a->d_u, t);
+    weft_tensor gate = weft_dense2(r.gate, WEFT_F32, m, n), d_gate = weft_dense2(r.d_gate, WEFT_F32, m, n);
+    weft_tensor dh = weft_dense2(p->dh + offset * n, WEFT_F32, m, n), dms = weft_dense1(p->dms + offset, WEFT_F32, m);
+    weft_mhc_aggregate_bwd_args aggregate = {.x = x, .pre = gate, .d_u = d_u, .d_pre = {.to = d_gate}};
+    weft_grad d_x = grad_from(&a->d_x, t);
     sum_zero(sum, p->sum.width);
-    for (int64_t t = p->base + item * BLOCK; t < end; t += TILE) {
-        int64_t m = min64(TILE, end - t), offset = t - p->base;
-        weft_tensor x = from(&a->x, t), h = from(&a->h, t), ms = from(&a->ms, t), d_u = from(&a->d_u, t);
-        weft_tensor gate = weft_dense2(r.gate, WEFT_F32, m, n), d_gate = weft_dense2(r.d_gate, WEFT_F32, m, n);
-        weft_tensor dh = weft_dense2(p->dh + offset * n, WEFT_F32, m, n), dms = weft_dense1(p->dms + offset, WEFT_F32, m);
-        weft_mhc_aggregate_bwd_args aggregate = {.x = x, .pre = gate, .d_u = d_u, .d_pre = {.to = d_gate}};
-        weft_grad d_x = grad_from(&a->d_x, t);
-        gate_tile(&num, &h, &ms, p->alpha, p->beta, &gate, m);
-        CPU(aggregate_bwd_tile)(&aggregate, 0, m, false);
-        gate_bwd_tile(&num, &h, &ms, p->alpha, p->beta, &d_gate, &dh, &dms, sum, m);
-        if (weft_has(&d_x.to)) CPU(project_dx_tile)(&p->psi, &x, &dh, &dms, &gate, &d_u, &d_x, 0, m);
-    }
+    gate_tile(&num, &h, &ms, p->alpha, p->beta, &gate, m);
+    CPU(aggregate_bwd_tile)(&aggregate, 0, m, false);
+    gate_bwd_tile(&num, &h, &ms, p->alpha, p->beta, &d_gate, &dh, &dms, sum, m);
+    if (weft_has(&d_x.to)) CPU(project_dx_tile)(&p->psi, &x, &dh, &dms, &gate, &d_u, &d_x, 0, m, p->stream);
+    stream_fence();
 }
 
 static weft_status bwd(const weft_call *call, const void *args)

@@ -89,6 +89,8 @@ cpu_pre_bwd CPU(pre_bwd_take)(weft_arena *arena, const weft_call *call, const we
     p.dms = weft_arena_take(arena, (size_t)macro * 4);
     p.gates = sum_take(arena, macro, call->rows + 3, weft_has(&a->d_alpha.to) || weft_has(&a->d_beta.to));
     p.norm = sum_take(arena, macro, call->channels, weft_has(&a->d_sub_weight.to));
+    p.stream = weft_has(&a->d_x.to) &&
+               call->tokens * call->streams * call->channels * (int64_t)size_of(call->dtype) >= STREAM_BYTES;
     room_at(NULL, call, &a->numerics, &p.room_bytes);
     p.rooms = weft_arena_take(arena, (size_t)(cpu_threads(call) * p.room_bytes));
     return p;
@@ -140,7 +142,7 @@ static weft_tensor join_du(const weft_call *call, const cpu_pre_bwd *p, const we
         }
     weft_rmsnorm_bwd_args norm = {
         .eps = a->sub_eps, .u = u, .d_v = a->d_v, .d_u = {.to = du, .add = weft_has(&a->d_u)}};
-    CPU(rmsnorm_bwd_tile)(&norm, p->sub_weight, d_weight, room->norm, 0, m);
+    CPU(rmsnorm_bwd_tile)(&norm, p->sub_weight, d_weight, room->norm, 0, m, false);
     return du;
 }
 
@@ -152,10 +154,8 @@ void CPU(pre_bwd_tile)(const weft_call *call, const cpu_pre_bwd *p, const weft_m
     bool shifted = weft_has(&a->pre_in), has_du = weft_has(&a->d_u) || weft_has(&a->d_v);
     weft_tensor pre = shifted ? a->pre_in : weft_dense2(room.pre, WEFT_F32, m, call->streams);
     weft_tensor d_pre = a->d_pre, du = {0};
-    if (offset % BLOCK == 0) { /* a block's tiles are one thread's, in order */
-        sum_zero(sum_block(&p->gates, block), p->gates.width);
-        sum_zero(sum_block(&p->norm, block), p->norm.width);
-    }
+    sum_zero(sum_block(&p->gates, block), p->gates.width);
+    sum_zero(sum_block(&p->norm, block), p->norm.width);
     if (has_du) {
         weft_mhc_coef_fwd_args coef = {.numerics = a->numerics, .h = a->h, .ms = a->ms, .pre = pre};
         if (!shifted) CPU(coef_fwd_tile)(&coef, p->alpha, p->beta, 0, m);
@@ -185,7 +185,7 @@ void CPU(pre_bwd_tile)(const weft_call *call, const cpu_pre_bwd *p, const weft_m
                                    .d_ms = {.to = dms}};
     CPU(coef_bwd_tile)(&coef, p->alpha, p->beta, sum_block(&p->gates, block), room.hist, 0, m);
     if (weft_has(&a->d_x.to))
-        CPU(project_dx_tile)(&p->psi, &a->x, &dh, &dms, has_du ? &pre : NULL, &du, &a->d_x, 0, m);
+        CPU(project_dx_tile)(&p->psi, &a->x, &dh, &dms, has_du ? &pre : NULL, &du, &a->d_x, 0, m, p->stream);
 }
 
 void CPU(pre_bwd_fold)(const weft_call *call, const cpu_pre_bwd *p, const weft_tensor *x, int64_t tokens)
@@ -215,7 +215,8 @@ typedef struct fwd_plan {
 static void fwd_body(void *context, int64_t item, int thread)
 {
     const fwd_plan *p = context;
-    CPU(pre_fwd_tile)(p->call, &p->pre, p->args, item * TILE, min64((item + 1) * TILE, p->call->tokens), thread);
+    int64_t tile = tile_tokens(p->call);
+    CPU(pre_fwd_tile)(p->call, &p->pre, p->args, item * tile, min64((item + 1) * tile, p->call->tokens), thread);
     stream_fence();
 }
 
@@ -225,7 +226,8 @@ static weft_status fwd(const weft_call *call, const void *args)
     weft_arena arena = cpu_arena(call);
     p.pre = CPU(pre_fwd_take)(&arena, call, args);
     CPU(pre_fwd_pack)(call, &p.pre, args);
-    cpu_parallel(call, (call->tokens + TILE - 1) / TILE, call->tokens * call->rows * call->streams * call->channels,
+    int64_t tile = tile_tokens(call);
+    cpu_parallel(call, (call->tokens + tile - 1) / tile, call->tokens * call->rows * call->streams * call->channels,
                  fwd_body, &p);
     return WEFT_OK;
 }
@@ -247,11 +249,10 @@ typedef struct bwd_plan {
 static void bwd_body(void *context, int64_t item, int thread)
 {
     const bwd_plan *p = context;
-    int64_t end = min64(p->base + (item + 1) * BLOCK, p->call->tokens);
-    for (int64_t t = p->base + item * BLOCK; t < end; t += TILE) {
-        weft_mhc_pre_bwd_args a = CPU(pre_bwd_from)(p->args, t);
-        CPU(pre_bwd_tile)(p->call, &p->pre, &a, t - p->base, min64(TILE, end - t), thread);
-    }
+    int64_t t = p->base + item * BLOCK;
+    weft_mhc_pre_bwd_args a = CPU(pre_bwd_from)(p->args, t);
+    CPU(pre_bwd_tile)(p->call, &p->pre, &a, item * BLOCK, min64(BLOCK, p->call->tokens - t), thread);
+    stream_fence();
 }
 
 static weft_status bwd(const weft_call *call, const void *args)

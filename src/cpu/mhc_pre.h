@@ -35,6 +35,7 @@ typedef struct cpu_pre_bwd {
     cpu_sum gates, norm;
     char *rooms;
     int64_t room_bytes;
+    bool stream;
 } cpu_pre_bwd;
 
 /* `d_x`: whether the gradient of x will be asked for. */
@@ -42,7 +43,7 @@ cpu_pre_bwd CPU(pre_bwd_take)(weft_arena *arena, const weft_call *call, const we
 void CPU(pre_bwd_pack)(const weft_call *call, const cpu_pre_bwd *p, const weft_mhc_pre_bwd_args *a);
 /* The arguments from token t0 on. */
 weft_mhc_pre_bwd_args CPU(pre_bwd_from)(const weft_mhc_pre_bwd_args *a, int64_t t0);
-/* `tokens` tokens at the start of a (at most TILE), which lie `offset` tokens into the macro tile. */
+/* The block of `tokens` tokens at the start of a, which lies `offset` tokens into the macro tile. */
 void CPU(pre_bwd_tile)(const weft_call *call, const cpu_pre_bwd *p, const weft_mhc_pre_bwd_args *a, int64_t offset,
                        int64_t tokens, int thread);
 /* After the tiles of a macro tile: dpsi and the sums of `tokens` tokens; x from the macro tile's first token on. */

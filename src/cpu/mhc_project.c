@@ -28,8 +28,8 @@ cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tenso
     cpu_psi psi = {NULL, NULL, call->rows, n, channels, pad16(channels), panels, NULL};
     (void)phi, (void)norm_weight;
     if (panels) psi.ld = (channels + PANEL - 1) / PANEL * PANEL;
-    if (!panels && amx_serves(call, x)) {
-        psi.amx = weft_arena_take(arena, amx_bytes(call));
+    if (!panels && CPU(amx_serves)(call, x)) {
+        psi.amx = weft_arena_take(arena, CPU(amx_bytes)(call));
         return psi;
     }
     int64_t rows = panels ? psi.rows : (psi.rows + NT - 1) / NT * NT;
@@ -74,22 +74,24 @@ void CPU(psi_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor 
     pack_job j = {psi, phi, norm_weight};
     int64_t rows = psi->panels ? psi->rows : (psi->rows + NT - 1) / NT * NT;
     if (psi->amx)
-        amx_pack(call, psi, phi, norm_weight);
+        CPU(amx_pack)(call, psi, phi, norm_weight);
     else
         cpu_parallel(call, rows * psi->n, rows * psi->n * psi->channels, pack_body, &j);
 }
 
 /* mt tokens times NT rows over a chunk of n streams by `width` channels (a multiple of 16). */
 INLINE void micro(const int mt, int64_t n, const float *x, int64_t width, const float *psi, int64_t stream_stride,
-                  vf (*acc)[ROW_BLOCK][STEP])
+                  vf (*acc)[ROW_BLOCK][STEP], const char *ask, const weft_tensor *asked)
 {
+    const int64_t size = (int64_t)size_of(asked->dtype), ask_stride = asked->stride[1] * size;
     vf s[MT][NT][STEP];
     for (int t = 0; t < mt; t++)
         for (int j = 0; j < NT; j++)
             for (int l = 0; l < STEP; l++) s[t][j][l] = acc[t][j][l];
     for (int64_t i = 0; i < n; i++) {
         const float *p = psi + i * stream_stride, *xi = x + i * width;
-        for (int64_t c = 0; c < width; c += WIDE, p += NT * WIDE)
+        for (int64_t c = 0; c < width; c += WIDE, p += NT * WIDE) {
+            if (ask && (c * size) % 64 == 0) line_ask(ask + i * ask_stride, c * size);
             for (int l = 0; l < STEP; l++) {
                 vf row[NT];
                 for (int j = 0; j < NT; j++) row[j] = vf_load(p + j * WIDE + l * LANES);
@@ -98,6 +100,7 @@ INLINE void micro(const int mt, int64_t n, const float *x, int64_t width, const 
                     for (int j = 0; j < NT; j++) s[t][j][l] = vf_fma(v, row[j], s[t][j][l]);
                 }
             }
+        }
     }
     for (int t = 0; t < mt; t++)
         for (int j = 0; j < NT; j++)
@@ -134,6 +137,9 @@ static void add_chunk(tile_sums *sums, const cpu_psi *psi, const weft_tensor *x,
 {
     _Alignas(64) float part[MT * PART_STRIDE];
     int64_t n = psi->n, width = pad16(count);
+    /* What the next chunk will read, asked for while this one is multiplied. */
+    bool inside = c0 + count < psi->channels;
+    int64_t next_c = inside ? c0 + count : 0, next_t = inside ? t0 : t0 + tokens;
     for (int t = 0; t < tokens; t += MT) {
         int mt = tokens - t < MT ? tokens - t : MT;
         for (int k = 0; k < mt; k++) {
@@ -143,10 +149,11 @@ static void add_chunk(tile_sums *sums, const cpu_psi *psi, const weft_tensor *x,
         for (int j = 0; j < rows; j += NT) {
             vf(*acc)[ROW_BLOCK][STEP] = (vf(*)[ROW_BLOCK][STEP]) & sums->h[t][j];
             const float *p = packed_at(psi, row0 + j, 0, c0);
+            const char *ask = j / NT < mt ? run_at(x, next_t + t + j / NT, 0, next_c) : NULL;
             if (mt == MT)
-                micro(MT, n, part, width, p, psi->ld * NT, acc);
+                micro(MT, n, part, width, p, psi->ld * NT, acc, ask, x);
             else
-                micro(mt, n, part, width, p, psi->ld * NT, acc);
+                micro(mt, n, part, width, p, psi->ld * NT, acc, ask, x);
         }
     }
 }
@@ -158,7 +165,7 @@ void CPU(project_fwd_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_
     int tokens = (int)(t1 - t0);
     int64_t width = part_width(psi->n);
     if (psi->amx) {
-        amx_project(psi, x, h, ms, t0, t1);
+        CPU(amx_project)(psi, x, h, ms, t0, t1);
         return;
     }
     for (int64_t row0 = 0; row0 < psi->rows; row0 += ROW_BLOCK) {
@@ -197,8 +204,9 @@ static void fwd_body(void *context, int64_t item, int thread)
 {
     const plan *p = context;
     const weft_mhc_project_fwd_args *a = p->args;
+    int64_t tile = tile_tokens(p->call);
     (void)thread;
-    CPU(project_fwd_tile)(&p->psi, &a->x, &a->h, &a->ms, item * TILE, min64((item + 1) * TILE, p->call->tokens));
+    CPU(project_fwd_tile)(&p->psi, &a->x, &a->h, &a->ms, item * tile, min64((item + 1) * tile, p->call->tokens));
 }
 
 static weft_status fwd(const weft_call *call, const void *args)
@@ -208,7 +216,8 @@ static weft_status fwd(const weft_call *call, const void *args)
     lay_out(&p, call, a);
     CPU(psi_pack)(call, &p.psi, &a->phi, &a->norm_weight);
     int64_t work = call->tokens * call->streams * call->channels * call->rows;
-    cpu_parallel(call, (call->tokens + TILE - 1) / TILE, work, fwd_body, &p);
+    int64_t tile = tile_tokens(call);
+    cpu_parallel(call, (call->tokens + tile - 1) / tile, work, fwd_body, &p);
     return WEFT_OK;
 }
 

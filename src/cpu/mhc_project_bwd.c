@@ -6,26 +6,27 @@
 #include "cpu/common/tiles.h"
 
 #if WEFT_CPU_LEVEL == 2
-enum { MT = 4 };
+enum { MT = 8, ROWS_AT_ONCE = 8 };
 #else
-enum { MT = 2 };
+enum { MT = 2, ROWS_AT_ONCE = 2 };
 #endif
 enum { MAX_ROWS = 4096, VP = PANEL / LANES };
 
 /* Channels per chunk, a multiple of PANEL where n allows. */
+enum { DX_PART = 1024, DX_STRIDE = DX_PART + WIDE };
+
 INLINE int64_t dx_width(int64_t n)
 {
-    int64_t w = CHUNK / n / PANEL * PANEL;
-    return w;
+    return DX_PART / n / PANEL * PANEL;
 }
 
 /* out[t] of one panel: factor[t] x + sum_j dh[j][t] psi[j]. */
-INLINE void dx_panel(const int mt, int64_t rows, const float *panel, const float *dh, const float *x, int64_t xs,
+INLINE void dx_panel(const int mt, int64_t rows, const float *panel, const float *dh, const float *x,
                      const float *factor, float *out)
 {
     vf s[MT][VP];
     for (int t = 0; t < mt; t++)
-        for (int v = 0; v < VP; v++) s[t][v] = vf_load(x + t * xs + v * LANES) * factor[t];
+        for (int v = 0; v < VP; v++) s[t][v] = vf_load(x + t * DX_STRIDE + v * LANES) * factor[t];
     for (int64_t j = 0; j < rows; j++) {
         vf p[VP];
         for (int v = 0; v < VP; v++) p[v] = vf_load(panel + j * PANEL + v * LANES);
@@ -35,7 +36,7 @@ INLINE void dx_panel(const int mt, int64_t rows, const float *panel, const float
         }
     }
     for (int t = 0; t < mt; t++)
-        for (int v = 0; v < VP; v++) vf_store(out + t * xs + v * LANES, s[t][v]);
+        for (int v = 0; v < VP; v++) vf_store(out + t * DX_STRIDE + v * LANES, s[t][v]);
 }
 
 /* new = (old +) pre du + value, in that order: what aggregate and projection would leave in an fp32 buffer. */
@@ -50,48 +51,69 @@ INLINE void join_aggregate(float *value, int64_t ld, const float *old, const flo
         }
 }
 
-void CPU(project_dx_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *d_h, const weft_tensor *d_ms,
-                          const weft_tensor *pre, const weft_tensor *d_u, const weft_grad *d_x, int64_t t0, int64_t t1)
+/* What dx needs of MT tokens besides x and psi. */
+typedef struct dx_group {
+    float dh[MAX_ROWS * MT], factor[MT], gate[MT][WEFT_MAX_STREAMS];
+} dx_group;
+
+static void load_group(dx_group *g, int64_t rows, const weft_tensor *x, const weft_tensor *d_h, const weft_tensor *d_ms,
+                       const weft_tensor *pre, int64_t m, int mt)
 {
-    _Alignas(64) float part[MT][CHUNK], out[MT][CHUNK], old[CHUNK], du[CHUNK], gate[MT][WEFT_MAX_STREAMS];
-    float dh[MAX_ROWS * MT], factor[MT];
+    float scale = (float)(2.0 / (double)(x->shape[1] * x->shape[2]));
+    for (int t = 0; t < mt; t++) {
+        for (int64_t j = 0; j < rows; j++) g->dh[j * MT + t] = get_f32(WEFT_F32, at(d_h, m + t), j * d_h->stride[1]);
+        g->factor[t] = weft_has(d_ms) ? get_f32(WEFT_F32, at(d_ms, m + t), 0) * scale : 0;
+        if (pre) coef_load(g->gate[t], pre, m + t);
+    }
+}
+
+/* Columns first, then tokens: a chunk of psi is read once for all tokens of the tile. */
+void CPU(project_dx_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *d_h, const weft_tensor *d_ms,
+                          const weft_tensor *pre, const weft_tensor *d_u, const weft_grad *d_x, int64_t t0, int64_t t1,
+                          bool stream)
+{
+    _Alignas(64) float part[MT * DX_STRIDE], out[MT * DX_STRIDE], old[CHUNK], du[CHUNK];
+    dx_group g;
     int64_t n = psi->n, width = dx_width(n), rows = weft_has(d_h) ? psi->rows : 0;
-    for (int64_t m = t0; m < t1; m += MT) {
-        int mt = (int)min64(MT, t1 - m);
-        for (int t = 0; t < mt; t++) {
-            for (int64_t j = 0; j < rows; j++) dh[j * MT + t] = get_f32(WEFT_F32, at(d_h, m + t), j * d_h->stride[1]);
-            factor[t] = weft_has(d_ms) ? get_f32(WEFT_F32, at(d_ms, m + t), 0) * (float)(2.0 / (double)(n * psi->channels))
-                                       : 0;
-            if (pre) coef_load(gate[t], pre, m + t);
-        }
-        for (int64_t c = 0; c < psi->channels; c += width) {
+    const weft_tensor *to = &d_x->to;
+    stream = stream && !d_x->add && row_direct(to, to->dtype) && psi->channels % PANEL == 0 &&
+             aligned(to->data, to->stride[0] | to->stride[1], to->dtype);
+    for (int64_t c = 0; c < psi->channels; c += width)
+        for (int64_t m = t0; m < t1; m += MT) {
+            int mt = (int)min64(MT, t1 - m);
             int64_t count = min64(width, psi->channels - c);
-            for (int t = 0; t < mt; t++) rows_load(part[t], width, x, m + t, c, count);
+            load_group(&g, rows, x, d_h, d_ms, pre, m, mt);
+            for (int t = 0; t < mt; t++) rows_load(part + t * DX_STRIDE, width, x, m + t, c, count);
             for (int64_t i = 0; i < n; i++)
                 for (int64_t k = 0; k < count; k += PANEL) {
+                    for (int t = 0; t < MT && m + MT + t < t1; t++) {
+                        const char *next = run_at(x, m + MT + t, i, c + k);
+                        if (next) line_ask(next, 0);
+                    }
                     const float *panel = psi->data + (i * (psi->ld / PANEL) + (c + k) / PANEL) * psi->rows * PANEL;
-                    const float *px = &part[0][i * width + k];
-                    float *po = &out[0][i * width + k];
                     if (mt == MT)
-                        dx_panel(MT, rows, panel, dh, px, CHUNK, factor, po);
+                        dx_panel(MT, rows, panel, g.dh, part + i * width + k, g.factor, out + i * width + k);
                     else
-                        dx_panel(mt, rows, panel, dh, px, CHUNK, factor, po);
+                        dx_panel(mt, rows, panel, g.dh, part + i * width + k, g.factor, out + i * width + k);
                 }
             for (int t = 0; t < mt; t++) {
                 if (d_x->add) rows_load(old, width, &d_x->to, m + t, c, count);
                 if (pre) row_load(du, d_u, m + t, c, count);
                 if (d_x->add || pre)
-                    join_aggregate(out[t], width, d_x->add ? old : NULL, pre ? gate[t] : NULL, du, n, count);
-                rows_store(&d_x->to, false, out[t], width, m + t, c, count);
+                    join_aggregate(out + t * DX_STRIDE, width, d_x->add ? old : NULL, pre ? g.gate[t] : NULL, du, n,
+                                   count);
+                for (int64_t i = 0; stream && i < n; i++)
+                    run_stream(to->dtype, at(to, m + t) + (i * to->stride[1] + c) * (int64_t)size_of(to->dtype),
+                               out + t * DX_STRIDE + i * width, count);
+                if (!stream) rows_store(to, false, out + t * DX_STRIDE, width, m + t, c, count);
             }
         }
-    }
 }
 
 /* ---- dpsi ---------------------------------------------------------------------------------------------------------- */
 
-/* A column block is n streams by column_width channels; TOKENS of them are widened at a time. */
-enum { COLUMNS = 512, TOKENS_AT_ONCE = 16, ROWS_AT_ONCE = 4 };
+/* A column block is n streams by column_width channels; TOKENS_AT_ONCE tokens are widened at a time. */
+enum { COLUMNS = 512, TOKENS_AT_ONCE = 16 };
 
 INLINE int64_t column_width(int64_t n)
 {
@@ -164,6 +186,10 @@ static void add_body(void *context, int64_t item, int thread)
                     dh[t][r] = get_f32(WEFT_F32, at(job->d_h, m + t), (j + r) * job->d_h->stride[1]);
             for (int64_t i = 0; i < d->n; i++)
                 for (int64_t c = 0; c < padded; c += 2 * WIDE) {
+                    for (int t = 0; j == 0 && t < TOKENS_AT_ONCE && m + TOKENS_AT_ONCE + t < job->tokens; t++) {
+                        const char *next = run_at(job->x, m + TOKENS_AT_ONCE + t, i, c0 + c);
+                        if (next) line_ask(next, 0);
+                    }
                     float *sum = d->sum + j * row_stride + i * d->ld + c0 + c;
                     const float *px = &x[0][i * padded + c];
                     if (nr == ROWS_AT_ONCE && padded - c >= 2 * WIDE)
@@ -227,6 +253,7 @@ typedef struct plan {
     cpu_psi psi;
     cpu_dpsi dpsi;
     int64_t base;
+    bool stream;
 } plan;
 
 static weft_arena lay_out(plan *p, const weft_call *call, const weft_mhc_project_bwd_args *a)
@@ -244,7 +271,9 @@ static void dx_body(void *context, int64_t item, int thread)
     const weft_mhc_project_bwd_args *a = p->args;
     int64_t t0 = p->base + item * TILE;
     (void)thread;
-    CPU(project_dx_tile)(&p->psi, &a->x, &a->d_h, &a->d_ms, NULL, NULL, &a->d_x, t0, min64(t0 + TILE, p->call->tokens));
+    CPU(project_dx_tile)(&p->psi, &a->x, &a->d_h, &a->d_ms, NULL, NULL, &a->d_x, t0, min64(t0 + TILE, p->call->tokens),
+                         p->stream);
+    stream_fence();
 }
 
 static weft_status bwd(const weft_call *call, const void *args)
@@ -253,6 +282,7 @@ static weft_status bwd(const weft_call *call, const void *args)
     int64_t macro = macro_tokens(call);
     plan p;
     lay_out(&p, call, a);
+    p.stream = call->tokens * call->streams * call->channels * (int64_t)size_of(call->dtype) >= STREAM_BYTES;
     if (weft_has(&a->d_x.to)) CPU(psi_pack)(call, &p.psi, &a->phi, &a->norm_weight);
     CPU(dpsi_zero)(call, &p.dpsi);
     for (; p.base < call->tokens; p.base += macro) {

@@ -37,7 +37,8 @@ static inline void factors_of(float out[DRAWS * 4], const weft_mask *m, int64_t 
 {
     uint64_t t = (uint64_t)(m->token_base + token);
     uint32_t k0 = m->key[0], k1 = m->key[1];
-    vu zero = {0}, c0 = zero + (uint32_t)t, c1 = zero + (uint32_t)(t >> 32), c2, c3, h0, l0, h1, l1;
+    vu zero = {0}, c0 = zero + (uint32_t)t, c1 = zero + (uint32_t)(t >> 32), c2 = zero, c3 = zero, h0 = zero, l0 = zero, h1 = zero,
+       l1 = zero;
     for (int i = 0; i < DRAWS; i++) {
         uint64_t q = (uint64_t)quad + (uint64_t)i;
         c2[i] = (uint32_t)q, c3[i] = (uint32_t)(q >> 32);

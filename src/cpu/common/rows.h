@@ -129,6 +129,26 @@ static inline void rows_load(float *dst, int64_t ld, const weft_tensor *x, int64
         for (int64_t c = count; c < padded; c++) dst[i * ld + c] = 0;
 }
 
+/* Where a token's stream i, channel c lies, to ask for it ahead of rows_load; NULL where a stream is not one run. The
+ * requests are spread over the arithmetic in between: a burst of them stalls as the loads themselves would. */
+INLINE const char *run_at(const weft_tensor *x, int64_t token, int64_t i, int64_t c)
+{
+    return x->stride[2] == 1 ? at(x, token) + (i * x->stride[1] + c) * (int64_t)size_of(x->dtype) : NULL;
+}
+
+/* Rounds a row of whole lines past the caches. */
+static inline void run_stream(weft_dtype t, char *dst, const float *src, int64_t count)
+{
+    for (int64_t c = 0; c < count; c += line_channels(WEFT_BF16)) {
+        vf v[MAX_LINE];
+        for (int h = 0; h < MAX_LINE; h++) v[h] = vf_load(src + c + h * LANES);
+        if (t == WEFT_BF16)
+            line_put(WEFT_BF16, dst, c, v, true);
+        else
+            for (int h = 0; h < MAX_LINE; h++) vf_put(WEFT_F32, dst, c + h * LANES, v[h], true);
+    }
+}
+
 static inline void rows_store(const weft_tensor *y, bool add, const float *src, int64_t ld, int64_t token, int64_t c0,
                               int64_t count)
 {

@@ -11,8 +11,8 @@
 #include "cpu/common/parallel.h"
 #include "cpu/common/rows.h"
 
-/* Tokens per tile of a composite: what one thread carries through a chain of operators at a time. */
-enum { TILE = 16 };
+/* Most tokens per tile: what one thread carries through a chain of operators at a time. */
+enum { TILE = 64 };
 /* Tokens per partial sum of a parameter gradient. A block belongs to one thread; blocks are added in order. */
 enum { BLOCK = 32 };
 
@@ -23,6 +23,13 @@ INLINE int64_t macro_tokens(const weft_call *call)
     int64_t row = (call->streams > 0 ? call->streams : 1) * call->channels * (int64_t)size_of(call->dtype);
     int64_t tokens = ((int64_t)16 << 20) / row / BLOCK * BLOCK;
     return tokens < 4 * BLOCK ? 4 * BLOCK : tokens > 32 * BLOCK ? 32 * BLOCK : tokens;
+}
+
+/* Tokens per tile of a forward pass, which has no sums over tokens and may choose: large tiles read phi less often, small
+ * ones keep all threads busy. */
+INLINE int64_t tile_tokens(const weft_call *call)
+{
+    return call->tokens >= (int64_t)4 * TILE * cpu_threads(call) ? TILE : 16;
 }
 
 INLINE int64_t min64(int64_t a, int64_t b)
@@ -99,7 +106,7 @@ void CPU(post_bwd_tile)(const weft_mhc_post_bwd_args *a, const float *bias, floa
 void CPU(rmsnorm_fwd_tile)(const weft_rmsnorm_fwd_args *a, const float *weight, float *scratch, int64_t t0, int64_t t1,
                            bool stream);
 void CPU(rmsnorm_bwd_tile)(const weft_rmsnorm_bwd_args *a, const float *weight, float *d_weight, float *scratch,
-                           int64_t t0, int64_t t1);
+                           int64_t t0, int64_t t1, bool stream);
 
 /* Gates of LANES tokens; h, logits and so on hold one token per lane. */
 void CPU(gates_fwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float *alpha, const float *beta, const vf *h,
@@ -139,7 +146,8 @@ void CPU(project_fwd_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_
 /* d_x of tokens t0 .. t1 from panels: sum_j d_h psi + (2 d_ms / nC) x, added to (what is there and) pre * d_u, where
  * pre is not NULL. d_h and d_ms may be absent. */
 void CPU(project_dx_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *d_h, const weft_tensor *d_ms,
-                          const weft_tensor *pre, const weft_tensor *d_u, const weft_grad *d_x, int64_t t0, int64_t t1);
+                          const weft_tensor *pre, const weft_tensor *d_u, const weft_grad *d_x, int64_t t0, int64_t t1,
+                          bool stream);
 
 /* dpsi [row][stream][ld], summed over the tokens of one macro tile after the other: token after token per element. */
 typedef struct cpu_dpsi {
