@@ -40,7 +40,7 @@ INLINE float inverse_rms(float uu, int64_t channels, double eps)
 INLINE void fwd_row(const weft_dtype t, const char *u, const float *w, char *v, int64_t channels, int64_t padded,
                     double eps, bool stream)
 {
-    float uu;
+    float uu = 0;
     dots(t, u, NULL, NULL, padded, &uu, NULL);
     float r = inverse_rms(uu, channels, eps);
     for (int64_t c = 0; c < padded; c += line_channels(t)) {
@@ -77,7 +77,7 @@ void CPU(rmsnorm_fwd_tile)(const weft_rmsnorm_fwd_args *a, const float *weight, 
 INLINE void bwd_row(const weft_dtype t, const char *u, const char *g, const float *w, char *du, bool add, float *d_weight,
                     int64_t channels, int64_t padded, double eps, bool stream)
 {
-    float uu, gu;
+    float uu = 0, gu = 0;
     dots(t, u, g, w, padded, &uu, &gu);
     float r = inverse_rms(uu, channels, eps), k = gu / (float)channels * r * r;
     for (int64_t c = 0; c < padded; c += line_channels(t)) {
