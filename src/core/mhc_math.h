@@ -44,43 +44,66 @@ MM_FN real MM(gate_logit)(real h, real inv, scalar alpha, scalar beta)
 
 /* ---- Sinkhorn --------------------------------------------------------------------------------------------------- */
 
-/* 1/D(s) for a divisor of the rule; threshold answers 0 below eps. NaN stays NaN. */
-MM_FN real MM(sk_factor)(real s, scalar eps, int rule)
+/* D(s), the divisor that a rule makes of a sum; threshold has none (see sk_half). NaN stays NaN. */
+MM_FN real MM(sk_divisor)(real s, scalar eps, int rule)
 {
     real e = MM_SET(eps);
-    if (rule == WEFT_SINKHORN_CLAMP) return (scalar)1 / MM_GT(e, s, e, s);
-    if (rule == WEFT_SINKHORN_THRESHOLD) return MM_GT(s, e, (scalar)1 / s, MM_SET(0));
-    return (scalar)1 / (s + eps);
+    if (rule == WEFT_SINKHORN_CLAMP) return MM_GT(e, s, e, s);
+    return rule == WEFT_SINKHORN_THRESHOLD ? s : s + eps;
 }
 
-/* One half-step: axis 1 divides rows (sums over b), axis 0 columns. r[n] receives the factors. */
-MM_FN void MM(sk_half)(real *a, real *r, int n, int axis, scalar eps, int rule)
+/* r[k] = 1/D[k]. Divisions are what a half-step waits for, so with `shared`, a constant, four divisors share one:
+ * 1/a = b (cd) / (abcd). */
+MM_FN void MM(sk_reciprocals)(real *r, const real *d, int n, scalar eps, int rule, bool shared)
 {
+    for (int k = 0; k < (shared ? n / 4 * 4 : 0); k += 4) {
+        real ab = d[k] * d[k + 1], cd = d[k + 2] * d[k + 3], all = (scalar)1 / (ab * cd);
+        real over_ab = all * cd, over_cd = all * ab;
+        r[k] = over_ab * d[k + 1];
+        r[k + 1] = over_ab * d[k];
+        r[k + 2] = over_cd * d[k + 3];
+        r[k + 3] = over_cd * d[k + 2];
+    }
+    for (int k = shared ? n / 4 * 4 : 0; k < n; k++) {
+        r[k] = (scalar)1 / d[k];
+        if (rule == WEFT_SINKHORN_THRESHOLD) r[k] = MM_GT(d[k], MM_SET(eps), r[k], MM_SET(0));
+    }
+}
+
+/* One half-step: axis 1 divides rows (sums over b), axis 0 columns. d[n] receives the divisors. */
+MM_FN void MM(sk_half)(real *a, real *d, int n, int axis, scalar eps, int rule, bool shared)
+{
+    real r[WEFT_MAX_STREAMS];
     for (int k = 0; k < n; k++) {
         int first = axis ? k * n : k, stride = axis ? 1 : n;
         real s = a[first];
         for (int l = 1; l < n; l++) s = s + a[first + l * stride];
-        r[k] = MM(sk_factor)(s, eps, rule);
-        for (int l = 0; l < n; l++) a[first + l * stride] = a[first + l * stride] * r[k];
+        d[k] = MM(sk_divisor)(s, eps, rule);
     }
+    MM(sk_reciprocals)(r, d, n, eps, rule, shared);
+    for (int k = 0; k < n; k++)
+        for (int l = 0; l < n; l++) {
+            int i = axis ? k * n + l : l * n + k;
+            a[i] = a[i] * r[k];
+        }
 }
 
 /* Backward of a half-step on G = d * m, the gradient of log m: with y = m/D, G_m = G_y - D' (sum G_y) y. Carrying G rather
  * than d needs no factors and cannot overflow where a divisor is tiny (a column of zeros over eps, again and again). */
-MM_FN void MM(sk_half_bwd)(real *g, const real *y, const real *r, int n, int axis, scalar eps, int rule)
+MM_FN void MM(sk_half_bwd)(real *g, const real *y, const real *d, int n, int axis, scalar eps, int rule)
 {
     for (int k = 0; k < n; k++) {
         int first = axis ? k * n : k, stride = axis ? 1 : n;
         real s = g[first];
         for (int l = 1; l < n; l++) s = s + g[first + l * stride];
         /* An active clamp divides by a constant. */
-        if (rule == WEFT_SINKHORN_CLAMP) s = MM_GT(MM_SET(1 / eps), r[k], s, MM_SET(0));
+        if (rule == WEFT_SINKHORN_CLAMP) s = MM_GT(d[k], MM_SET(eps), s, MM_SET(0));
         for (int l = 0; l < n; l++)
             g[first + l * stride] = MM_FMA(-s, y[first + l * stride], g[first + l * stride]);
     }
 }
 
-/* Reals that the history keeps of a half-step: the matrix, and where the clamp must be known, its factors. */
+/* Reals that the history keeps of a half-step: the matrix, and where the clamp must be known, the divisors. */
 MM_FN int MM(sk_kept)(int n, int rule)
 {
     return rule == WEFT_SINKHORN_CLAMP ? n * n + n : n * n;
@@ -126,12 +149,30 @@ MM_FN real MM(neg_lse)(const real *z, const real *other, int first, int stride, 
 }
 
 /* Appends a half-step to the history. */
-MM_FN void MM(sk_keep)(real **hist, const real *a, const real *r, int n, int rule)
+MM_FN void MM(sk_keep)(real **hist, const real *a, const real *d, int n, int rule)
 {
     if (!*hist) return;
     for (int i = 0; i < n * n; i++) (*hist)[i] = a[i];
-    for (int i = n * n; i < MM(sk_kept)(n, rule); i++) (*hist)[i] = r[i - n * n];
+    for (int i = n * n; i < MM(sk_kept)(n, rule); i++) (*hist)[i] = d[i - n * n];
     *hist += MM(sk_kept)(n, rule);
+}
+
+/* All half-steps of a linear rule. */
+MM_FN void MM(sk_rounds)(real *z, real *hist, int n, int iters, scalar eps, int rule, bool shared)
+{
+    real d[WEFT_MAX_STREAMS];
+    int softmax = rule == WEFT_SINKHORN_SOFTMAX_EPS;
+    if (softmax) {
+        for (int i = 0; i < n * n; i++) z[i] = z[i] + eps;
+        MM(sk_half)(z, d, n, 0, eps, rule, shared);
+        MM(sk_keep)(&hist, z, d, n, rule);
+    }
+    for (int t = softmax; t < iters; t++) {
+        MM(sk_half)(z, d, n, 1, eps, rule, shared);
+        MM(sk_keep)(&hist, z, d, n, rule);
+        MM(sk_half)(z, d, n, 0, eps, rule, shared);
+        MM(sk_keep)(&hist, z, d, n, rule);
+    }
 }
 
 /* res from logits z; z is overwritten by the result. hist is NULL, or room for sk_history reals. */
@@ -158,23 +199,17 @@ MM_FN void MM(sinkhorn_fwd)(real *z, real *hist, int n, int iters, scalar eps, i
             for (int b = 0; b < n; b++) z[a * n + b] = MM_EXP(r[a] + z[a * n + b] + g[b]);
         return;
     }
-    bool softmax = rule == WEFT_SINKHORN_SOFTMAX_EPS;
     MM(sk_start)(z, z, n, rule);
-    if (hist && softmax) { /* backward wants the softmax itself */
+    if (hist && rule == WEFT_SINKHORN_SOFTMAX_EPS) { /* backward wants the softmax itself */
         for (int i = 0; i < nn; i++) hist[i] = z[i];
         hist += nn;
     }
-    if (softmax) {
-        for (int i = 0; i < nn; i++) z[i] = z[i] + eps;
-        MM(sk_half)(z, r, n, 0, eps, rule);
-        MM(sk_keep)(&hist, z, r, n, rule);
-    }
-    for (int t = softmax; t < iters; t++) {
-        MM(sk_half)(z, r, n, 1, eps, rule);
-        MM(sk_keep)(&hist, z, r, n, rule);
-        MM(sk_half)(z, r, n, 0, eps, rule);
-        MM(sk_keep)(&hist, z, r, n, rule);
-    }
+    /* Sharing a division needs the product of four divisors to stay a normal number. They are at least eps and not much
+     * above n, except where threshold has no divisor at all. */
+    if (n >= 4 && rule != WEFT_SINKHORN_THRESHOLD && eps >= (scalar)1e-9)
+        MM(sk_rounds)(z, hist, n, iters, eps, rule, true);
+    else
+        MM(sk_rounds)(z, hist, n, iters, eps, rule, false);
 }
 
 /* d (upstream of res) becomes the gradient of the logits. z: logits; overwritten. */

@@ -68,28 +68,31 @@ void CPU(amx_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor 
     cpu_parallel(call, items, psi->rows * psi->n * psi->channels, pack_body, &j);
 }
 
-/* Sum of squares of one token, in four times 16 lanes. */
+/* Sum of squares of one token. Even and odd channels are widened by a shift and a mask and summed apart, twice over, so that
+ * the sums need not wait for one another. */
 static float sum_squares(const weft_tensor *x, int64_t token, int64_t n, int64_t channels)
 {
     vf q[4] = {{0}};
+    const __m512i high = _mm512_set1_epi32((int)0xffff0000);
     for (int64_t i = 0; i < n; i++) {
         const char *row = at(x, token) + i * x->stride[1] * 2;
-        int64_t c = 0;
-        for (; c + 4 * LANES <= channels; c += 4 * LANES)
-            for (int k = 0; k < 4; k++) {
-                vf v = vf_get(WEFT_BF16, row, c + k * LANES);
-                q[k] = vf_fma(v, v, q[k]);
+        for (int64_t c = 0; c < channels; c += K) {
+            __m512i pair = _mm512_loadu_si512(row + c * 2);
+            vf even = (vf)_mm512_slli_epi32(pair, 16), odd = (vf)_mm512_and_si512(pair, high);
+            if (c / K & 1) {
+                q[2] = vf_fma(even, even, q[2]);
+                q[3] = vf_fma(odd, odd, q[3]);
+            } else {
+                q[0] = vf_fma(even, even, q[0]);
+                q[1] = vf_fma(odd, odd, q[1]);
             }
-        for (int k = 0; c < channels; c += LANES, k++) {
-            vf v = vf_get(WEFT_BF16, row, c);
-            q[k] = vf_fma(v, v, q[k]);
         }
     }
     vf all = (q[0] + q[1]) + (q[2] + q[3]);
     return vf_sum16(&all);
 }
 
-/* Palette 1: tiles 0..2 sums, 3 tokens, 4..6 psi. */
+/* Palette 1: tiles 0..5 sums of two groups, 6 tokens, 7 psi. */
 static void configure(int tokens)
 {
     struct {
@@ -97,44 +100,77 @@ static void configure(int tokens)
         uint16_t colsb[16];
         uint8_t rows[16];
     } config = {.palette = 1};
-    for (int t = 0; t < 7; t++) {
+    for (int t = 0; t < 8; t++) {
         config.colsb[t] = 64;
-        config.rows[t] = (uint8_t)(t < 4 ? tokens : 16);
+        config.rows[t] = (uint8_t)(t < 7 ? tokens : 16);
     }
     _tile_loadconfig(&config);
 }
 
-/* h of up to 16 tokens. */
+/* h of a block of rows from its sums, hi part + lo part. */
+static void store_block(const cpu_psi *psi, const weft_tensor *h, int64_t block, float (*sums)[GROUP][16], int64_t t0,
+                        int tokens)
+{
+    for (int t = 0; t < tokens; t++)
+        for (int64_t r = 0; r < ROWS && block * ROWS + r < psi->rows; r++) {
+            int64_t lo = ROWS + r;
+            float v = sums[r / 16][t][r % 16] + sums[lo / 16][t][lo % 16];
+            coef_put(h, false, t0 + t, (block * ROWS + r) * h->stride[1], v);
+        }
+}
+
+/* One k-step: the three tiles of psi meet one group of tokens, or two. The tokens' tile is loaded again for each (it is in
+ * L1), so that psi comes from L2 only once for both groups. */
+#define STEP_ONE(j, c0)                                                                                              \
+    _tile_loadd(7, b + (j)*TILE_HALVES, 64);                                                                         \
+    _tile_dpbf16ps(c0, 6, 7)
+#define STEP_TWO(j, c0, c1)                                                                                          \
+    _tile_loadd(7, b + (j)*TILE_HALVES, 64);                                                                         \
+    _tile_loadd(6, a, stride);                                                                                       \
+    _tile_dpbf16ps(c0, 6, 7);                                                                                        \
+    _tile_loadd(6, a + GROUP * stride, stride);                                                                      \
+    _tile_dpbf16ps(c1, 6, 7)
+
+/* h of `tokens` tokens: up to 16, or exactly 32. */
 static void project_group(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *h, int64_t t0, int tokens)
 {
-    _Alignas(64) float sums[TILES][GROUP][16];
+    _Alignas(64) float sums[2][TILES][GROUP][16];
     int64_t per_stream = psi->channels / K, stride = x->stride[0] * 2;
+    bool two = tokens > GROUP;
     for (int64_t block = 0; block < blocks_of(psi->rows); block++) {
         const uint16_t *b = (const uint16_t *)psi->amx + block * psi->n * per_stream * TILES * TILE_HALVES;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
+        _tile_zero(3);
+        _tile_zero(4);
+        _tile_zero(5);
         for (int64_t i = 0; i < psi->n; i++) {
             const char *a = at(x, t0) + i * x->stride[1] * 2;
-            for (int64_t s = 0; s < per_stream; s++, b += TILES * TILE_HALVES) {
-                _tile_loadd(3, a + s * K * 2, stride);
-                _tile_loadd(4, b, 64);
-                _tile_dpbf16ps(0, 3, 4);
-                _tile_loadd(5, b + TILE_HALVES, 64);
-                _tile_dpbf16ps(1, 3, 5);
-                _tile_loadd(6, b + 2 * TILE_HALVES, 64);
-                _tile_dpbf16ps(2, 3, 6);
+            for (int64_t s = 0; s < per_stream; s++, a += K * 2, b += TILES * TILE_HALVES) {
+                /* The same line of the tokens to come: this loop has arithmetic to hide the way to memory. */
+                for (int t = 0; block == 0 && t < tokens; t++) line_ask(a, (tokens + t) * stride);
+                if (two) {
+                    STEP_TWO(0, 0, 3);
+                    STEP_TWO(1, 1, 4);
+                    STEP_TWO(2, 2, 5);
+                } else {
+                    _tile_loadd(6, a, stride);
+                    STEP_ONE(0, 0);
+                    STEP_ONE(1, 1);
+                    STEP_ONE(2, 2);
+                }
             }
         }
-        _tile_stored(0, sums[0], 64);
-        _tile_stored(1, sums[1], 64);
-        _tile_stored(2, sums[2], 64);
-        for (int t = 0; t < tokens; t++)
-            for (int64_t r = 0; r < ROWS && block * ROWS + r < psi->rows; r++) {
-                int64_t lo = ROWS + r;
-                float v = sums[r / 16][t][r % 16] + sums[lo / 16][t][lo % 16];
-                coef_put(h, false, t0 + t, (block * ROWS + r) * h->stride[1], v);
-            }
+        _tile_stored(0, sums[0][0], 64);
+        _tile_stored(1, sums[0][1], 64);
+        _tile_stored(2, sums[0][2], 64);
+        store_block(psi, h, block, sums[0], t0, two ? GROUP : tokens);
+        if (!two) continue;
+        _tile_stored(3, sums[1][0], 64);
+        _tile_stored(4, sums[1][1], 64);
+        _tile_stored(5, sums[1][2], 64);
+        store_block(psi, h, block, sums[1], t0 + GROUP, GROUP);
     }
 }
 
@@ -145,11 +181,12 @@ void CPU(amx_project)(const cpu_psi *psi, const weft_tensor *x, const weft_tenso
     /* The squares first: they pull the tokens into cache row by row, which the strided tile loads would do badly. */
     for (int64_t t = t0; t < t1; t++)
         coef_put(ms, false, t, 0, sum_squares(x, t, psi->n, psi->channels) / (float)(psi->n * psi->channels));
-    for (int64_t t = t0; t < t1; t += GROUP) {
-        int tokens = (int)min64(GROUP, t1 - t);
-        if (tokens != configured) configure(tokens);
-        configured = tokens;
-        project_group(psi, x, h, t, tokens);
+    for (int64_t t = t0, tokens; t < t1; t += tokens) {
+        tokens = t1 - t >= 2 * GROUP ? 2 * GROUP : min64(GROUP, t1 - t);
+        int rows = (int)min64(GROUP, tokens);
+        if (rows != configured) configure(rows);
+        configured = rows;
+        project_group(psi, x, h, t, (int)tokens);
     }
     _tile_release();
 }

@@ -21,38 +21,62 @@ INLINE bool lane_dense(const weft_tensor *t)
     return t->ndim == 1 || (t->stride[t->ndim - 1] == 1 && (t->ndim == 2 || t->stride[1] == t->shape[2]));
 }
 
+#if WEFT_CPU_LEVEL == 2
+/* Lane l of vector k becomes lane k of vector l, in four exchanges of halves, quarters and so on. */
+INLINE void transpose16(vf *m)
+{
+    for (int d = 8; d >= 1; d /= 2) {
+        vi l = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        vi swap = (l & d) != 0; /* lanes that come from the other vector */
+        vi low = (swap & (l + 16 - d)) | (~swap & l), high = (swap & (l + 16)) | (~swap & (l + d));
+        for (int i = 0; i < 16; i++) {
+            if (i & d) continue;
+            vf a = m[i], b = m[i + d];
+            m[i] = (vf)_mm512_permutex2var_ps(a, (__m512i)low, b);
+            m[i + d] = (vf)_mm512_permutex2var_ps(a, (__m512i)high, b);
+        }
+    }
+}
+#endif
+
 /* dst[k] lane l = value k of token t0 + min(l, valid - 1), for k < count. */
 static inline void lanes_load(vf *dst, const weft_tensor *t, int64_t t0, int valid, int64_t count)
 {
     float *d = (float *)dst;
+    int64_t first = 0;
+#if WEFT_CPU_LEVEL == 2
+    for (; t->dtype == WEFT_F32 && lane_dense(t) && first + 16 <= count; first += 16) {
+        vf m[16];
+        for (int l = 0; l < 16; l++)
+            m[l] = vf_load((const float *)(const void *)at(t, t0 + (l < valid ? l : valid - 1)) + first);
+        transpose16(m);
+        for (int k = 0; k < 16; k++) dst[first + k] = m[k];
+    }
+#endif
     for (int l = 0; l < LANES; l++) {
         const char *p = at(t, t0 + (l < valid ? l : valid - 1));
-        if (t->dtype == WEFT_F32 && lane_dense(t)) {
-            float row[64];
-            for (int64_t k = 0; k < count; k += 64) {
-                int64_t part = count - k < 64 ? count - k : 64;
-                memcpy(row, p + k * 4, (size_t)part * 4);
-                for (int64_t i = 0; i < part; i++) d[(k + i) * LANES + l] = row[i];
-            }
-        } else {
-            for (int64_t k = 0; k < count; k++) d[k * LANES + l] = get_f32(t->dtype, p, lane_offset(t, k));
-        }
+        for (int64_t k = first; k < count; k++) d[k * LANES + l] = get_f32(t->dtype, p, lane_offset(t, k));
     }
 }
 
 static inline void lanes_store(const weft_tensor *t, bool add, const vf *src, int64_t t0, int valid, int64_t count)
 {
     const float *s = (const float *)src;
+    int64_t first = 0;
+#if WEFT_CPU_LEVEL == 2
+    for (; t->dtype == WEFT_F32 && lane_dense(t) && !add && first + 16 <= count; first += 16) {
+        vf m[16];
+        for (int k = 0; k < 16; k++) m[k] = src[first + k];
+        transpose16(m);
+        for (int l = 0; l < valid; l++) vf_store((float *)(void *)at(t, t0 + l) + first, m[l]);
+    }
+#endif
     for (int l = 0; l < valid; l++) {
         char *p = at(t, t0 + l);
-        if (t->dtype == WEFT_F32 && lane_dense(t) && !add) {
-            for (int64_t k = 0; k < count; k++) memcpy(p + k * 4, &s[k * LANES + l], 4);
-        } else {
-            for (int64_t k = 0; k < count; k++) {
-                int64_t o = lane_offset(t, k);
-                float v = s[k * LANES + l];
-                put_f32(t->dtype, p, o, add ? get_f32(t->dtype, p, o) + v : v);
-            }
+        for (int64_t k = first; k < count; k++) {
+            int64_t o = lane_offset(t, k);
+            float v = s[k * LANES + l];
+            put_f32(t->dtype, p, o, add ? get_f32(t->dtype, p, o) + v : v);
         }
     }
 }
