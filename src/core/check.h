@@ -11,6 +11,7 @@
  * optional tensors need each other. It runs after the tensors were checked, with the sizes of the call known. */
 typedef struct weft_op_desc {
     weft_op_info info;
+    size_t first_size; /* of the args struct in the first release that had it: what the oldest callers pass */
     weft_status (*check)(const weft_call *call, const void *args);
 } weft_op_desc;
 
@@ -35,9 +36,12 @@ typedef struct weft_op_desc {
 #define GATES WEFT_DIM_GATES
 #define ROWS WEFT_DIM_ROWS
 
+/* When a struct grows, its first_size becomes the number it had before. */
 #define WEFT_DESC(op, table, check_fn)                                                                               \
     const weft_op_desc weft_desc_##op = {                                                                            \
-        .info = {#op, sizeof(weft_##op##_args), (int32_t)(sizeof(table) / sizeof *(table)), table}, .check = check_fn}
+        .info = {#op, sizeof(weft_##op##_args), (int32_t)(sizeof(table) / sizeof *(table)), table},                  \
+        .first_size = sizeof(weft_##op##_args),                                                                      \
+        .check = check_fn}
 
 /* Checks the tensors of a table and binds the sizes of the call; `prefix` stands before names in messages. */
 weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix);

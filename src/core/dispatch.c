@@ -87,9 +87,9 @@ static weft_status take_args(const weft_op_desc *desc, const void *args, void *c
 {
     size_t size, ours = desc->info.args_size;
     memcpy(&size, args, sizeof size);
-    if (size < ours)
+    if (size < desc->first_size)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: struct_size: expected at least %zu (use WEFT_ARGS), got %zu",
-                         desc->info.name, ours, size);
+                         desc->info.name, desc->first_size, size);
     if (size > ours + 65536)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: struct_size: expected %zu (use WEFT_ARGS), got %zu", desc->info.name,
                          ours, size);
@@ -98,7 +98,8 @@ static weft_status take_args(const weft_op_desc *desc, const void *args, void *c
             return weft_fail(WEFT_ERR_UNSUPPORTED,
                              "%s: struct_size: expected %zu, got %zu with a field set that this version does not know",
                              desc->info.name, ours, size);
-    memcpy(copy, args, ours);
+    memset(copy, 0, ours);
+    memcpy(copy, args, size < ours ? size : ours);
     return WEFT_OK;
 }
 

@@ -92,7 +92,7 @@ static float sum_squares(const weft_tensor *x, int64_t token, int64_t n, int64_t
     return vf_sum16(&all);
 }
 
-/* Palette 1: tiles 0..5 sums of two groups, 6 tokens, 7 psi. */
+/* Palette 1: tiles 0..2 sums, 3 tokens, 4..6 psi. */
 static void configure(int tokens)
 {
     struct {
@@ -100,77 +100,57 @@ static void configure(int tokens)
         uint16_t colsb[16];
         uint8_t rows[16];
     } config = {.palette = 1};
-    for (int t = 0; t < 8; t++) {
+    for (int t = 0; t < 7; t++) {
         config.colsb[t] = 64;
-        config.rows[t] = (uint8_t)(t < 7 ? tokens : 16);
+        config.rows[t] = (uint8_t)(t < 4 ? tokens : 16);
     }
     _tile_loadconfig(&config);
 }
 
-/* h of a block of rows from its sums, hi part + lo part. */
-static void store_block(const cpu_psi *psi, const weft_tensor *h, int64_t block, float (*sums)[GROUP][16], int64_t t0,
-                        int tokens)
+/* Asks for GROUP lines of the tokens to come, in the order in which they lie in memory: a token has as many lines as there
+ * are k-steps, and the hardware runs ahead of an ascending walk, but not of one that hops from token to token. */
+static void ask_ahead(const weft_tensor *x, int64_t token, int64_t step, int64_t steps, int64_t per_stream)
 {
-    for (int t = 0; t < tokens; t++)
-        for (int64_t r = 0; r < ROWS && block * ROWS + r < psi->rows; r++) {
-            int64_t lo = ROWS + r;
-            float v = sums[r / 16][t][r % 16] + sums[lo / 16][t][lo % 16];
-            coef_put(h, false, t0 + t, (block * ROWS + r) * h->stride[1], v);
-        }
+    int64_t first = step * GROUP, s = first % steps;
+    const char *p = at(x, token + first / steps);
+    for (int k = 0; k < GROUP; k++, s++) {
+        if (s == steps) s = 0, p += x->stride[0] * 2;
+        line_ask(p, (s / per_stream * x->stride[1] + s % per_stream * K) * 2);
+    }
 }
 
-/* One k-step: the three tiles of psi meet one group of tokens, or two. The tokens' tile is loaded again for each (it is in
- * L1), so that psi comes from L2 only once for both groups. */
-#define STEP_ONE(j, c0)                                                                                              \
-    _tile_loadd(7, b + (j)*TILE_HALVES, 64);                                                                         \
-    _tile_dpbf16ps(c0, 6, 7)
-#define STEP_TWO(j, c0, c1)                                                                                          \
-    _tile_loadd(7, b + (j)*TILE_HALVES, 64);                                                                         \
-    _tile_loadd(6, a, stride);                                                                                       \
-    _tile_dpbf16ps(c0, 6, 7);                                                                                        \
-    _tile_loadd(6, a + GROUP * stride, stride);                                                                      \
-    _tile_dpbf16ps(c1, 6, 7)
-
-/* h of `tokens` tokens: up to 16, or exactly 32. */
+/* h of up to 16 tokens. */
 static void project_group(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *h, int64_t t0, int tokens)
 {
-    _Alignas(64) float sums[2][TILES][GROUP][16];
-    int64_t per_stream = psi->channels / K, stride = x->stride[0] * 2;
-    bool two = tokens > GROUP;
+    _Alignas(64) float sums[TILES][GROUP][16];
+    int64_t per_stream = psi->channels / K, steps = psi->n * per_stream, stride = x->stride[0] * 2;
     for (int64_t block = 0; block < blocks_of(psi->rows); block++) {
-        const uint16_t *b = (const uint16_t *)psi->amx + block * psi->n * per_stream * TILES * TILE_HALVES;
+        const uint16_t *b = (const uint16_t *)psi->amx + block * steps * TILES * TILE_HALVES;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
-        _tile_zero(3);
-        _tile_zero(4);
-        _tile_zero(5);
         for (int64_t i = 0; i < psi->n; i++) {
             const char *a = at(x, t0) + i * x->stride[1] * 2;
-            for (int64_t s = 0; s < per_stream; s++, a += K * 2, b += TILES * TILE_HALVES) {
-                /* The same line of the tokens to come: this loop has arithmetic to hide the way to memory. */
-                for (int t = 0; block == 0 && t < tokens; t++) line_ask(a, (tokens + t) * stride);
-                if (two) {
-                    STEP_TWO(0, 0, 3);
-                    STEP_TWO(1, 1, 4);
-                    STEP_TWO(2, 2, 5);
-                } else {
-                    _tile_loadd(6, a, stride);
-                    STEP_ONE(0, 0);
-                    STEP_ONE(1, 1);
-                    STEP_ONE(2, 2);
-                }
+            for (int64_t s = 0; s < per_stream; s++, b += TILES * TILE_HALVES) {
+                if (block == 0) ask_ahead(x, t0 + tokens, i * per_stream + s, steps, per_stream);
+                _tile_loadd(3, a + s * K * 2, stride);
+                _tile_loadd(4, b, 64);
+                _tile_dpbf16ps(0, 3, 4);
+                _tile_loadd(5, b + TILE_HALVES, 64);
+                _tile_dpbf16ps(1, 3, 5);
+                _tile_loadd(6, b + 2 * TILE_HALVES, 64);
+                _tile_dpbf16ps(2, 3, 6);
             }
         }
-        _tile_stored(0, sums[0][0], 64);
-        _tile_stored(1, sums[0][1], 64);
-        _tile_stored(2, sums[0][2], 64);
-        store_block(psi, h, block, sums[0], t0, two ? GROUP : tokens);
-        if (!two) continue;
-        _tile_stored(3, sums[1][0], 64);
-        _tile_stored(4, sums[1][1], 64);
-        _tile_stored(5, sums[1][2], 64);
-        store_block(psi, h, block, sums[1], t0 + GROUP, GROUP);
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+        _tile_stored(2, sums[2], 64);
+        for (int t = 0; t < tokens; t++)
+            for (int64_t r = 0; r < ROWS && block * ROWS + r < psi->rows; r++) {
+                int64_t lo = ROWS + r;
+                float v = sums[r / 16][t][r % 16] + sums[lo / 16][t][lo % 16];
+                coef_put(h, false, t0 + t, (block * ROWS + r) * h->stride[1], v);
+            }
     }
 }
 
@@ -181,12 +161,11 @@ void CPU(amx_project)(const cpu_psi *psi, const weft_tensor *x, const weft_tenso
     /* The squares first: they pull the tokens into cache row by row, which the strided tile loads would do badly. */
     for (int64_t t = t0; t < t1; t++)
         coef_put(ms, false, t, 0, sum_squares(x, t, psi->n, psi->channels) / (float)(psi->n * psi->channels));
-    for (int64_t t = t0, tokens; t < t1; t += tokens) {
-        tokens = t1 - t >= 2 * GROUP ? 2 * GROUP : min64(GROUP, t1 - t);
-        int rows = (int)min64(GROUP, tokens);
-        if (rows != configured) configure(rows);
-        configured = rows;
-        project_group(psi, x, h, t, (int)tokens);
+    for (int64_t t = t0; t < t1; t += GROUP) {
+        int tokens = (int)min64(GROUP, t1 - t);
+        if (tokens != configured) configure(tokens);
+        configured = tokens;
+        project_group(psi, x, h, t, tokens);
     }
     _tile_release();
 }

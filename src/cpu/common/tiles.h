@@ -26,11 +26,10 @@ INLINE int64_t macro_tokens(const weft_call *call)
 }
 
 /* Tokens per tile of a forward pass, which has no sums over tokens and may choose: large tiles read phi less often, small
- * ones keep all threads busy and, with AMX, which takes 32 tokens at a time anyway, stay in L2. */
+ * ones keep all threads busy and, with AMX, which takes 16 tokens at a time anyway, stay in L2. */
 INLINE int64_t tile_tokens(const weft_call *call)
 {
-    int64_t large = call->isa < WEFT_ISA_AMX ? TILE : TILE / 2;
-    return call->tokens >= 4 * large * cpu_threads(call) ? large : 16;
+    return call->isa < WEFT_ISA_AMX && call->tokens >= (int64_t)4 * TILE * cpu_threads(call) ? TILE : 16;
 }
 
 INLINE int64_t min64(int64_t a, int64_t b)
