@@ -8,7 +8,8 @@
  *     phi       [N, n, C]   projection weight, rows in the order pre | post | res, res row-major
  *     h, ms     [T, N], [T] raw projection and mean square over the n*C values of a token: all that backward needs
  *     pre, post [T, n]      aggregation and expansion coefficients
- *     res       [T, n, n]   residual mix, columns sum to one; what its indices mean is numerics.apply
+ *     res       [T, n, n]   residual mix; its columns sum to one up to the rule's eps; numerics.apply gives the indices
+ *                           their meaning
  *
  * Common to all operators
  *   - n is 1..32, C is at least 1, T is 0..2^40. T = 0 succeeds: gradients that are overwritten become zero, gradients
