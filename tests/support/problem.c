@@ -173,6 +173,7 @@ static void bind_buffer(arg *a, const choice *c)
     }
     if (a->elements == 0) span = 0;
     size_t bytes = (size_t)span * size, front = GUARD + (size_t)c->misalign * size;
+    a->front = front;
     a->block_bytes = front + bytes + GUARD;
     a->block = must_alloc(a->block_bytes);
     a->sealed = must_alloc(a->block_bytes);

@@ -56,9 +56,9 @@ typedef struct arg {
     char name[40]; /* info->name, or "layers[2].f" */
     int layer;     /* -1: of the args struct itself */
     weft_tensor *view;
-    char *block;  /* guard, data, guard; NULL where the argument is absent */
-    char *sealed; /* block as it was before the call */
-    size_t block_bytes;
+    char *block;               /* guard, data, guard; NULL where the argument is absent */
+    char *sealed;              /* block as it was before the call */
+    size_t block_bytes, front; /* front: bytes of the block before the data */
     int64_t elements;
 } arg;
 

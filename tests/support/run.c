@@ -64,10 +64,9 @@ static void open_guards(const problem *p, bool open)
     for (int i = 0; i < p->num_args; i++) {
         const arg *a = &p->arg[i];
         if (!a->block) continue;
-        size_t front = a->elements ? (size_t)((char *)a->view->data - a->block) : a->block_bytes - GUARD;
         ASAN_UNPOISON_MEMORY_REGION(a->block, a->block_bytes);
         if (open) continue;
-        ASAN_POISON_MEMORY_REGION(a->block, front);
+        ASAN_POISON_MEMORY_REGION(a->block, a->front);
         ASAN_POISON_MEMORY_REGION(a->block + a->block_bytes - GUARD, GUARD);
     }
 #else
