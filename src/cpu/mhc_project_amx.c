@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The projection on AMX tiles. A tile of A is 16 tokens by 32 channels, loaded from x as it lies in memory. psi is split
- * into hi + lo; a block of 24 rows becomes 48 columns (24 hi, 24 lo), exactly three tiles, and h = hi part + lo part.
- * A token's sums never meet another token's, so a short last tile changes nothing. */
+ * into hi + lo, both added to the same sums; a block of 24 rows takes a tile of 16 columns and one of 8. A token's sums never
+ * meet another token's, so a short last group changes nothing. (Two groups of tokens for each tile of psi halve what comes
+ * from L2, and lost: twice the lines in flight from memory, in rows that share cache sets.) */
 #include "cpu/mhc_project_amx.h"
 
-enum { ROWS = 24, TILES = 3, K = 32, TILE_HALVES = 16 * 32, GROUP = 16 };
+/* STEP_HALVES: bf16 numbers of psi in a k-step of 32 channels: hi and lo of 24 rows, in the order in which they are read. */
+enum { ROWS = 24, WIDE_COLS = 16, NARROW_COLS = 8, K = 32, GROUP = 16, STEP_HALVES = 2 * ROWS * K };
 
 bool CPU(amx_serves)(const weft_call *call, const weft_tensor *x)
 {
@@ -20,7 +22,7 @@ static int64_t blocks_of(int64_t rows)
 size_t CPU(amx_bytes)(const weft_call *call)
 {
     int64_t steps = call->streams * call->channels / K;
-    return (size_t)(blocks_of(call->rows) * steps * TILES * TILE_HALVES) * 2;
+    return (size_t)(blocks_of(call->rows) * steps * STEP_HALVES) * 2;
 }
 
 typedef struct pack_job {
@@ -29,35 +31,48 @@ typedef struct pack_job {
 } pack_job;
 
 /* hi is psi rounded to bf16 (kept finite where psi is), lo what is left of it. */
-static void split(float v, uint16_t *hi, uint16_t *lo)
+static void split(vf v, vh *hi, vh *lo)
 {
-    uint16_t h = weft_f32_to_bf16(v);
-    if (isfinite(v) && (h & 0x7fff) == 0x7f80) h = (uint16_t)((h & 0x8000) | 0x7f7f);
-    *hi = h;
-    *lo = isfinite(v) ? weft_f32_to_bf16(v - weft_bf16_to_f32(h)) : 0;
+    const vf largest = vf_set1(0x1.fep127f), inf = vf_set1(INFINITY);
+    vf c = vf_select((v > largest) & (v < inf), largest, v);
+    c = vf_select((c < -largest) & (c > -inf), -largest, c);
+    *hi = vf_to_bf16(c);
+    uint16_t h[LANES];
+    memcpy(h, hi, sizeof h);
+    vf rest = v - vf_load_bf16(h);
+    *lo = vf_to_bf16(vf_select(rest == rest, rest, vf_set1(0))); /* inf - inf: nothing is left */
 }
 
-/* One k-step of one block: three tiles of 16 pairs of channels by 16 columns. */
+/* Row r of a part (hi or lo) of a k-step: 16 pairs of channels, one in each row of the tile. */
+static void put_pairs(uint16_t *part, int64_t r, const vh half[2])
+{
+    uint32_t pairs[K / 2];
+    int64_t cols = r < WIDE_COLS ? WIDE_COLS : NARROW_COLS, col = r % WIDE_COLS;
+    uint16_t *tile = r < WIDE_COLS ? part : part + WIDE_COLS * K;
+    memcpy(pairs, half, sizeof pairs);
+    for (int p = 0; p < K / 2; p++) memcpy(tile + (p * cols + col) * 2, &pairs[p], 4);
+}
+
+/* One k-step of one block. */
 static void pack_body(void *context, int64_t item, int thread)
 {
     const pack_job *j = context;
     const cpu_psi *p = j->psi;
     int64_t per_stream = p->channels / K, steps = p->n * per_stream;
     int64_t block = item / steps, step = item % steps, i = step / per_stream, c = step % per_stream * K;
-    uint16_t *tiles = (uint16_t *)p->amx + item * TILES * TILE_HALVES;
+    uint16_t *out = (uint16_t *)p->amx + item * STEP_HALVES;
     float gain[K], row[K];
     (void)thread;
     if (weft_has(j->norm_weight)) row_load(gain, j->norm_weight, i, c, K);
-    memset(tiles, 0, TILES * TILE_HALVES * 2);
+    memset(out, 0, STEP_HALVES * 2);
     for (int64_t r = 0; r < ROWS && block * ROWS + r < p->rows; r++) {
+        vh hi[2], lo[2];
         stream_load(row, j->phi, block * ROWS + r, i, c, K);
-        for (int k = 0; k < K; k++) {
-            uint16_t hi, lo;
-            split(weft_has(j->norm_weight) ? row[k] * gain[k] : row[k], &hi, &lo);
-            int64_t at_hi = r, at_lo = ROWS + r; /* columns; a tile has 16 of them, each a pair of channels wide */
-            tiles[at_hi / 16 * TILE_HALVES + k / 2 * 32 + at_hi % 16 * 2 + k % 2] = hi;
-            tiles[at_lo / 16 * TILE_HALVES + k / 2 * 32 + at_lo % 16 * 2 + k % 2] = lo;
-        }
+        for (int k = 0; k < K && weft_has(j->norm_weight); k++) row[k] *= gain[k];
+        split(vf_load(row), &hi[0], &lo[0]);
+        split(vf_load(row + LANES), &hi[1], &lo[1]);
+        put_pairs(out, r, hi);
+        put_pairs(out + ROWS * K, r, lo);
     }
 }
 
@@ -92,7 +107,7 @@ static float sum_squares(const weft_tensor *x, int64_t token, int64_t n, int64_t
     return vf_sum16(&all);
 }
 
-/* Palette 1: tiles 0..2 sums, 3 tokens, 4..6 psi. */
+/* Palette 1: tiles 0, 1 sums (16 and 8 columns), 2 tokens, 3, 4 psi. */
 static void configure(int tokens)
 {
     struct {
@@ -100,57 +115,42 @@ static void configure(int tokens)
         uint16_t colsb[16];
         uint8_t rows[16];
     } config = {.palette = 1};
-    for (int t = 0; t < 7; t++) {
-        config.colsb[t] = 64;
-        config.rows[t] = (uint8_t)(t < 4 ? tokens : 16);
+    for (int t = 0; t < 5; t++) {
+        config.colsb[t] = (uint16_t)(t == 1 || t == 4 ? NARROW_COLS * 4 : 64);
+        config.rows[t] = (uint8_t)(t < 3 ? tokens : K / 2);
     }
     _tile_loadconfig(&config);
-}
-
-/* Asks for GROUP lines of the tokens to come, in the order in which they lie in memory: a token has as many lines as there
- * are k-steps, and the hardware runs ahead of an ascending walk, but not of one that hops from token to token. */
-static void ask_ahead(const weft_tensor *x, int64_t token, int64_t step, int64_t steps, int64_t per_stream)
-{
-    int64_t first = step * GROUP, s = first % steps;
-    const char *p = at(x, token + first / steps);
-    for (int k = 0; k < GROUP; k++, s++) {
-        if (s == steps) s = 0, p += x->stride[0] * 2;
-        line_ask(p, (s / per_stream * x->stride[1] + s % per_stream * K) * 2);
-    }
 }
 
 /* h of up to 16 tokens. */
 static void project_group(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *h, int64_t t0, int tokens)
 {
-    _Alignas(64) float sums[TILES][GROUP][16];
-    int64_t per_stream = psi->channels / K, steps = psi->n * per_stream, stride = x->stride[0] * 2;
+    _Alignas(64) float wide[GROUP][WIDE_COLS], narrow[GROUP][NARROW_COLS];
+    const int64_t per_stream = psi->channels / K, stride = x->stride[0] * 2;
     for (int64_t block = 0; block < blocks_of(psi->rows); block++) {
-        const uint16_t *b = (const uint16_t *)psi->amx + block * steps * TILES * TILE_HALVES;
+        const uint16_t *b = (const uint16_t *)psi->amx + block * psi->n * per_stream * STEP_HALVES;
         _tile_zero(0);
         _tile_zero(1);
-        _tile_zero(2);
         for (int64_t i = 0; i < psi->n; i++) {
             const char *a = at(x, t0) + i * x->stride[1] * 2;
-            for (int64_t s = 0; s < per_stream; s++, b += TILES * TILE_HALVES) {
-                if (block == 0) ask_ahead(x, t0 + tokens, i * per_stream + s, steps, per_stream);
-                _tile_loadd(3, a + s * K * 2, stride);
-                _tile_loadd(4, b, 64);
-                _tile_dpbf16ps(0, 3, 4);
-                _tile_loadd(5, b + TILE_HALVES, 64);
-                _tile_dpbf16ps(1, 3, 5);
-                _tile_loadd(6, b + 2 * TILE_HALVES, 64);
-                _tile_dpbf16ps(2, 3, 6);
+            for (int64_t s = 0; s < per_stream; s++, a += K * 2) {
+                /* The same line of the tokens to come: the products hide the way to memory. */
+                for (int64_t t = 0; block == 0 && t < GROUP; t++) line_ask(a, (GROUP + t) * stride);
+                _tile_loadd(2, a, stride);
+                for (int part = 0; part < 2; part++, b += ROWS * K) {
+                    _tile_loadd(3, b, 64);
+                    _tile_dpbf16ps(0, 2, 3);
+                    _tile_loadd(4, b + WIDE_COLS * K, NARROW_COLS * 4);
+                    _tile_dpbf16ps(1, 2, 4);
+                }
             }
         }
-        _tile_stored(0, sums[0], 64);
-        _tile_stored(1, sums[1], 64);
-        _tile_stored(2, sums[2], 64);
+        _tile_stored(0, wide, 64);
+        _tile_stored(1, narrow, NARROW_COLS * 4);
         for (int t = 0; t < tokens; t++)
-            for (int64_t r = 0; r < ROWS && block * ROWS + r < psi->rows; r++) {
-                int64_t lo = ROWS + r;
-                float v = sums[r / 16][t][r % 16] + sums[lo / 16][t][lo % 16];
-                coef_put(h, false, t0 + t, (block * ROWS + r) * h->stride[1], v);
-            }
+            for (int64_t r = 0; r < ROWS && block * ROWS + r < psi->rows; r++)
+                coef_put(h, false, t0 + t, (block * ROWS + r) * h->stride[1],
+                         r < WIDE_COLS ? wide[t][r] : narrow[t][r - WIDE_COLS]);
     }
 }
 
