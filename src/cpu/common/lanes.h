@@ -37,6 +37,12 @@ INLINE void transpose16(vf *m)
         }
     }
 }
+
+/* Do the values left of a token make a block worth transposing? */
+INLINE bool lane_blocks(const weft_tensor *t, int64_t left)
+{
+    return left >= 4 && t->dtype == WEFT_F32 && lane_dense(t);
+}
 #endif
 
 /* dst[k] lane l = value k of token t0 + min(l, valid - 1), for k < count. */
@@ -45,12 +51,14 @@ static inline void lanes_load(vf *dst, const weft_tensor *t, int64_t t0, int val
     float *d = (float *)dst;
     int64_t first = 0;
 #if WEFT_CPU_LEVEL == 2
-    for (; t->dtype == WEFT_F32 && lane_dense(t) && first + 16 <= count; first += 16) {
+    for (; lane_blocks(t, count - first); first += 16) {
         vf m[16];
+        int part = count - first < 16 ? (int)(count - first) : 16;
         for (int l = 0; l < 16; l++)
-            m[l] = vf_load((const float *)(const void *)at(t, t0 + (l < valid ? l : valid - 1)) + first);
+            m[l] = (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << part) - 1),
+                                             (const float *)(const void *)at(t, t0 + (l < valid ? l : valid - 1)) + first);
         transpose16(m);
-        for (int k = 0; k < 16; k++) dst[first + k] = m[k];
+        for (int k = 0; k < part; k++) dst[first + k] = m[k];
     }
 #endif
     for (int l = 0; l < LANES; l++) {
@@ -64,11 +72,13 @@ static inline void lanes_store(const weft_tensor *t, bool add, const vf *src, in
     const float *s = (const float *)src;
     int64_t first = 0;
 #if WEFT_CPU_LEVEL == 2
-    for (; t->dtype == WEFT_F32 && lane_dense(t) && !add && first + 16 <= count; first += 16) {
+    for (; !add && lane_blocks(t, count - first); first += 16) {
         vf m[16];
-        for (int k = 0; k < 16; k++) m[k] = src[first + k];
+        int part = count - first < 16 ? (int)(count - first) : 16;
+        for (int k = 0; k < 16; k++) m[k] = k < part ? src[first + k] : vf_set1(0);
         transpose16(m);
-        for (int l = 0; l < valid; l++) vf_store((float *)(void *)at(t, t0 + l) + first, m[l]);
+        for (int l = 0; l < valid; l++)
+            _mm512_mask_storeu_ps((float *)(void *)at(t, t0 + l) + first, (__mmask16)((1u << part) - 1), m[l]);
     }
 #endif
     for (int l = 0; l < valid; l++) {
