@@ -86,7 +86,9 @@ static void poison_stays_in_its_token(void **state)
             spec s = {.op = weft_op_at(i)->name,
                       .tokens = v & 1 ? 21 : 37,
                       .streams = v % 4 == 3 ? 3 : 4,
-                      .channels = v & 2 ? 33 : 16,
+                      .channels = v & 2   ? 33
+                                  : v & 4 ? 64
+                                          : 16,
                       .act = acts[v % 3],
                       .rows = 11};
             weft_mhc_preset_numerics((weft_mhc_preset)(v % WEFT_PRESET_COUNT), &s.numerics);
@@ -109,7 +111,7 @@ static void poisoned_phi_row(void **state)
             spec s = {.op = "mhc_project_fwd",
                       .tokens = 19,
                       .streams = 4,
-                      .channels = 20 + v,
+                      .channels = v % 3 == 1 ? 32 + 32 * (v / 3) : 20 + v,
                       .rows = 24,
                       .act = acts[v % 3],
                       .param = acts[v / 3 % 3],

@@ -107,7 +107,7 @@ static void sweep_streams(const char *op)
 
 static void sweep_channels(const char *op)
 {
-    static const int64_t channels[] = {1, 3, 15, 16, 17, 31, 33, 64, 100, 255, 257, 1023, 2049};
+    static const int64_t channels[] = {1, 3, 15, 16, 17, 31, 32, 33, 64, 96, 100, 255, 257, 1023, 2049};
     static const int64_t streams[] = {4, 2, 8, 3};
     if (!grid_uses(op, WEFT_DIM_CHANNELS)) return;
     for (size_t c = 0; c < sizeof channels / sizeof *channels; c++)
@@ -129,7 +129,8 @@ static void sweep_tokens(const char *op)
     static const int64_t tokens[] = {0, 1, 2, 13, 17, 31, 33, 64, 65, 127, 129, 257};
     for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++)
         for (size_t a = 0; a < 3; a++) {
-            spec s = {.op = op, .tokens = tokens[t], .streams = 4, .channels = 33, .act = acts[a]};
+            spec s = {.op = op, .tokens = tokens[t], .streams = 4, .act = acts[a]};
+            s.channels = (t + a) % 2 ? 33 : 64;
             if (test_quick() && (t + a) % 3) continue;
             s.wide = t & 1 ? WEFT_F32 : s.act;
             s.add = t % 4 == 1;
@@ -198,6 +199,7 @@ spec grid_draw(const char *op, rng *r, char *absent, size_t size)
     s.tokens = rng_below(r, 20);
     s.streams = streams[rng_below(r, 8)];
     s.channels = 1 + rng_below(r, rng_below(r, 4) ? 40 : 140);
+    if (rng_below(r, 4) == 0) s.channels = 32 * (1 + rng_below(r, 4)); /* whole lines, whole tiles */
     s.rows = rng_below(r, 2) ? 1 + rng_below(r, 40) : 0;
     s.act = acts[rng_below(r, 3)];
     s.seed = rng_next(r);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What problem.c and run.c share: guards, the pattern that fills what nobody may read, and walks over strided views. */
+ * What problem.c and run.c share: guards, the pattern that fills what nobody may read, and walks over strided
+ * views. */
 #ifndef WEFT_TESTS_MEMORY_H
 #define WEFT_TESTS_MEMORY_H
 

@@ -85,10 +85,10 @@ static void bound_products(const truth *t, const problem *p, int index, weft_isa
 {
     const arg *a = &p->arg[index], *m = &t->magnitude->arg[index];
     double k = roundings(p, a->name) * U;
-    /* AMX multiplies bf16 tiles: a wider phi is split into a high and a low part, which keeps 16 bits of it. */
-    bool split =
-        isa == WEFT_ISA_AMX && is(p, "mhc_project_fwd") && strcmp(a->name, "h") == 0 && p->spec.act != WEFT_F32;
-    if (split) k += 0x1p-16;
+    /* AMX multiplies bf16 tiles, 32 channels at a time: phi is split into a high and a low part, which keeps 16 to
+     * 17 bits of it, and a sum runs through the channels in one lane. */
+    bool tiles = isa == WEFT_ISA_AMX && p->spec.act == WEFT_BF16 && p->spec.channels % 32 == 0;
+    if (tiles && is(p, "mhc_project_fwd") && strcmp(a->name, "h") == 0) k += 0x1p-16;
     double *mag = arg_values(m);
     for (int64_t i = 0; i < a->elements; i++) bound[i] = k * mag[i];
     free(mag);
