@@ -46,6 +46,9 @@ typedef struct weft_kernel {
 #include "core/ops.def"
 #undef WEFT_OP
 
+/* False where memory has not been touched since the system handed it out (src/core/pages.c). */
+bool weft_pages_present(const void *data, size_t bytes);
+
 static inline bool weft_has(const weft_tensor *t)
 {
     return t->dtype != WEFT_NONE;

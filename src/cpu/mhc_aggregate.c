@@ -184,22 +184,24 @@ static void bwd_body(void *context, int64_t item, int thread)
     stream_fence();
 }
 
-static weft_status run(const weft_call *call, const void *args, cpu_body *body, int64_t written)
+static weft_status run(const weft_call *call, const void *args, cpu_body *body, bool stream)
 {
     int64_t work = call->tokens * call->streams * call->channels;
-    job j = {call, args, written >= STREAM_BYTES};
+    job j = {call, args, stream};
     cpu_parallel(call, (call->tokens + TILE - 1) / TILE, work, body, &j);
     return WEFT_OK;
 }
 
 static weft_status fwd(const weft_call *call, const void *args)
 {
-    return run(call, args, fwd_body, call->tokens * call->channels * (int64_t)size_of(call->dtype));
+    const weft_mhc_aggregate_fwd_args *a = args;
+    return run(call, args, fwd_body, stream_pays(call, &a->u, call->tokens * call->channels));
 }
 
 static weft_status bwd(const weft_call *call, const void *args)
 {
-    return run(call, args, bwd_body, call->tokens * call->streams * call->channels * (int64_t)size_of(call->dtype));
+    const weft_mhc_aggregate_bwd_args *a = args;
+    return run(call, args, bwd_body, stream_pays(call, &a->d_x.to, call->tokens * call->streams * call->channels));
 }
 
 const weft_kernel CPU(mhc_aggregate_fwd)[] = {{WEFT_NONE, 0, fwd, NULL}, {0}};

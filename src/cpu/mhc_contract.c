@@ -119,10 +119,10 @@ static void bwd_body(void *context, int64_t item, int thread)
     stream_fence();
 }
 
-static weft_status run(const weft_call *call, const void *args, weft_contract kind, cpu_body *body, int64_t written)
+static weft_status run(const weft_call *call, const void *args, weft_contract kind, cpu_body *body, bool stream)
 {
     float factor = kind == WEFT_CONTRACT_MEAN ? (float)(1.0 / (double)call->streams) : 1.0f;
-    job j = {call, args, factor, written >= STREAM_BYTES};
+    job j = {call, args, factor, stream};
     cpu_parallel(call, (call->tokens + TILE - 1) / TILE, call->tokens * call->streams * call->channels, body, &j);
     return WEFT_OK;
 }
@@ -130,14 +130,14 @@ static weft_status run(const weft_call *call, const void *args, weft_contract ki
 static weft_status fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_contract_fwd_args *a = args;
-    return run(call, args, a->kind, fwd_body, call->tokens * call->channels * (int64_t)size_of(a->u.dtype));
+    return run(call, args, a->kind, fwd_body, stream_pays(call, &a->u, call->tokens * call->channels));
 }
 
 static weft_status bwd(const weft_call *call, const void *args)
 {
     const weft_mhc_contract_bwd_args *a = args;
     return run(call, args, a->kind, bwd_body,
-               call->tokens * call->streams * call->channels * (int64_t)size_of(a->d_x.to.dtype));
+               stream_pays(call, &a->d_x.to, call->tokens * call->streams * call->channels));
 }
 
 const weft_kernel CPU(mhc_contract_fwd)[] = {{WEFT_NONE, 0, fwd, NULL}, {0}};

@@ -12,12 +12,17 @@ INLINE void fwd_direct(weft_dtype t, const weft_mhc_expand_fwd_args *a, int64_t 
 #if WEFT_CPU_LEVEL == 2
     /* Raw 64-byte lines: widening and rounding back would be wasted work. */
     int64_t line = 64 / size;
-    if (stream && (((uintptr_t)x | (uintptr_t)(a->x.stride[1] * size)) % 64) == 0)
-        for (; c + line <= channels; c += line) {
-            __m512i v = _mm512_loadu_si512(u + c * size);
-            for (int64_t i = 0; i < n; i++)
-                _mm512_stream_si512((__m512i *)(void *)(x + (i * a->x.stride[1] + c) * size), v);
+    stream = stream && (((uintptr_t)x | (uintptr_t)(a->x.stride[1] * size)) % 64) == 0;
+    for (; c + line <= channels; c += line) {
+        __m512i v = _mm512_loadu_si512(u + c * size);
+        for (int64_t i = 0; i < n; i++) {
+            __m512i *to = (__m512i *)(void *)(x + (i * a->x.stride[1] + c) * size);
+            if (stream)
+                _mm512_stream_si512(to, v);
+            else
+                _mm512_storeu_si512(to, v);
         }
+    }
 #endif
     (void)stream;
     for (int64_t i = 0; i < n; i++)
@@ -117,7 +122,7 @@ static weft_status fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_expand_fwd_args *a = args;
     int64_t work = call->tokens * call->streams * call->channels;
-    job j = {call, args, work * (int64_t)size_of(a->x.dtype) >= STREAM_BYTES};
+    job j = {call, args, stream_pays(call, &a->x, work)};
     cpu_parallel(call, (call->tokens + TILE - 1) / TILE, work, fwd_body, &j);
     return WEFT_OK;
 }
@@ -126,7 +131,7 @@ static weft_status bwd(const weft_call *call, const void *args)
 {
     const weft_mhc_expand_bwd_args *a = args;
     int64_t work = call->tokens * call->streams * call->channels;
-    job j = {call, args, call->tokens * call->channels * (int64_t)size_of(a->d_u.to.dtype) >= STREAM_BYTES};
+    job j = {call, args, stream_pays(call, &a->d_u.to, call->tokens * call->channels)};
     cpu_parallel(call, (call->tokens + TILE - 1) / TILE, work, bwd_body, &j);
     return WEFT_OK;
 }

@@ -61,7 +61,6 @@ static void take_common(plan *p, weft_arena *arena, const weft_call *call, const
     p->beta = weft_arena_take(arena, (size_t)pad16(call->streams) * 4);
     room_at(NULL, call, &p->room_bytes);
     p->rooms = weft_arena_take(arena, (size_t)(cpu_threads(call) * p->room_bytes));
-    p->stream = call->tokens * call->channels * (int64_t)size_of(call->dtype) >= STREAM_BYTES;
 }
 
 /* ---- forward ------------------------------------------------------------------------------------------------------- */
@@ -96,6 +95,7 @@ static weft_status fwd(const weft_call *call, const void *args)
     const weft_mhc_head_fwd_args *a = args;
     plan p;
     fwd_lay_out(&p, call, a);
+    p.stream = stream_pays(call, &a->u, call->tokens * call->channels);
     CPU(psi_pack)(call, &p.psi, &a->phi, &a->norm_weight);
     vector_load(p.alpha, &a->alpha, 1, 0);
     vector_load(p.beta, &a->beta, call->streams, 0);
@@ -173,6 +173,7 @@ static weft_status bwd(const weft_call *call, const void *args)
     const weft_mhc_head_bwd_args *a = args;
     plan p;
     bwd_lay_out(&p, call, a);
+    p.stream = stream_pays(call, &a->d_x.to, call->tokens * call->streams * call->channels);
     if (weft_has(&a->d_x.to)) CPU(psi_pack)(call, &p.psi, &a->phi, &a->norm_weight);
     CPU(dpsi_zero)(call, &p.dpsi);
     vector_load(p.alpha, &a->alpha, 1, 0);

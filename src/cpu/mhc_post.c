@@ -443,7 +443,6 @@ static weft_arena lay_out(plan *p, const weft_call *call, const void *args, bool
 {
     weft_arena arena = cpu_arena(call);
     *p = (plan){.call = call, .args = args};
-    p->stream = call->tokens * call->streams * call->channels * (int64_t)size_of(call->dtype) >= STREAM_BYTES;
     p->bias = bias ? weft_arena_take(&arena, (size_t)pad16(call->channels) * 4) : NULL;
     p->sum = sum_take(&arena, macro_tokens(call), call->channels, sum);
     return arena;
@@ -473,6 +472,7 @@ static weft_status fwd(const weft_call *call, const void *args)
     const weft_mhc_post_fwd_args *a = args;
     plan p;
     lay_out(&p, call, args, weft_has(&a->bias), false);
+    p.stream = stream_pays(call, &a->y, call->tokens * call->streams * call->channels);
     if (p.bias) vector_load(p.bias, &a->bias, call->channels, 0);
     cpu_parallel(call, (call->tokens + TILE - 1) / TILE, call->tokens * call->streams * call->channels, fwd_body, &p);
     return WEFT_OK;
@@ -483,6 +483,7 @@ static weft_status bwd(const weft_call *call, const void *args)
     const weft_mhc_post_bwd_args *a = args;
     plan p;
     lay_out(&p, call, args, weft_has(&a->bias), weft_has(&a->d_bias.to));
+    p.stream = stream_pays(call, &a->d_x.to, call->tokens * call->streams * call->channels);
     if (p.bias) vector_load(p.bias, &a->bias, call->channels, 0);
     sum_zero(p.sum.total, p.sum.width);
     /* Without a sum over tokens there is nothing to stop for. */

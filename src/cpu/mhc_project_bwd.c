@@ -282,7 +282,7 @@ static weft_status bwd(const weft_call *call, const void *args)
     int64_t macro = macro_tokens(call);
     plan p;
     lay_out(&p, call, a);
-    p.stream = call->tokens * call->streams * call->channels * (int64_t)size_of(call->dtype) >= STREAM_BYTES;
+    p.stream = stream_pays(call, &a->d_x.to, call->tokens * call->streams * call->channels);
     if (weft_has(&a->d_x.to)) CPU(psi_pack)(call, &p.psi, &a->phi, &a->norm_weight);
     CPU(dpsi_zero)(call, &p.dpsi);
     for (; p.base < call->tokens; p.base += macro) {

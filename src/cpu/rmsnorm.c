@@ -170,7 +170,7 @@ static weft_status fwd(const weft_call *call, const void *args)
     plan p;
     lay_out(&p, call, args, weft_has(&a->weight), false);
     if (p.weight) vector_load(p.weight, &a->weight, call->channels, 1);
-    p.stream = a->v.data != a->u.data && call->tokens * call->channels * (int64_t)size_of(call->dtype) >= STREAM_BYTES;
+    p.stream = a->v.data != a->u.data && stream_pays(call, &a->v, call->tokens * call->channels);
     cpu_parallel(call, (call->tokens + TILE - 1) / TILE, call->tokens * call->channels, fwd_body, &p);
     return WEFT_OK;
 }
@@ -181,7 +181,7 @@ static weft_status bwd(const weft_call *call, const void *args)
     plan p;
     lay_out(&p, call, args, weft_has(&a->weight), weft_has(&a->d_weight.to));
     if (p.weight) vector_load(p.weight, &a->weight, call->channels, 1);
-    p.stream = call->tokens * call->channels * (int64_t)size_of(call->dtype) >= STREAM_BYTES;
+    p.stream = stream_pays(call, &a->d_u.to, call->tokens * call->channels);
     sum_zero(p.sum.total, p.sum.width);
     for (; p.base < call->tokens; p.base += macro_tokens(call)) {
         int64_t tokens = min64(macro_tokens(call), call->tokens - p.base), blocks = (tokens + BLOCK - 1) / BLOCK;

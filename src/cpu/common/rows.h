@@ -288,6 +288,13 @@ INLINE bool row_direct(const weft_tensor *u, weft_dtype t)
 /* Streaming stores pay where the output will not be read back from a cache. */
 enum { STREAM_BYTES = 8 << 20 };
 
+/* Should an output of so many bytes be written past the caches? Large ones, unless their pages are fresh. */
+INLINE bool stream_pays(const weft_call *call, const weft_tensor *out, int64_t elements)
+{
+    int64_t bytes = elements * (int64_t)size_of(out->dtype);
+    return !call->query && weft_has(out) && bytes >= STREAM_BYTES && weft_pages_present(out->data, (size_t)bytes);
+}
+
 /* May rows be stored past the caches? Only where they begin on cache lines. */
 INLINE bool aligned(const void *p, int64_t stride_elements, weft_dtype t)
 {
