@@ -111,8 +111,8 @@ typedef struct weft_mhc_project_fwd_args {
 typedef struct weft_mhc_project_bwd_args {
     size_t struct_size;
     weft_tensor x, phi;
-    weft_tensor norm_weight; /* optional, as in forward */
-    weft_tensor d_h, d_ms;   /* upstream, optional */
+    weft_tensor norm_weight;             /* optional, as in forward */
+    weft_tensor d_h, d_ms;               /* upstream, optional */
     weft_grad d_x, d_phi, d_norm_weight; /* optional */
 } weft_mhc_project_bwd_args;
 
@@ -132,16 +132,16 @@ typedef struct weft_mhc_scale_fwd_args {
     size_t struct_size;
     weft_mhc_numerics numerics;
     weft_tensor h, ms;
-    weft_tensor alpha, beta;        /* [3], [N] */
-    weft_tensor pre, post, logits;  /* out: [T, n], [T, n], [T, n, n] */
+    weft_tensor alpha, beta;       /* [3], [N] */
+    weft_tensor pre, post, logits; /* out: [T, n], [T, n], [T, n, n] */
 } weft_mhc_scale_fwd_args;
 
 typedef struct weft_mhc_scale_bwd_args {
     size_t struct_size;
     weft_mhc_numerics numerics;
     weft_tensor h, ms, alpha, beta;
-    weft_tensor d_pre, d_post, d_logits;    /* upstream, optional */
-    weft_grad d_h, d_ms, d_alpha, d_beta;   /* optional */
+    weft_tensor d_pre, d_post, d_logits;  /* upstream, optional */
+    weft_grad d_h, d_ms, d_alpha, d_beta; /* optional */
 } weft_mhc_scale_bwd_args;
 
 WEFT_API weft_status weft_mhc_scale_fwd(const weft_exec *exec, const weft_mhc_scale_fwd_args *args);
@@ -213,16 +213,16 @@ typedef struct weft_mhc_aggregate_fwd_args {
 typedef struct weft_mhc_aggregate_bwd_args {
     size_t struct_size;
     weft_tensor x, pre;
-    weft_tensor d_u; /* upstream */
+    weft_tensor d_u;      /* upstream */
     weft_grad d_x, d_pre; /* optional */
 } weft_mhc_aggregate_bwd_args;
 
 WEFT_API weft_status weft_mhc_aggregate_fwd(const weft_exec *exec, const weft_mhc_aggregate_fwd_args *args);
 WEFT_API weft_status weft_mhc_aggregate_bwd(const weft_exec *exec, const weft_mhc_aggregate_bwd_args *args);
-WEFT_API weft_status weft_mhc_aggregate_fwd_workspace(const weft_exec *exec, const weft_mhc_aggregate_fwd_args *args,
-                                                      size_t *bytes);
-WEFT_API weft_status weft_mhc_aggregate_bwd_workspace(const weft_exec *exec, const weft_mhc_aggregate_bwd_args *args,
-                                                      size_t *bytes);
+WEFT_API weft_status weft_mhc_aggregate_fwd_workspace(const weft_exec *exec,
+                                                      const weft_mhc_aggregate_fwd_args *args, size_t *bytes);
+WEFT_API weft_status weft_mhc_aggregate_bwd_workspace(const weft_exec *exec,
+                                                      const weft_mhc_aggregate_bwd_args *args, size_t *bytes);
 
 /* ---- post: expand the sub-layer's output and mix the streams [M6] ---------------------------------------------------
  *     y[o,c] = D[o,c] post[o] (f[c] + bias[c]) + sum_i W(i,o) x[i,c]      W = res[i,o] (in_out) or res[o,i] (out_in)
@@ -247,8 +247,8 @@ typedef struct weft_mhc_post_bwd_args {
     weft_tensor x, f;
     weft_tensor bias; /* optional, as in forward */
     weft_tensor post, res;
-    weft_tensor d_y;                             /* upstream, activation type or f32 */
-    weft_grad d_x, d_f, d_bias, d_post, d_res;   /* optional */
+    weft_tensor d_y;                           /* upstream, activation type or f32 */
+    weft_grad d_x, d_f, d_bias, d_post, d_res; /* optional */
 } weft_mhc_post_bwd_args;
 
 WEFT_API weft_status weft_mhc_post_fwd(const weft_exec *exec, const weft_mhc_post_fwd_args *args);
@@ -326,7 +326,7 @@ typedef struct weft_mhc_head_bwd_args {
     weft_tensor x, phi;
     weft_tensor norm_weight; /* optional, as in forward */
     weft_tensor alpha, beta, h, ms;
-    weft_tensor d_u; /* upstream */
+    weft_tensor d_u;                                      /* upstream */
     weft_grad d_x, d_phi, d_norm_weight, d_alpha, d_beta; /* optional */
 } weft_mhc_head_bwd_args;
 
@@ -393,9 +393,9 @@ typedef struct weft_mhc_boundary_fwd_args {
     weft_tensor phi;         /* of the next site, as all that follows */
     weft_tensor norm_weight; /* optional */
     weft_tensor alpha, beta;
-    weft_tensor pre_in, sub_weight; /* optional */
-    weft_tensor y;                  /* out */
-    weft_tensor h, ms;              /* out, optional */
+    weft_tensor pre_in, sub_weight;               /* optional */
+    weft_tensor y;                                /* out */
+    weft_tensor h, ms;                            /* out, optional */
     weft_tensor pre_out, post_out, res_out, u, v; /* out, optional */
 } weft_mhc_boundary_fwd_args;
 
@@ -411,8 +411,8 @@ typedef struct weft_mhc_boundary_bwd_args {
     weft_tensor phi;
     weft_tensor norm_weight, pre_in, sub_weight; /* optional, as in forward */
     weft_tensor alpha, beta, h, ms;
-    weft_tensor d_y, d_u, d_v, d_pre_out, d_post_out, d_res_out; /* upstream, optional */
-    weft_grad d_x, d_f, d_bias, d_post, d_res;                   /* optional */
+    weft_tensor d_y, d_u, d_v, d_pre_out, d_post_out, d_res_out;             /* upstream, optional */
+    weft_grad d_x, d_f, d_bias, d_post, d_res;                               /* optional */
     weft_grad d_phi, d_norm_weight, d_alpha, d_beta, d_pre_in, d_sub_weight; /* optional */
 } weft_mhc_boundary_bwd_args;
 

@@ -58,7 +58,8 @@ WEFT_API const weft_op_info *weft_mhc_replay_layer_info(void);
 
 /* Calls an operator through its description; args is the operator's own args struct. */
 WEFT_API weft_status weft_op_call(const weft_op_info *op, const weft_exec *exec, const void *args);
-WEFT_API weft_status weft_op_workspace(const weft_op_info *op, const weft_exec *exec, const void *args, size_t *bytes);
+WEFT_API weft_status weft_op_workspace(const weft_op_info *op, const weft_exec *exec, const void *args,
+                                       size_t *bytes);
 
 #ifdef __cplusplus
 }

@@ -51,7 +51,7 @@ typedef enum weft_isa {
     WEFT_ISA_BASE,     /* portable C */
     WEFT_ISA_AVX2,
     WEFT_ISA_AVX512, /* F, BW, DQ, VL and BF16: Zen 4, Cooper Lake, Sapphire Rapids and later */
-    WEFT_ISA_AMX /* AVX-512 with AMX tiles in the projection */
+    WEFT_ISA_AMX     /* AVX-512 with AMX tiles in the projection */
 } weft_isa;
 
 #define WEFT_MAX_DIMS 4
@@ -76,11 +76,11 @@ typedef struct weft_grad {
 /* How and where a call runs. Zero-initialise, then set backend. */
 typedef struct weft_exec {
     weft_backend backend;
-    int32_t device;         /* CUDA device; 0 on the CPU */
-    int32_t threads;        /* CPU threads, 0 = OpenMP's default; never changes a result */
-    weft_isa isa;           /* CPU: highest instruction set to use; a machine that lacks it is an error */
-    void *stream;           /* cudaStream_t; NULL on the CPU */
-    void *workspace;        /* at least weft_<op>_workspace bytes, any alignment, contents undefined before and after */
+    int32_t device;  /* CUDA device; 0 on the CPU */
+    int32_t threads; /* CPU threads, 0 = OpenMP's default; never changes a result */
+    weft_isa isa;    /* CPU: highest instruction set to use; a machine that lacks it is an error */
+    void *stream;    /* cudaStream_t; NULL on the CPU */
+    void *workspace; /* at least weft_<op>_workspace bytes, any alignment, contents undefined before and after */
     size_t workspace_bytes;
 } weft_exec;
 

@@ -21,14 +21,46 @@ typedef struct weft_op_desc {
 
 /* Rows of an argument table. The struct is named once, by #define ARGS, in front of each table. */
 #define WEFT_DIMS(...) .ndim = sizeof((int[]){__VA_ARGS__}) / sizeof(int), .dim = {__VA_ARGS__}
-#define IN(field, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_IN, .type = WEFT_TYPE_##t, WEFT_DIMS(__VA_ARGS__)}
-#define OPT(field, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_IN, .type = WEFT_TYPE_##t, .optional = 1, WEFT_DIMS(__VA_ARGS__)}
-#define OUT(field, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_OUT, .type = WEFT_TYPE_##t, WEFT_DIMS(__VA_ARGS__)}
-#define OUT_OPT(field, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_OUT, .type = WEFT_TYPE_##t, .optional = 1, WEFT_DIMS(__VA_ARGS__)}
-#define OUT_OVER(field, over, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_OUT, .type = WEFT_TYPE_##t, .in_place = #over, WEFT_DIMS(__VA_ARGS__)}
-#define GRAD(field, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_GRAD, .type = WEFT_TYPE_##t, WEFT_DIMS(__VA_ARGS__)}
-#define GRAD_OPT(field, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_GRAD, .type = WEFT_TYPE_##t, .optional = 1, WEFT_DIMS(__VA_ARGS__)}
-#define GRAD_OVER(field, over, opt, t, ...) {.name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_GRAD, .type = WEFT_TYPE_##t, .optional = opt, .in_place = #over, WEFT_DIMS(__VA_ARGS__)}
+#define IN(field, t, ...)                                                                                          \
+    {                                                                                                              \
+        .name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_IN, .type = WEFT_TYPE_##t,               \
+        WEFT_DIMS(__VA_ARGS__)                                                                                     \
+    }
+#define OPT(field, t, ...)                                                                                         \
+    {                                                                                                              \
+        .name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_IN, .type = WEFT_TYPE_##t,               \
+        .optional = 1, WEFT_DIMS(__VA_ARGS__)                                                                      \
+    }
+#define OUT(field, t, ...)                                                                                         \
+    {                                                                                                              \
+        .name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_OUT, .type = WEFT_TYPE_##t,              \
+        WEFT_DIMS(__VA_ARGS__)                                                                                     \
+    }
+#define OUT_OPT(field, t, ...)                                                                                     \
+    {                                                                                                              \
+        .name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_OUT, .type = WEFT_TYPE_##t,              \
+        .optional = 1, WEFT_DIMS(__VA_ARGS__)                                                                      \
+    }
+#define OUT_OVER(field, over, t, ...)                                                                              \
+    {                                                                                                              \
+        .name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_OUT, .type = WEFT_TYPE_##t,              \
+        .in_place = #over, WEFT_DIMS(__VA_ARGS__)                                                                  \
+    }
+#define GRAD(field, t, ...)                                                                                        \
+    {                                                                                                              \
+        .name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_GRAD, .type = WEFT_TYPE_##t,             \
+        WEFT_DIMS(__VA_ARGS__)                                                                                     \
+    }
+#define GRAD_OPT(field, t, ...)                                                                                    \
+    {                                                                                                              \
+        .name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_GRAD, .type = WEFT_TYPE_##t,             \
+        .optional = 1, WEFT_DIMS(__VA_ARGS__)                                                                      \
+    }
+#define GRAD_OVER(field, over, opt, t, ...)                                                                        \
+    {                                                                                                              \
+        .name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_GRAD, .type = WEFT_TYPE_##t,             \
+        .optional = opt, .in_place = #over, WEFT_DIMS(__VA_ARGS__)                                                 \
+    }
 
 #define TOKENS WEFT_DIM_TOKENS
 #define STREAMS WEFT_DIM_STREAMS
@@ -37,10 +69,10 @@ typedef struct weft_op_desc {
 #define ROWS WEFT_DIM_ROWS
 
 /* When a struct grows, its first_size becomes the number it had before. */
-#define WEFT_DESC(op, table, check_fn)                                                                               \
-    const weft_op_desc weft_desc_##op = {                                                                            \
-        .info = {#op, sizeof(weft_##op##_args), (int32_t)(sizeof(table) / sizeof *(table)), table},                  \
-        .first_size = sizeof(weft_##op##_args),                                                                      \
+#define WEFT_DESC(op, table, check_fn)                                                                             \
+    const weft_op_desc weft_desc_##op = {                                                                          \
+        .info = {#op, sizeof(weft_##op##_args), (int32_t)(sizeof(table) / sizeof *(table)), table},                \
+        .first_size = sizeof(weft_##op##_args),                                                                    \
         .check = check_fn}
 
 /* Checks the tensors of a table and binds the sizes of the call; `prefix` stands before names in messages. */

@@ -74,7 +74,8 @@ static weft_status check_exec(weft_call *call)
     if (e->threads < 0 || e->threads > 4096)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.threads: expected 0 to 4096, got %d", op, (int)e->threads);
     if (e->isa < WEFT_ISA_BEST || e->isa > WEFT_ISA_AMX)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.isa: expected a weft_isa, got the number %d", op, (int)e->isa);
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.isa: expected a weft_isa, got the number %d", op,
+                         (int)e->isa);
     if (e->isa > weft_cpu_isa())
         return weft_fail(WEFT_ERR_UNSUPPORTED, "%s: exec.isa: expected at most %s on this machine, got %s", op,
                          weft_isa_name(weft_cpu_isa()), weft_isa_name(e->isa));
@@ -91,13 +92,14 @@ static weft_status take_args(const weft_op_desc *desc, const void *args, void *c
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: struct_size: expected at least %zu (use WEFT_ARGS), got %zu",
                          desc->info.name, desc->first_size, size);
     if (size > ours + 65536)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: struct_size: expected %zu (use WEFT_ARGS), got %zu", desc->info.name,
-                         ours, size);
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: struct_size: expected %zu (use WEFT_ARGS), got %zu",
+                         desc->info.name, ours, size);
     for (size_t i = ours; i < size; i++)
         if (((const unsigned char *)args)[i])
-            return weft_fail(WEFT_ERR_UNSUPPORTED,
-                             "%s: struct_size: expected %zu, got %zu with a field set that this version does not know",
-                             desc->info.name, ours, size);
+            return weft_fail(
+                WEFT_ERR_UNSUPPORTED,
+                "%s: struct_size: expected %zu, got %zu with a field set that this version does not know",
+                desc->info.name, ours, size);
     memset(copy, 0, ours);
     memcpy(copy, args, size < ours ? size : ours);
     return WEFT_OK;
@@ -109,8 +111,8 @@ typedef union args_copy {
     double align;
     char bytes[4096];
 } args_copy;
-#define WEFT_OP(name)                                                                                                \
-    _Static_assert(sizeof(weft_##name##_args) <= sizeof(args_copy), "args_copy is too small for " #name);            \
+#define WEFT_OP(name)                                                                                              \
+    _Static_assert(sizeof(weft_##name##_args) <= sizeof(args_copy), "args_copy is too small for " #name);          \
     _Static_assert(offsetof(weft_##name##_args, struct_size) == 0, "struct_size must come first in " #name);
 #include "core/ops.def"
 #undef WEFT_OP
@@ -118,11 +120,13 @@ typedef union args_copy {
 static weft_status find_kernel(const weft_call *call, const weft_kernel **found)
 {
     for (const weft_kernel *k = tables_of(call)[call->op]; k->run; k++)
-        if ((k->dtype == WEFT_NONE || k->dtype == call->dtype) && (k->streams == 0 || k->streams == call->streams)) {
+        if ((k->dtype == WEFT_NONE || k->dtype == call->dtype) &&
+            (k->streams == 0 || k->streams == call->streams)) {
             *found = k;
             return WEFT_OK;
         }
-    return weft_fail(WEFT_ERR_UNSUPPORTED, "%s: expected a case the %s backend has a kernel for, got %s with %lld streams",
+    return weft_fail(WEFT_ERR_UNSUPPORTED,
+                     "%s: expected a case the %s backend has a kernel for, got %s with %lld streams",
                      weft_op_name(call->op), weft_backend_name(call->exec->backend), weft_dtype_name(call->dtype),
                      (long long)call->streams);
 }
@@ -137,14 +141,16 @@ static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bo
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec: expected a pointer, got NULL", desc->info.name);
     if (args == NULL)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: args: expected a pointer, got NULL", desc->info.name);
-    *call = (weft_call){.op = op, .exec = exec, .query = query, .tokens = -1, .streams = -1, .channels = -1, .rows = -1};
+    *call = (weft_call){
+        .op = op, .exec = exec, .query = query, .tokens = -1, .streams = -1, .channels = -1, .rows = -1};
     WEFT_TRY(take_args(desc, args, copy));
     WEFT_TRY(check_exec(call));
     WEFT_TRY(weft_check_tensors(call, &desc->info, copy, ""));
     if (call->dtype == WEFT_NONE) call->dtype = WEFT_F32;
     WEFT_TRY(desc->check(call, copy));
     if (call->f64 && exec->backend != WEFT_BACKEND_REF)
-        return weft_fail(WEFT_ERR_UNSUPPORTED, "%s: expected f32, bf16 or f16 on the %s backend, got f64 (ref serves it)",
+        return weft_fail(WEFT_ERR_UNSUPPORTED,
+                         "%s: expected f32, bf16 or f16 on the %s backend, got f64 (ref serves it)",
                          desc->info.name, weft_backend_name(exec->backend));
     weft_arg_group all = {&desc->info, copy, -1};
     if (!query) WEFT_TRY(weft_check_overlap(call, &all, &all));
@@ -186,14 +192,14 @@ static weft_status workspace(weft_op op, const weft_exec *exec, const void *args
 
 /* ---- the public functions --------------------------------------------------------------------------------------- */
 
-#define WEFT_OP(name)                                                                                                \
-    weft_status weft_##name(const weft_exec *exec, const weft_##name##_args *args)                                   \
-    {                                                                                                                \
-        return run(WEFT_OP_##name, exec, args);                                                                      \
-    }                                                                                                                \
-    weft_status weft_##name##_workspace(const weft_exec *exec, const weft_##name##_args *args, size_t *bytes)        \
-    {                                                                                                                \
-        return workspace(WEFT_OP_##name, exec, args, bytes);                                                         \
+#define WEFT_OP(name)                                                                                              \
+    weft_status weft_##name(const weft_exec *exec, const weft_##name##_args *args)                                 \
+    {                                                                                                              \
+        return run(WEFT_OP_##name, exec, args);                                                                    \
+    }                                                                                                              \
+    weft_status weft_##name##_workspace(const weft_exec *exec, const weft_##name##_args *args, size_t *bytes)      \
+    {                                                                                                              \
+        return workspace(WEFT_OP_##name, exec, args, bytes);                                                       \
     }
 #include "core/ops.def"
 #undef WEFT_OP
@@ -226,7 +232,8 @@ static int index_of(const weft_op_info *info)
 weft_status weft_op_call(const weft_op_info *info, const weft_exec *exec, const void *args)
 {
     int op = index_of(info);
-    if (op < 0) return weft_fail(WEFT_ERR_ARGUMENT, "weft_op_call: op: expected an operator from weft_op_at, got another");
+    if (op < 0)
+        return weft_fail(WEFT_ERR_ARGUMENT, "weft_op_call: op: expected an operator from weft_op_at, got another");
     return run((weft_op)op, exec, args);
 }
 
@@ -234,6 +241,7 @@ weft_status weft_op_workspace(const weft_op_info *info, const weft_exec *exec, c
 {
     int op = index_of(info);
     if (op < 0)
-        return weft_fail(WEFT_ERR_ARGUMENT, "weft_op_workspace: op: expected an operator from weft_op_at, got another");
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "weft_op_workspace: op: expected an operator from weft_op_at, got another");
     return workspace((weft_op)op, exec, args, bytes);
 }

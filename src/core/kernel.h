@@ -38,10 +38,10 @@ typedef struct weft_kernel {
 } weft_kernel;
 
 /* Tables end with a row whose run is NULL. */
-#define WEFT_OP(name)                                                                                                \
-    extern const weft_kernel weft_ref_##name[];                                                                     \
-    extern const weft_kernel weft_cpu_base_##name[];                                                                 \
-    extern const weft_kernel weft_cpu_avx2_##name[];                                                                 \
+#define WEFT_OP(name)                                                                                              \
+    extern const weft_kernel weft_ref_##name[];                                                                    \
+    extern const weft_kernel weft_cpu_base_##name[];                                                               \
+    extern const weft_kernel weft_cpu_avx2_##name[];                                                               \
     extern const weft_kernel weft_cpu_avx512_##name[];
 #include "core/ops.def"
 #undef WEFT_OP
@@ -66,7 +66,8 @@ typedef struct weft_arena {
 static inline weft_arena weft_arena_open(void *workspace)
 {
     uintptr_t p = (uintptr_t)workspace;
-    weft_arena a = {workspace ? (char *)((p + WEFT_ARENA_ALIGN - 1) & ~(uintptr_t)(WEFT_ARENA_ALIGN - 1)) : NULL, 0};
+    weft_arena a = {workspace ? (char *)((p + WEFT_ARENA_ALIGN - 1) & ~(uintptr_t)(WEFT_ARENA_ALIGN - 1)) : NULL,
+                    0};
     return a;
 }
 

@@ -6,8 +6,8 @@
 weft_status weft_check_eps(const weft_call *call, const char *name, double eps)
 {
     if (eps >= 0 && eps < 1e30) return WEFT_OK;
-    return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s: expected a finite number of 0 or more, got %g", weft_op_name(call->op),
-                     name, eps);
+    return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s: expected a finite number of 0 or more, got %g",
+                     weft_op_name(call->op), name, eps);
 }
 
 weft_status weft_check_enum(const weft_call *call, const char *name, int value, int count)
@@ -63,6 +63,6 @@ weft_status weft_check_needs(const weft_call *call, const char *what, const weft
                              const weft_tensor *n)
 {
     if (!weft_has(w) || weft_has(n)) return WEFT_OK;
-    return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s: expected %s to be there with it, got none", weft_op_name(call->op), what,
-                     needs);
+    return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s: expected %s to be there with it, got none", weft_op_name(call->op),
+                     what, needs);
 }

@@ -9,10 +9,10 @@
 weft_status weft_fail(weft_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void weft_clear_error(void);
 
-#define WEFT_TRY(expr)                                                                                               \
-    do {                                                                                                             \
-        weft_status try_status_ = (expr);                                                                            \
-        if (try_status_ != WEFT_OK) return try_status_;                                                              \
+#define WEFT_TRY(expr)                                                                                             \
+    do {                                                                                                           \
+        weft_status try_status_ = (expr);                                                                          \
+        if (try_status_ != WEFT_OK) return try_status_;                                                            \
     } while (0)
 
 #endif

@@ -94,13 +94,13 @@ static weft_status bind_dim(weft_call *call, const weft_arg_info *info, int axis
     case WEFT_DIM_GATES:
         if (call->streams < 0) call->streams = streams_of_gates(got) ? streams_of_gates(got) : -1;
         if (call->streams < 0)
-            return weft_fail(WEFT_ERR_ARGUMENT,
-                             "%s: %s%s: dim %d: expected 2n + n^2 for n from 1 to %d, got %lld", op, prefix, info->name,
-                             axis, WEFT_MAX_STREAMS, (long long)got);
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected 2n + n^2 for n from 1 to %d, got %lld",
+                             op, prefix, info->name, axis, WEFT_MAX_STREAMS, (long long)got);
         call->rows = 2 * call->streams + call->streams * call->streams;
         if (got == call->rows) return WEFT_OK;
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected 2n + n^2 = %lld for %lld streams, got %lld", op,
-                         prefix, info->name, axis, (long long)call->rows, (long long)call->streams, (long long)got);
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected 2n + n^2 = %lld for %lld streams, got %lld",
+                         op, prefix, info->name, axis, (long long)call->rows, (long long)call->streams,
+                         (long long)got);
     default:
         if (got == dim) return WEFT_OK;
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected %d, got %lld", op, prefix, info->name, axis,
@@ -120,7 +120,8 @@ static int64_t extent(const weft_tensor *t)
 {
     int64_t last = 0, part;
     for (int i = 0; i < t->ndim; i++)
-        if (__builtin_mul_overflow(t->shape[i] - 1, t->stride[i], &part) || __builtin_add_overflow(last, part, &last))
+        if (__builtin_mul_overflow(t->shape[i] - 1, t->stride[i], &part) ||
+            __builtin_add_overflow(last, part, &last))
             return -1;
     return last >= ((int64_t)1 << 58) ? -1 : (last + 1) * (int64_t)weft_dtype_size(t->dtype);
 }
@@ -154,18 +155,19 @@ static weft_status check_layout(const weft_call *call, const weft_arg_info *info
                              info->name, i, (long long)t->stride[i]);
     if (elements(t) == 0) return WEFT_OK;
     if (extent(t) < 0)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a span below 2^58 elements, got strides beyond it", op,
-                         prefix, info->name);
-    if (is_output(info) && !writes_once(t))
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected strides that write each element once, got overlapping ones",
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a span below 2^58 elements, got strides beyond it",
                          op, prefix, info->name);
+    if (is_output(info) && !writes_once(t))
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "%s: %s%s: expected strides that write each element once, got overlapping ones", op,
+                         prefix, info->name);
     if (call->query) return WEFT_OK;
     if (t->data == NULL)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer to %lld elements, got NULL", op, prefix,
                          info->name, (long long)elements(t));
     if ((uintptr_t)t->data % weft_dtype_size(t->dtype))
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer aligned to its %d-byte elements, got %p", op,
-                         prefix, info->name, (int)weft_dtype_size(t->dtype), t->data);
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer aligned to its %d-byte elements, got %p",
+                         op, prefix, info->name, (int)weft_dtype_size(t->dtype), t->data);
     return WEFT_OK;
 }
 
@@ -198,8 +200,8 @@ weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const 
         int64_t all;
         if (__builtin_mul_overflow(call->streams, call->channels > 0 ? call->channels : 1, &all) ||
             all > ((int64_t)1 << 31))
-            return weft_fail(WEFT_ERR_ARGUMENT, "%s: streams * channels: expected at most 2^31, got %lld * %lld", op,
-                             (long long)call->streams, (long long)call->channels);
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: streams * channels: expected at most 2^31, got %lld * %lld",
+                             op, (long long)call->streams, (long long)call->channels);
     }
     return WEFT_OK;
 }

@@ -23,12 +23,11 @@ INLINE void fwd_span(const int n, const weft_dtype t, const char *x, int64_t xs,
 {
     vf w[WEFT_MAX_STREAMS];
     for (int i = 0; i < n; i++) w[i] = vf_set1(pre[i]);
-    for (int64_t c = 0; c < count; c += line_channels(t))
-        fwd_line(n, t, x, xs, w, u, c, next, stream);
+    for (int64_t c = 0; c < count; c += line_channels(t)) fwd_line(n, t, x, xs, w, u, c, next, stream);
 }
 
-INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_aggregate_fwd_args *a, int64_t t0, int64_t t1,
-                       bool stream)
+INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_aggregate_fwd_args *a, int64_t t0,
+                       int64_t t1, bool stream)
 {
     float pre[WEFT_MAX_STREAMS];
     stream = stream && aligned(a->u.data, a->u.stride[0], t);
@@ -66,8 +65,8 @@ void CPU(aggregate_fwd_tile)(const weft_mhc_aggregate_fwd_args *a, int64_t t0, i
 /* ---- backward ------------------------------------------------------------------------------------------------------ */
 
 /* dx[i] = (old +) pre[i] du;  sum[i] += du x[i] in 16 lanes. */
-INLINE void bwd_line(const int n, const weft_dtype t, const char *x, int64_t xs, const char *du, const vf *w, char *dx,
-                     int64_t dxs, bool add, vf (*sum)[STEP], int64_t c, int64_t next, bool stream)
+INLINE void bwd_line(const int n, const weft_dtype t, const char *x, int64_t xs, const char *du, const vf *w,
+                     char *dx, int64_t dxs, bool add, vf (*sum)[STEP], int64_t c, int64_t next, bool stream)
 {
     const int64_t size = (int64_t)size_of(t);
     for (int i = 0; next && i < n; i++) line_ask(x, (i * xs + c) * size + next);
@@ -89,8 +88,7 @@ INLINE void bwd_line(const int n, const weft_dtype t, const char *x, int64_t xs,
 }
 
 INLINE void bwd_span(const int n, const weft_dtype t, const char *x, int64_t xs, const char *du, const float *pre,
-                     char *dx, int64_t dxs, bool add, vf (*acc)[STEP], int64_t count, int64_t next,
-                     bool stream)
+                     char *dx, int64_t dxs, bool add, vf (*acc)[STEP], int64_t count, int64_t next, bool stream)
 {
     vf w[WEFT_MAX_STREAMS], sum[WEFT_MAX_STREAMS][STEP];
     for (int i = 0; i < n; i++) {
@@ -111,8 +109,8 @@ INLINE void store_d_pre(const weft_mhc_aggregate_bwd_args *a, int64_t m, vf (*ac
     coef_store(&a->d_pre.to, a->d_pre.add, d, m);
 }
 
-INLINE void bwd_direct(const int n, const weft_dtype t, const weft_mhc_aggregate_bwd_args *a, int64_t t0, int64_t t1,
-                       bool stream)
+INLINE void bwd_direct(const int n, const weft_dtype t, const weft_mhc_aggregate_bwd_args *a, int64_t t0,
+                       int64_t t1, bool stream)
 {
     float pre[WEFT_MAX_STREAMS];
     vf acc[WEFT_MAX_STREAMS][STEP];
@@ -142,8 +140,8 @@ static void bwd_chunks(const weft_mhc_aggregate_bwd_args *a, int64_t t0, int64_t
             rows_load(x, width, &a->x, m, c, count);
             row_load(du, &a->d_u, m, c, count);
             if (has && a->d_x.add) rows_load(dx, width, &a->d_x.to, m, c, count);
-            bwd_span((int)n, WEFT_F32, (char *)x, width, (char *)du, pre, has ? (char *)dx : NULL, width, a->d_x.add,
-                     acc, pad16(count), 0, false);
+            bwd_span((int)n, WEFT_F32, (char *)x, width, (char *)du, pre, has ? (char *)dx : NULL, width,
+                     a->d_x.add, acc, pad16(count), 0, false);
             if (has) rows_store(&a->d_x.to, false, dx, width, m, c, count);
         }
         store_d_pre(a, m, acc);

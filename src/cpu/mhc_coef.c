@@ -7,7 +7,8 @@
 
 enum { MAX_GATES = 2 * WEFT_MAX_STREAMS + WEFT_MAX_STREAMS * WEFT_MAX_STREAMS };
 
-void CPU(coef_fwd_tile)(const weft_mhc_coef_fwd_args *a, const float *alpha, const float *beta, int64_t t0, int64_t t1)
+void CPU(coef_fwd_tile)(const weft_mhc_coef_fwd_args *a, const float *alpha, const float *beta, int64_t t0,
+                        int64_t t1)
 {
     vf h[MAX_GATES], z[MAX_GATES], ms = vf_set1(0);
     int64_t rows = a->h.shape[1];
@@ -28,8 +29,8 @@ void CPU(coef_fwd_tile)(const weft_mhc_coef_fwd_args *a, const float *alpha, con
     }
 }
 
-void CPU(coef_bwd_tile)(const weft_mhc_coef_bwd_args *a, const float *alpha, const float *beta, float *sums, vf *hist,
-                        int64_t t0, int64_t t1)
+void CPU(coef_bwd_tile)(const weft_mhc_coef_bwd_args *a, const float *alpha, const float *beta, float *sums,
+                        vf *hist, int64_t t0, int64_t t1)
 {
     vf h[MAX_GATES], z[MAX_GATES], dz[MAX_GATES], dh[MAX_GATES], ms = vf_set1(0), dms, dalpha[3];
     int64_t rows = a->h.shape[1];
@@ -94,8 +95,9 @@ static void bwd_body(void *context, int64_t item, int thread)
     int64_t t0 = p->base + item * BLOCK;
     float *sum = sum_block(&p->sum, item);
     sum_zero(sum, p->sum.width);
-    CPU(coef_bwd_tile)(p->args, p->alpha, p->beta, sum, (vf *)(void *)(p->hist + thread * p->hist_bytes), t0,
-                       min64(t0 + BLOCK, p->call->tokens));
+    CPU(coef_bwd_tile)
+    (p->args, p->alpha, p->beta, sum, (vf *)(void *)(p->hist + thread * p->hist_bytes), t0,
+     min64(t0 + BLOCK, p->call->tokens));
 }
 
 static weft_status fwd(const weft_call *call, const void *args)

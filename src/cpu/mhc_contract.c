@@ -24,8 +24,8 @@ INLINE void fwd_line(const int n, const weft_dtype t, const char *x, int64_t xs,
     line_put(t, u, c, s, stream);
 }
 
-INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_contract_fwd_args *a, float factor, int64_t m,
-                       bool stream)
+INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_contract_fwd_args *a, float factor,
+                       int64_t m, bool stream)
 {
     int64_t xs = a->x.stride[1] * (int64_t)size_of(t);
     const char *x = at(&a->x, m);
@@ -63,7 +63,8 @@ INLINE void bwd_line(int64_t n, const weft_dtype t, const char *u, char *x, int6
     }
 }
 
-INLINE void bwd_direct(const weft_dtype t, const weft_mhc_contract_bwd_args *a, float factor, int64_t m, bool stream)
+INLINE void bwd_direct(const weft_dtype t, const weft_mhc_contract_bwd_args *a, float factor, int64_t m,
+                       bool stream)
 {
     const weft_tensor *dx = &a->d_x.to;
     int64_t n = dx->shape[1], xs = dx->stride[1] * (int64_t)size_of(t);

@@ -79,7 +79,8 @@ static void fwd_body(void *context, int64_t item, int thread)
     const weft_mhc_head_fwd_args *a = p->args;
     room r = room_at(p->rooms + thread * p->room_bytes, &p->call, NULL);
     weft_mhc_numerics num = numerics_of(a->rms_eps, a->rms_eps_kind, a->pre_eps);
-    int64_t tile = tile_tokens(&p->call), t0 = item * tile, m = min64(tile, p->call.tokens - t0), n = p->call.streams;
+    int64_t tile = tile_tokens(&p->call), t0 = item * tile, m = min64(tile, p->call.tokens - t0),
+            n = p->call.streams;
     weft_tensor h = weft_has(&a->h) ? from(&a->h, t0) : weft_dense2(r.h, WEFT_F32, m, n);
     weft_tensor ms = weft_has(&a->ms) ? from(&a->ms, t0) : weft_dense1(r.ms, WEFT_F32, m);
     weft_tensor gate = weft_dense2(r.gate, WEFT_F32, m, n);
@@ -100,7 +101,8 @@ static weft_status fwd(const weft_call *call, const void *args)
     vector_load(p.alpha, &a->alpha, 1, 0);
     vector_load(p.beta, &a->beta, call->streams, 0);
     int64_t tile = tile_tokens(call);
-    cpu_parallel(call, (call->tokens + tile - 1) / tile, call->tokens * call->streams * call->channels, fwd_body, &p);
+    cpu_parallel(call, (call->tokens + tile - 1) / tile, call->tokens * call->streams * call->channels, fwd_body,
+                 &p);
     return WEFT_OK;
 }
 
@@ -127,9 +129,9 @@ static weft_arena bwd_lay_out(plan *p, const weft_call *call, const weft_mhc_hea
 }
 
 /* dh and dms from d_gate, and this tile's part of d_beta and d_alpha. */
-static void gate_bwd_tile(const weft_mhc_numerics *num, const weft_tensor *h, const weft_tensor *ms, const float *alpha,
-                          const float *beta, const weft_tensor *d_gate, const weft_tensor *dh, const weft_tensor *dms,
-                          float *sum, int64_t m)
+static void gate_bwd_tile(const weft_mhc_numerics *num, const weft_tensor *h, const weft_tensor *ms,
+                          const float *alpha, const float *beta, const weft_tensor *d_gate, const weft_tensor *dh,
+                          const weft_tensor *dms, float *sum, int64_t m)
 {
     vf hv[WEFT_MAX_STREAMS], dz[WEFT_MAX_STREAMS], dhv[WEFT_MAX_STREAMS], msv = vf_set1(0), dmsv, dalpha[3];
     int n = (int)h->shape[1];
@@ -157,7 +159,8 @@ static void bwd_body(void *context, int64_t item, int thread)
     float *sum = sum_block(&p->sum, item);
     weft_tensor x = from(&a->x, t), h = from(&a->h, t), ms = from(&a->ms, t), d_u = from(&a->d_u, t);
     weft_tensor gate = weft_dense2(r.gate, WEFT_F32, m, n), d_gate = weft_dense2(r.d_gate, WEFT_F32, m, n);
-    weft_tensor dh = weft_dense2(p->dh + offset * n, WEFT_F32, m, n), dms = weft_dense1(p->dms + offset, WEFT_F32, m);
+    weft_tensor dh = weft_dense2(p->dh + offset * n, WEFT_F32, m, n),
+                dms = weft_dense1(p->dms + offset, WEFT_F32, m);
     weft_mhc_aggregate_bwd_args aggregate = {.x = x, .pre = gate, .d_u = d_u, .d_pre = {.to = d_gate}};
     weft_grad d_x = grad_from(&a->d_x, t);
     sum_zero(sum, p->sum.width);

@@ -39,21 +39,20 @@ typedef struct fwd_rows {
     int64_t next; /* bytes from a token's x to the next one's, 0: do not ask for it */
 } fwd_rows;
 
-INLINE void fwd_line(const int n, const weft_dtype t, const fwd_rows *r, const vf *w, const vf *post, int64_t c, bool stream)
+INLINE void fwd_line(const int n, const weft_dtype t, const fwd_rows *r, const vf *w, const vf *post, int64_t c,
+                     bool stream)
 {
     const int64_t size = (int64_t)size_of(t);
     vf x[WEFT_MAX_STREAMS][MAX_LINE], f[MAX_LINE], y[MAX_LINE];
     for (int i = 0; r->next && i < n; i++) line_ask(r->x, (i * r->xs + c) * size + r->next);
     line_get(t, r->f, c, f);
     if (r->bias)
-        for (int h = 0; h < line_vectors(t); h++)
-            f[h] = f[h] + vf_load(r->bias + c + h * LANES);
+        for (int h = 0; h < line_vectors(t); h++) f[h] = f[h] + vf_load(r->bias + c + h * LANES);
     for (int i = 0; i < n; i++) line_get(t, r->x + i * r->xs * size, c, x[i]);
     for (int o = 0; o < n; o++) {
         for (int h = 0; h < line_vectors(t); h++) y[h] = post[o] * f[h];
         if (r->mask)
-            for (int h = 0; h < line_vectors(t); h++)
-                y[h] = y[h] * vf_load(r->mask + o * r->ms + c + h * LANES);
+            for (int h = 0; h < line_vectors(t); h++) y[h] = y[h] * vf_load(r->mask + o * r->ms + c + h * LANES);
         for (int i = 0; i < n; i++)
             for (int h = 0; h < line_vectors(t); h++) y[h] = vf_fma(w[o * n + i], x[i][h], y[h]);
         line_put(t, r->y + o * r->ys * size, c, y, stream);
@@ -65,8 +64,7 @@ INLINE void fwd_span(const int n, const weft_dtype t, fwd_rows r, const coefs *k
     vf w[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS], post[WEFT_MAX_STREAMS];
     for (int i = 0; i < n * n; i++) w[i] = vf_set1(k->w[i]);
     for (int o = 0; o < n; o++) post[o] = vf_set1(k->post[o]);
-    for (int64_t c = 0; c < count; c += line_channels(t))
-        fwd_line(n, t, &r, w, post, c, stream);
+    for (int64_t c = 0; c < count; c += line_channels(t)) fwd_line(n, t, &r, w, post, c, stream);
 }
 
 INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_post_fwd_args *a, const float *bias,
@@ -82,15 +80,16 @@ INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_post_fwd_
         for (int64_t c = 0; c < channels; c += width) {
             int64_t count = min64(width, channels - c);
             if (mask->on) mask_fill(drop, width, mask, m, n, c, count);
-            fwd_rows r = {at(&a->x, m) + c * size, at(&a->f, m) + c * size, at(&a->y, m) + c * size,
-                          a->x.stride[1],          a->y.stride[1],          bias ? bias + c : NULL,
-                          mask->on ? drop : NULL,  width,                   a->x.stride[0] * size};
+            fwd_rows r = {at(&a->x, m) + c * size, at(&a->f, m) + c * size, at(&a->y, m) + c * size, a->x.stride[1],
+                          a->y.stride[1],          bias ? bias + c : NULL,  mask->on ? drop : NULL,  width,
+                          a->x.stride[0] * size};
             fwd_span(n, t, r, &k, count, stream);
         }
     }
 }
 
-static void fwd_chunks(const weft_mhc_post_fwd_args *a, const float *bias, const weft_mask *mask, int64_t t0, int64_t t1)
+static void fwd_chunks(const weft_mhc_post_fwd_args *a, const float *bias, const weft_mask *mask, int64_t t0,
+                       int64_t t1)
 {
     _Alignas(64) float x[CHUNK], f[CHUNK], y[CHUNK], drop[CHUNK];
     coefs k;
@@ -103,8 +102,9 @@ static void fwd_chunks(const weft_mhc_post_fwd_args *a, const float *bias, const
             rows_load(x, width, &a->x, m, c, count);
             row_load(f, &a->f, m, c, count);
             if (mask->on) mask_fill(drop, width, mask, m, n, c, count);
-            fwd_rows r = {(char *)x, (char *)f, (char *)y, width, width, bias ? bias + c : NULL,
-                          mask->on ? drop : NULL, width, 0};
+            fwd_rows r = {
+                (char *)x, (char *)f, (char *)y, width, width, bias ? bias + c : NULL, mask->on ? drop : NULL,
+                width,     0};
             FOR_STREAMS(n, fwd_span(N, WEFT_F32, r, &k, pad16(count), false))
             rows_store(&a->y, false, y, width, m, c, count);
         }
@@ -146,8 +146,7 @@ INLINE void get_f(const weft_dtype t, const bwd_rows *r, int64_t c, vf *f)
 {
     line_get(t, r->f, c, f);
     if (r->bias)
-        for (int h = 0; h < line_vectors(t); h++)
-            f[h] = f[h] + vf_load(r->bias + c + h * LANES);
+        for (int h = 0; h < line_vectors(t); h++) f[h] = f[h] + vf_load(r->bias + c + h * LANES);
 }
 
 INLINE void get_g(const weft_dtype t, const bwd_rows *r, int o, int64_t c, vf *g)
@@ -199,8 +198,8 @@ INLINE void bwd_elements(const int n, const weft_dtype t, const bwd_rows *r, con
 enum { FEW = 4 }; /* streams whose sums fit the registers */
 
 /* Sums and elements of a line in one go. */
-INLINE void bwd_line(const int n, const weft_dtype t, const bwd_rows *r, const vf *w, const vf *post, vf (*sw)[STEP],
-                     vf (*sp)[STEP], int64_t c, bool stream)
+INLINE void bwd_line(const int n, const weft_dtype t, const bwd_rows *r, const vf *w, const vf *post,
+                     vf (*sw)[STEP], vf (*sp)[STEP], int64_t c, bool stream)
 {
     const int64_t size = (int64_t)size_of(t);
     vf g[FEW][MAX_LINE], f[MAX_LINE], x[MAX_LINE];
@@ -212,8 +211,7 @@ INLINE void bwd_line(const int n, const weft_dtype t, const bwd_rows *r, const v
     for (int o = 0; o < n; o++) {
         get_g(t, r, o, c, g[o]);
         for (int h = 0; h < line_vectors(t); h++)
-            sp[o][h % STEP] = vf_fma(masked(r, g[o][h], o, c + h * LANES), f[h],
-                                     sp[o][h % STEP]);
+            sp[o][h % STEP] = vf_fma(masked(r, g[o][h], o, c + h * LANES), f[h], sp[o][h % STEP]);
     }
     for (int i = 0; i < n; i++) {
         line_get(t, r->x + i * r->xs * size, c, x);
@@ -224,8 +222,8 @@ INLINE void bwd_line(const int n, const weft_dtype t, const bwd_rows *r, const v
     bwd_elements(n, t, r, w, post, g, c, stream);
 }
 
-INLINE void bwd_span(const int n, const weft_dtype t, const bwd_rows *r, const coefs *k, bwd_sums *sums, int64_t count,
-                     bool stream)
+INLINE void bwd_span(const int n, const weft_dtype t, const bwd_rows *r, const coefs *k, bwd_sums *sums,
+                     int64_t count, bool stream)
 {
     vf w[FEW * FEW], post[FEW], sw[FEW * FEW][STEP], sp[FEW][STEP];
     for (int i = 0; i < n * n; i++) {
@@ -236,8 +234,7 @@ INLINE void bwd_span(const int n, const weft_dtype t, const bwd_rows *r, const c
         post[o] = vf_set1(k->post[o]);
         for (int s = 0; s < STEP; s++) sp[o][s] = sums->post[o][s];
     }
-    for (int64_t c = 0; c < count; c += line_channels(t))
-        bwd_line(n, t, r, w, post, sw, sp, c, stream);
+    for (int64_t c = 0; c < count; c += line_channels(t)) bwd_line(n, t, r, w, post, sw, sp, c, stream);
     for (int i = 0; i < n * n; i++)
         for (int s = 0; s < STEP; s++) sums->w[i][s] = sw[i][s];
     for (int o = 0; o < n; o++)
@@ -245,8 +242,8 @@ INLINE void bwd_span(const int n, const weft_dtype t, const bwd_rows *r, const c
 }
 
 /* A block of at most 4x4 sums over a line. */
-INLINE void bwd_sum_line(const int no, const int ni, const weft_dtype t, const bwd_rows *r, vf (*sw)[FEW][STEP], int o0,
-                         int i0, int64_t c)
+INLINE void bwd_sum_line(const int no, const int ni, const weft_dtype t, const bwd_rows *r, vf (*sw)[FEW][STEP],
+                         int o0, int i0, int64_t c)
 {
     const int64_t size = (int64_t)size_of(t);
     vf x[FEW][MAX_LINE], g[MAX_LINE];
@@ -254,34 +251,33 @@ INLINE void bwd_sum_line(const int no, const int ni, const weft_dtype t, const b
     for (int o = 0; o < no; o++) {
         get_g(t, r, o0 + o, c, g);
         for (int i = 0; i < ni; i++)
-            for (int h = 0; h < line_vectors(t); h++) sw[o][i][h % STEP] = vf_fma(x[i][h], g[h], sw[o][i][h % STEP]);
+            for (int h = 0; h < line_vectors(t); h++)
+                sw[o][i][h % STEP] = vf_fma(x[i][h], g[h], sw[o][i][h % STEP]);
     }
 }
 
-INLINE void bwd_sum_block(const int no, const int ni, const int n, const weft_dtype t, const bwd_rows *r, bwd_sums *sums,
-                          int o0, int i0, int64_t count)
+INLINE void bwd_sum_block(const int no, const int ni, const int n, const weft_dtype t, const bwd_rows *r,
+                          bwd_sums *sums, int o0, int i0, int64_t count)
 {
     vf sw[FEW][FEW][STEP];
     for (int o = 0; o < no; o++)
         for (int i = 0; i < ni; i++)
             for (int s = 0; s < STEP; s++) sw[o][i][s] = sums->w[(o0 + o) * n + i0 + i][s];
-    for (int64_t c = 0; c < count; c += line_channels(t))
-        bwd_sum_line(no, ni, t, r, sw, o0, i0, c);
+    for (int64_t c = 0; c < count; c += line_channels(t)) bwd_sum_line(no, ni, t, r, sw, o0, i0, c);
     for (int o = 0; o < no; o++)
         for (int i = 0; i < ni; i++)
             for (int s = 0; s < STEP; s++) sums->w[(o0 + o) * n + i0 + i][s] = sw[o][i][s];
 }
 
-INLINE void bwd_rest_line(const int n, const weft_dtype t, const bwd_rows *r, const vf *w, const vf *post, bwd_sums *sums,
-                          int64_t c, bool stream)
+INLINE void bwd_rest_line(const int n, const weft_dtype t, const bwd_rows *r, const vf *w, const vf *post,
+                          bwd_sums *sums, int64_t c, bool stream)
 {
     vf g[WEFT_MAX_STREAMS][MAX_LINE], f[MAX_LINE];
     get_f(t, r, c, f);
     for (int o = 0; o < n; o++) {
         get_g(t, r, o, c, g[o]);
         for (int h = 0; h < line_vectors(t); h++)
-            sums->post[o][h % STEP] = vf_fma(masked(r, g[o][h], o, c + h * LANES), f[h],
-                                             sums->post[o][h % STEP]);
+            sums->post[o][h % STEP] = vf_fma(masked(r, g[o][h], o, c + h * LANES), f[h], sums->post[o][h % STEP]);
     }
     bwd_elements(n, t, r, w, post, g, c, stream);
 }
@@ -301,8 +297,7 @@ INLINE void bwd_span_large(const int n, const weft_dtype t, const bwd_rows *r, c
         }
     for (int i = 0; i < n * n; i++) w[i] = vf_set1(k->w[i]);
     for (int o = 0; o < n; o++) post[o] = vf_set1(k->post[o]);
-    for (int64_t c = 0; c < count; c += line_channels(t))
-        bwd_rest_line(n, t, r, w, post, sums, c, stream);
+    for (int64_t c = 0; c < count; c += line_channels(t)) bwd_rest_line(n, t, r, w, post, sums, c, stream);
 }
 
 static void store_sums(const weft_mhc_post_bwd_args *a, const bwd_sums *sums, int64_t m)
@@ -327,8 +322,8 @@ INLINE void clear_sums(bwd_sums *sums, int n)
     memset(sums->w, 0, sizeof(vf) * STEP * (size_t)(n * n));
 }
 
-INLINE void bwd_any(const int n, const weft_dtype t, const bwd_rows *r, const coefs *k, bwd_sums *sums, int64_t count,
-                    bool stream)
+INLINE void bwd_any(const int n, const weft_dtype t, const bwd_rows *r, const coefs *k, bwd_sums *sums,
+                    int64_t count, bool stream)
 {
     if (n <= FEW)
         bwd_span(n, t, r, k, sums, count, stream);
@@ -420,8 +415,8 @@ void CPU(post_bwd_tile)(const weft_mhc_post_bwd_args *a, const float *bias, floa
 {
     weft_dtype t = a->x.dtype;
     weft_mask mask = weft_mask_open(&a->dropout, a->x.shape[2]);
-    if (row_direct(&a->x, t) && row_direct(&a->f, t) && row_direct(&a->d_y, t) &&
-        row_direct(&a->d_x.to, t) && row_direct(&a->d_f.to, t)) {
+    if (row_direct(&a->x, t) && row_direct(&a->f, t) && row_direct(&a->d_y, t) && row_direct(&a->d_x.to, t) &&
+        row_direct(&a->d_f.to, t)) {
         FOR_DTYPE(t, FOR_STREAMS(a->x.shape[1], bwd_direct(N, T, a, bias, d_bias, &mask, t0, t1, stream)))
     } else {
         bwd_chunks(a, bias, d_bias, &mask, t0, t1);
@@ -474,7 +469,8 @@ static weft_status fwd(const weft_call *call, const void *args)
     lay_out(&p, call, args, weft_has(&a->bias), false);
     p.stream = stream_pays(call, &a->y, call->tokens * call->streams * call->channels);
     if (p.bias) vector_load(p.bias, &a->bias, call->channels, 0);
-    cpu_parallel(call, (call->tokens + TILE - 1) / TILE, call->tokens * call->streams * call->channels, fwd_body, &p);
+    cpu_parallel(call, (call->tokens + TILE - 1) / TILE, call->tokens * call->streams * call->channels, fwd_body,
+                 &p);
     return WEFT_OK;
 }
 

@@ -46,8 +46,8 @@ void CPU(pre_fwd_pack)(const weft_call *call, const cpu_pre_fwd *p, const weft_m
     if (p->sub_weight) vector_load(p->sub_weight, &a->sub_weight, call->channels, 1);
 }
 
-void CPU(pre_fwd_tile)(const weft_call *call, const cpu_pre_fwd *p, const weft_mhc_pre_fwd_args *a, int64_t t0, int64_t t1,
-                       int thread)
+void CPU(pre_fwd_tile)(const weft_call *call, const cpu_pre_fwd *p, const weft_mhc_pre_fwd_args *a, int64_t t0,
+                       int64_t t1, int thread)
 {
     cpu_pre_room room = room_at(p->rooms + thread * p->room_bytes, call, NULL, NULL);
     int64_t m = t1 - t0;
@@ -264,8 +264,8 @@ static weft_status bwd(const weft_call *call, const void *args)
     for (; p.base < call->tokens; p.base += macro_tokens(call)) {
         int64_t tokens = min64(macro_tokens(call), call->tokens - p.base);
         weft_tensor x = from(&a->x, p.base);
-        cpu_parallel(call, (tokens + BLOCK - 1) / BLOCK, tokens * call->rows * call->streams * call->channels, bwd_body,
-                     &p);
+        cpu_parallel(call, (tokens + BLOCK - 1) / BLOCK, tokens * call->rows * call->streams * call->channels,
+                     bwd_body, &p);
         CPU(pre_bwd_fold)(call, &p.pre, &x, tokens);
     }
     CPU(pre_bwd_finish)(call, &p.pre, a);

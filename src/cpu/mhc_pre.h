@@ -24,8 +24,8 @@ typedef struct cpu_pre_fwd {
 cpu_pre_fwd CPU(pre_fwd_take)(weft_arena *arena, const weft_call *call, const weft_mhc_pre_fwd_args *a);
 void CPU(pre_fwd_pack)(const weft_call *call, const cpu_pre_fwd *p, const weft_mhc_pre_fwd_args *a);
 /* Tokens t0 .. t1, at most TILE. */
-void CPU(pre_fwd_tile)(const weft_call *call, const cpu_pre_fwd *p, const weft_mhc_pre_fwd_args *a, int64_t t0, int64_t t1,
-                       int thread);
+void CPU(pre_fwd_tile)(const weft_call *call, const cpu_pre_fwd *p, const weft_mhc_pre_fwd_args *a, int64_t t0,
+                       int64_t t1, int thread);
 
 typedef struct cpu_pre_bwd {
     cpu_psi psi;

@@ -21,8 +21,8 @@ INLINE int64_t part_width(int64_t n)
     return PART / n / WIDE * WIDE;
 }
 
-cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tensor *phi, const weft_tensor *norm_weight,
-                      const weft_tensor *x, bool panels)
+cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tensor *phi,
+                      const weft_tensor *norm_weight, const weft_tensor *x, bool panels)
 {
     int64_t n = call->streams, channels = call->channels;
     cpu_psi psi = {NULL, NULL, call->rows, n, channels, pad16(channels), panels, NULL};
@@ -69,7 +69,8 @@ static void pack_body(void *context, int64_t item, int thread)
     }
 }
 
-void CPU(psi_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor *phi, const weft_tensor *norm_weight)
+void CPU(psi_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor *phi,
+                   const weft_tensor *norm_weight)
 {
     pack_job j = {psi, phi, norm_weight};
     int64_t rows = psi->panels ? psi->rows : (psi->rows + NT - 1) / NT * NT;
@@ -132,8 +133,8 @@ typedef struct tile_sums {
     vf h[TILE][ROW_BLOCK][STEP], square[TILE][4][STEP];
 } tile_sums;
 
-static void add_chunk(tile_sums *sums, const cpu_psi *psi, const weft_tensor *x, int64_t t0, int tokens, int64_t row0,
-                      int rows, int64_t c0, int64_t count)
+static void add_chunk(tile_sums *sums, const cpu_psi *psi, const weft_tensor *x, int64_t t0, int tokens,
+                      int64_t row0, int rows, int64_t c0, int64_t count)
 {
     _Alignas(64) float part[MT * PART_STRIDE];
     int64_t n = psi->n, width = pad16(count);

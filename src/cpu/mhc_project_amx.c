@@ -76,7 +76,8 @@ static void pack_body(void *context, int64_t item, int thread)
     }
 }
 
-void CPU(amx_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor *phi, const weft_tensor *norm_weight)
+void CPU(amx_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor *phi,
+                   const weft_tensor *norm_weight)
 {
     pack_job j = {psi, phi, norm_weight};
     int64_t items = blocks_of(psi->rows) * (psi->n * psi->channels / K);
@@ -154,8 +155,8 @@ static void project_group(const cpu_psi *psi, const weft_tensor *x, const weft_t
     }
 }
 
-void CPU(amx_project)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *h, const weft_tensor *ms, int64_t t0,
-                      int64_t t1)
+void CPU(amx_project)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *h, const weft_tensor *ms,
+                      int64_t t0, int64_t t1)
 {
     int configured = 0;
     /* The squares first: they pull the tokens into cache row by row, which the strided tile loads would do badly. */

@@ -10,9 +10,10 @@
 #if WEFT_CPU_LEVEL == 2 && WEFT_HAVE_AMX
 bool CPU(amx_serves)(const weft_call *call, const weft_tensor *x);
 size_t CPU(amx_bytes)(const weft_call *call);
-void CPU(amx_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor *phi, const weft_tensor *norm_weight);
-void CPU(amx_project)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *h, const weft_tensor *ms, int64_t t0,
-                      int64_t t1);
+void CPU(amx_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor *phi,
+                   const weft_tensor *norm_weight);
+void CPU(amx_project)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *h, const weft_tensor *ms,
+                      int64_t t0, int64_t t1);
 #else
 INLINE bool CPU(amx_serves)(const weft_call *call, const weft_tensor *x)
 {

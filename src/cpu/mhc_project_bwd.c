@@ -56,12 +56,13 @@ typedef struct dx_group {
     float dh[MAX_ROWS * MT], factor[MT], gate[MT][WEFT_MAX_STREAMS];
 } dx_group;
 
-static void load_group(dx_group *g, int64_t rows, const weft_tensor *x, const weft_tensor *d_h, const weft_tensor *d_ms,
-                       const weft_tensor *pre, int64_t m, int mt)
+static void load_group(dx_group *g, int64_t rows, const weft_tensor *x, const weft_tensor *d_h,
+                       const weft_tensor *d_ms, const weft_tensor *pre, int64_t m, int mt)
 {
     float scale = (float)(2.0 / (double)(x->shape[1] * x->shape[2]));
     for (int t = 0; t < mt; t++) {
-        for (int64_t j = 0; j < rows; j++) g->dh[j * MT + t] = get_f32(WEFT_F32, at(d_h, m + t), j * d_h->stride[1]);
+        for (int64_t j = 0; j < rows; j++)
+            g->dh[j * MT + t] = get_f32(WEFT_F32, at(d_h, m + t), j * d_h->stride[1]);
         g->factor[t] = weft_has(d_ms) ? get_f32(WEFT_F32, at(d_ms, m + t), 0) * scale : 0;
         if (pre) coef_load(g->gate[t], pre, m + t);
     }
@@ -69,8 +70,8 @@ static void load_group(dx_group *g, int64_t rows, const weft_tensor *x, const we
 
 /* Columns first, then tokens: a chunk of psi is read once for all tokens of the tile. */
 void CPU(project_dx_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *d_h, const weft_tensor *d_ms,
-                          const weft_tensor *pre, const weft_tensor *d_u, const weft_grad *d_x, int64_t t0, int64_t t1,
-                          bool stream)
+                          const weft_tensor *pre, const weft_tensor *d_u, const weft_grad *d_x, int64_t t0,
+                          int64_t t1, bool stream)
 {
     _Alignas(64) float part[MT * DX_STRIDE], out[MT * DX_STRIDE], old[CHUNK], du[CHUNK];
     dx_group g;
@@ -148,8 +149,8 @@ void CPU(dpsi_zero)(const weft_call *call, const cpu_dpsi *d)
 }
 
 /* sum[j] += sum_t dh[t][j] x[t] for nr rows and one or two vectors of 16 channels. */
-INLINE void dpsi_block(const int nr, const int wide, float *sum, int64_t row_stride, const float *dh, int64_t dh_stride,
-                       const float *x, int64_t xs, int tokens)
+INLINE void dpsi_block(const int nr, const int wide, float *sum, int64_t row_stride, const float *dh,
+                       int64_t dh_stride, const float *x, int64_t xs, int tokens)
 {
     enum { V = 2 * STEP };
     vf s[ROWS_AT_ONCE][V];
@@ -195,14 +196,15 @@ static void add_body(void *context, int64_t item, int thread)
                     if (nr == ROWS_AT_ONCE && padded - c >= 2 * WIDE)
                         dpsi_block(ROWS_AT_ONCE, 2, sum, row_stride, dh[0], ROWS_AT_ONCE, px, COLUMNS, tokens);
                     else
-                        dpsi_block(nr, padded - c >= 2 * WIDE ? 2 : 1, sum, row_stride, dh[0], ROWS_AT_ONCE, px, COLUMNS,
-                                   tokens);
+                        dpsi_block(nr, padded - c >= 2 * WIDE ? 2 : 1, sum, row_stride, dh[0], ROWS_AT_ONCE, px,
+                                   COLUMNS, tokens);
                 }
         }
     }
 }
 
-void CPU(dpsi_add)(const weft_call *call, const cpu_dpsi *d, const weft_tensor *x, const weft_tensor *d_h, int64_t tokens)
+void CPU(dpsi_add)(const weft_call *call, const cpu_dpsi *d, const weft_tensor *x, const weft_tensor *d_h,
+                   int64_t tokens)
 {
     column_job j = {.d = d, .x = x, .d_h = d_h, .tokens = tokens};
     int64_t width = column_width(d->n);
@@ -236,8 +238,8 @@ static void store_body(void *context, int64_t item, int thread)
     }
 }
 
-void CPU(dpsi_store)(const weft_call *call, const cpu_dpsi *d, const weft_tensor *phi, const weft_tensor *norm_weight,
-                     const weft_grad *d_phi, const weft_grad *d_norm_weight)
+void CPU(dpsi_store)(const weft_call *call, const cpu_dpsi *d, const weft_tensor *phi,
+                     const weft_tensor *norm_weight, const weft_grad *d_phi, const weft_grad *d_norm_weight)
 {
     column_job j = {.d = d, .phi = phi, .norm_weight = norm_weight, .d_phi = d_phi, .d_norm_weight = d_norm_weight};
     int64_t width = column_width(d->n);
@@ -271,8 +273,8 @@ static void dx_body(void *context, int64_t item, int thread)
     const weft_mhc_project_bwd_args *a = p->args;
     int64_t t0 = p->base + item * TILE;
     (void)thread;
-    CPU(project_dx_tile)(&p->psi, &a->x, &a->d_h, &a->d_ms, NULL, NULL, &a->d_x, t0, min64(t0 + TILE, p->call->tokens),
-                         p->stream);
+    CPU(project_dx_tile)
+    (&p->psi, &a->x, &a->d_h, &a->d_ms, NULL, NULL, &a->d_x, t0, min64(t0 + TILE, p->call->tokens), p->stream);
     stream_fence();
 }
 
@@ -289,8 +291,8 @@ static weft_status bwd(const weft_call *call, const void *args)
         int64_t tokens = min64(macro, call->tokens - p.base);
         weft_tensor x = from(&a->x, p.base), d_h = from(&a->d_h, p.base);
         if (weft_has(&a->d_x.to))
-            cpu_parallel(call, (tokens + TILE - 1) / TILE, tokens * call->streams * call->channels * call->rows, dx_body,
-                         &p);
+            cpu_parallel(call, (tokens + TILE - 1) / TILE, tokens * call->streams * call->channels * call->rows,
+                         dx_body, &p);
         CPU(dpsi_add)(call, &p.dpsi, &x, &d_h, tokens);
     }
     CPU(dpsi_store)(call, &p.dpsi, &a->phi, &a->norm_weight, &a->d_phi, &a->d_norm_weight);

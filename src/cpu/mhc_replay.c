@@ -52,8 +52,8 @@ static void body(void *context, int64_t item, int thread)
     for (int32_t l = 0; l < p->args->num_layers; l++) {
         const weft_mhc_replay_layer *layer = &p->args->layers[l];
         if (weft_has(&layer->u) || weft_has(&layer->v)) {
-            weft_tensor u = weft_has(&layer->u) ? from(&layer->u, t0)
-                                                : weft_dense2(r.u, call->dtype, m, call->channels);
+            weft_tensor u =
+                weft_has(&layer->u) ? from(&layer->u, t0) : weft_dense2(r.u, call->dtype, m, call->channels);
             weft_mhc_aggregate_fwd_args aggregate = {.x = x, .pre = from(&layer->pre, t0), .u = u};
             CPU(aggregate_fwd_tile)(&aggregate, 0, m, false);
             if (weft_has(&layer->v)) {
@@ -85,8 +85,8 @@ static weft_status fwd(const weft_call *call, const void *args)
     const weft_mhc_replay_fwd_args *a = args;
     plan p;
     lay_out(&p, call, args);
-    cpu_parallel(call, (call->tokens + TILE - 1) / TILE, call->tokens * call->streams * call->channels * a->num_layers,
-                 body, &p);
+    cpu_parallel(call, (call->tokens + TILE - 1) / TILE,
+                 call->tokens * call->streams * call->channels * a->num_layers, body, &p);
     return WEFT_OK;
 }
 

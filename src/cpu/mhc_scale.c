@@ -14,8 +14,8 @@ INLINE int group_of(int64_t j, int n)
 }
 
 /* z receives pre[n] | post[n] | logits, as many as there are rows. */
-void CPU(gates_fwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float *alpha, const float *beta, const vf *h,
-                    vf ms, vf *z)
+void CPU(gates_fwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float *alpha, const float *beta,
+                    const vf *h, vf ms, vf *z)
 {
     vf inv = mm_inv_rms(ms, (float)m->rms_eps, (int)m->rms_eps_kind), t;
     for (int64_t j = 0; j < rows; j++) {
@@ -29,8 +29,8 @@ void CPU(gates_fwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float
 
 /* dz: upstream of pre | post | logits, becomes the gradient of the arguments of the sigmoids (and so of beta).
  * dalpha[3] receives this token's part. */
-void CPU(gates_bwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float *alpha, const float *beta, const vf *h,
-                    vf ms, vf *dz, vf *dh, vf *dms, vf *dalpha)
+void CPU(gates_bwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float *alpha, const float *beta,
+                    const vf *h, vf ms, vf *dz, vf *dh, vf *dms, vf *dalpha)
 {
     vf inv = mm_inv_rms(ms, (float)m->rms_eps, (int)m->rms_eps_kind), dinv = vf_set1(0), s, t;
     lanes_zero(dalpha, 3);

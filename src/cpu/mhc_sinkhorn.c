@@ -6,28 +6,28 @@
 #include "cpu/common/math.h"
 #include "cpu/common/tiles.h"
 
-#define FOR_RULE(rule, BODY)                                                                                         \
-    switch (rule) {                                                                                                  \
-    case WEFT_SINKHORN_LOG: {                                                                                        \
-        const int RULE = WEFT_SINKHORN_LOG;                                                                          \
-        BODY;                                                                                                        \
-    } break;                                                                                                         \
-    case WEFT_SINKHORN_SOFTMAX_EPS: {                                                                                \
-        const int RULE = WEFT_SINKHORN_SOFTMAX_EPS;                                                                  \
-        BODY;                                                                                                        \
-    } break;                                                                                                         \
-    case WEFT_SINKHORN_CLAMP: {                                                                                      \
-        const int RULE = WEFT_SINKHORN_CLAMP;                                                                        \
-        BODY;                                                                                                        \
-    } break;                                                                                                         \
-    case WEFT_SINKHORN_ADD: {                                                                                        \
-        const int RULE = WEFT_SINKHORN_ADD;                                                                          \
-        BODY;                                                                                                        \
-    } break;                                                                                                         \
-    default: {                                                                                                       \
-        const int RULE = WEFT_SINKHORN_THRESHOLD;                                                                    \
-        BODY;                                                                                                        \
-    }                                                                                                                \
+#define FOR_RULE(rule, BODY)                                                                                       \
+    switch (rule) {                                                                                                \
+    case WEFT_SINKHORN_LOG: {                                                                                      \
+        const int RULE = WEFT_SINKHORN_LOG;                                                                        \
+        BODY;                                                                                                      \
+    } break;                                                                                                       \
+    case WEFT_SINKHORN_SOFTMAX_EPS: {                                                                              \
+        const int RULE = WEFT_SINKHORN_SOFTMAX_EPS;                                                                \
+        BODY;                                                                                                      \
+    } break;                                                                                                       \
+    case WEFT_SINKHORN_CLAMP: {                                                                                    \
+        const int RULE = WEFT_SINKHORN_CLAMP;                                                                      \
+        BODY;                                                                                                      \
+    } break;                                                                                                       \
+    case WEFT_SINKHORN_ADD: {                                                                                      \
+        const int RULE = WEFT_SINKHORN_ADD;                                                                        \
+        BODY;                                                                                                      \
+    } break;                                                                                                       \
+    default: {                                                                                                     \
+        const int RULE = WEFT_SINKHORN_THRESHOLD;                                                                  \
+        BODY;                                                                                                      \
+    }                                                                                                              \
     }
 
 /* Up to 4x4 the matrix is copied to a local array that the compiler keeps in registers. */

@@ -6,7 +6,8 @@
 
 /* *uu = sum u^2 and, with g, *gu = sum (g w) u, each in four times 16 lanes so that the sums need not wait for one
  * another. channels is a multiple of 16. */
-INLINE void dots(const weft_dtype t, const char *u, const char *g, const float *w, int64_t channels, float *uu, float *gu)
+INLINE void dots(const weft_dtype t, const char *u, const char *g, const float *w, int64_t channels, float *uu,
+                 float *gu)
 {
     vf q[4][STEP] = {{{0}}}, p[4][STEP] = {{{0}}};
     for (int64_t c = 0; c < channels; c += 4 * WIDE) {
@@ -54,8 +55,8 @@ INLINE void fwd_row(const weft_dtype t, const char *u, const float *w, char *v, 
     }
 }
 
-void CPU(rmsnorm_fwd_tile)(const weft_rmsnorm_fwd_args *a, const float *weight, float *scratch, int64_t t0, int64_t t1,
-                           bool stream)
+void CPU(rmsnorm_fwd_tile)(const weft_rmsnorm_fwd_args *a, const float *weight, float *scratch, int64_t t0,
+                           int64_t t1, bool stream)
 {
     int64_t channels = a->u.shape[1], ld = pad16(channels);
     weft_dtype t = a->v.dtype;
@@ -74,8 +75,8 @@ void CPU(rmsnorm_fwd_tile)(const weft_rmsnorm_fwd_args *a, const float *weight, 
 }
 
 /* du = (old +) r (g w - k u) with k = r^2 mean(g w u);  d_weight += g u r. */
-INLINE void bwd_row(const weft_dtype t, const char *u, const char *g, const float *w, char *du, bool add, float *d_weight,
-                    int64_t channels, int64_t padded, double eps, bool stream)
+INLINE void bwd_row(const weft_dtype t, const char *u, const char *g, const float *w, char *du, bool add,
+                    float *d_weight, int64_t channels, int64_t padded, double eps, bool stream)
 {
     float uu = 0, gu = 0;
     dots(t, u, g, w, padded, &uu, &gu);
@@ -111,13 +112,13 @@ void CPU(rmsnorm_bwd_tile)(const weft_rmsnorm_bwd_args *a, const float *weight, 
     stream = stream && wanted && !a->d_u.add && aligned(to->data, to->stride[0], t);
     for (int64_t m = t0; m < t1; m++) {
         if (direct) {
-            FOR_DTYPE(t, bwd_row(T, at(&a->u, m), at(&a->d_v, m), weight, wanted ? at(to, m) : NULL, a->d_u.add, d_weight,
-                                 channels, channels, a->eps, stream))
+            FOR_DTYPE(t, bwd_row(T, at(&a->u, m), at(&a->d_v, m), weight, wanted ? at(to, m) : NULL, a->d_u.add,
+                                 d_weight, channels, channels, a->eps, stream))
         } else {
             row_load(u, &a->u, m, 0, channels);
             row_load(g, &a->d_v, m, 0, channels);
-            bwd_row(WEFT_F32, (char *)u, (char *)g, weight, wanted ? (char *)du : NULL, false, d_weight, channels, ld,
-                    a->eps, false);
+            bwd_row(WEFT_F32, (char *)u, (char *)g, weight, wanted ? (char *)du : NULL, false, d_weight, channels,
+                    ld, a->eps, false);
             if (wanted) row_store(to, a->d_u.add, du, m, 0, channels);
         }
     }
@@ -148,8 +149,9 @@ static weft_arena lay_out(plan *p, const weft_call *call, const void *args, bool
 static void fwd_body(void *context, int64_t item, int thread)
 {
     const plan *p = context;
-    CPU(rmsnorm_fwd_tile)(p->args, p->weight, p->scratch + thread * p->scratch_floats, item * TILE,
-                          min64((item + 1) * TILE, p->call->tokens), p->stream);
+    CPU(rmsnorm_fwd_tile)
+    (p->args, p->weight, p->scratch + thread * p->scratch_floats, item * TILE,
+     min64((item + 1) * TILE, p->call->tokens), p->stream);
     stream_fence();
 }
 
@@ -159,8 +161,9 @@ static void bwd_body(void *context, int64_t item, int thread)
     int64_t t0 = p->base + item * BLOCK;
     float *sum = sum_block(&p->sum, item);
     sum_zero(sum, p->sum.width);
-    CPU(rmsnorm_bwd_tile)(p->args, p->weight, sum, p->scratch + thread * p->scratch_floats, t0,
-                          min64(t0 + BLOCK, p->call->tokens), p->stream);
+    CPU(rmsnorm_bwd_tile)
+    (p->args, p->weight, sum, p->scratch + thread * p->scratch_floats, t0, min64(t0 + BLOCK, p->call->tokens),
+     p->stream);
     stream_fence();
 }
 

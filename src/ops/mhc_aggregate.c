@@ -9,10 +9,9 @@ static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS), 
 #undef ARGS
 
 #define ARGS weft_mhc_aggregate_bwd_args
-static const weft_arg_info bwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS), IN(pre, COEF, TOKENS, STREAMS),
-                                         IN(d_u, WIDE, TOKENS, CHANNELS),
-                                         GRAD_OPT(d_x, WIDE, TOKENS, STREAMS, CHANNELS),
-                                         GRAD_OPT(d_pre, COEF, TOKENS, STREAMS)};
+static const weft_arg_info bwd_args[] = {
+    IN(x, ACT, TOKENS, STREAMS, CHANNELS), IN(pre, COEF, TOKENS, STREAMS), IN(d_u, WIDE, TOKENS, CHANNELS),
+    GRAD_OPT(d_x, WIDE, TOKENS, STREAMS, CHANNELS), GRAD_OPT(d_pre, COEF, TOKENS, STREAMS)};
 #undef ARGS
 
 static weft_status check(const weft_call *call, const void *args)

@@ -59,8 +59,8 @@ static const weft_arg_info bwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          GRAD_OPT(d_sub_weight, PARAM, CHANNELS)};
 #undef ARGS
 
-static weft_status check_scalars(const weft_call *call, const weft_mhc_numerics *numerics, const weft_dropout *dropout,
-                                 double sub_eps)
+static weft_status check_scalars(const weft_call *call, const weft_mhc_numerics *numerics,
+                                 const weft_dropout *dropout, double sub_eps)
 {
     WEFT_TRY(weft_check_gates(call, numerics));
     WEFT_TRY(weft_check_sinkhorn(call, numerics));

@@ -8,7 +8,8 @@ static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS), 
 #undef ARGS
 
 #define ARGS weft_mhc_contract_bwd_args
-static const weft_arg_info bwd_args[] = {IN(d_u, WIDE, TOKENS, CHANNELS), GRAD(d_x, WIDE, TOKENS, STREAMS, CHANNELS)};
+static const weft_arg_info bwd_args[] = {IN(d_u, WIDE, TOKENS, CHANNELS),
+                                         GRAD(d_x, WIDE, TOKENS, STREAMS, CHANNELS)};
 #undef ARGS
 
 static weft_status check_fwd(const weft_call *call, const void *args)

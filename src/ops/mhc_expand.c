@@ -8,7 +8,8 @@ static const weft_arg_info fwd_args[] = {IN(u, ACT, TOKENS, CHANNELS), OUT(x, AC
 #undef ARGS
 
 #define ARGS weft_mhc_expand_bwd_args
-static const weft_arg_info bwd_args[] = {IN(d_x, WIDE, TOKENS, STREAMS, CHANNELS), GRAD(d_u, WIDE, TOKENS, CHANNELS)};
+static const weft_arg_info bwd_args[] = {IN(d_x, WIDE, TOKENS, STREAMS, CHANNELS),
+                                         GRAD(d_u, WIDE, TOKENS, CHANNELS)};
 #undef ARGS
 
 static weft_status check(const weft_call *call, const void *args)

@@ -4,25 +4,26 @@
 #include "core/check.h"
 
 #define ARGS weft_mhc_post_fwd_args
-static const weft_arg_info fwd_args[] = {
-    IN(x, ACT, TOKENS, STREAMS, CHANNELS), IN(f, ACT, TOKENS, CHANNELS),
-    OPT(bias, PARAM, CHANNELS),            IN(post, COEF, TOKENS, STREAMS),
-    IN(res, COEF, TOKENS, STREAMS, STREAMS), OUT_OVER(y, x, ACT, TOKENS, STREAMS, CHANNELS)};
+static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
+                                         IN(f, ACT, TOKENS, CHANNELS),
+                                         OPT(bias, PARAM, CHANNELS),
+                                         IN(post, COEF, TOKENS, STREAMS),
+                                         IN(res, COEF, TOKENS, STREAMS, STREAMS),
+                                         OUT_OVER(y, x, ACT, TOKENS, STREAMS, CHANNELS)};
 #undef ARGS
 
 #define ARGS weft_mhc_post_bwd_args
-static const weft_arg_info bwd_args[] = {
-    IN(x, ACT, TOKENS, STREAMS, CHANNELS),
-    IN(f, ACT, TOKENS, CHANNELS),
-    OPT(bias, PARAM, CHANNELS),
-    IN(post, COEF, TOKENS, STREAMS),
-    IN(res, COEF, TOKENS, STREAMS, STREAMS),
-    IN(d_y, WIDE, TOKENS, STREAMS, CHANNELS),
-    GRAD_OVER(d_x, d_y, 1, WIDE, TOKENS, STREAMS, CHANNELS),
-    GRAD_OPT(d_f, WIDE, TOKENS, CHANNELS),
-    GRAD_OPT(d_bias, PARAM, CHANNELS),
-    GRAD_OPT(d_post, COEF, TOKENS, STREAMS),
-    GRAD_OPT(d_res, COEF, TOKENS, STREAMS, STREAMS)};
+static const weft_arg_info bwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
+                                         IN(f, ACT, TOKENS, CHANNELS),
+                                         OPT(bias, PARAM, CHANNELS),
+                                         IN(post, COEF, TOKENS, STREAMS),
+                                         IN(res, COEF, TOKENS, STREAMS, STREAMS),
+                                         IN(d_y, WIDE, TOKENS, STREAMS, CHANNELS),
+                                         GRAD_OVER(d_x, d_y, 1, WIDE, TOKENS, STREAMS, CHANNELS),
+                                         GRAD_OPT(d_f, WIDE, TOKENS, CHANNELS),
+                                         GRAD_OPT(d_bias, PARAM, CHANNELS),
+                                         GRAD_OPT(d_post, COEF, TOKENS, STREAMS),
+                                         GRAD_OPT(d_res, COEF, TOKENS, STREAMS, STREAMS)};
 #undef ARGS
 
 static weft_status check_fwd(const weft_call *call, const void *args)

@@ -11,7 +11,8 @@ static const struct preset {
     weft_mhc_numerics numerics;
 } presets[WEFT_PRESET_COUNT] = {
     [WEFT_PRESET_TRANSFORMER_ENGINE] = {"transformer_engine",
-                                        {0x1p-23, WEFT_EPS_INSIDE, 0, 2, WEFT_SINKHORN_LOG, 0, 20, WEFT_APPLY_IN_OUT}},
+                                        {0x1p-23, WEFT_EPS_INSIDE, 0, 2, WEFT_SINKHORN_LOG, 0, 20,
+                                         WEFT_APPLY_IN_OUT}},
     [WEFT_PRESET_DEEPSEEK_V4] = {"deepseek_v4",
                                  {1e-6, WEFT_EPS_INSIDE, 1e-6, 2, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20,
                                   WEFT_APPLY_IN_OUT}},
@@ -19,7 +20,8 @@ static const struct preset {
                                   {1e-20, WEFT_EPS_INSIDE, 1e-6, 2, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20,
                                    WEFT_APPLY_IN_OUT}},
     [WEFT_PRESET_MEGATRON_MAIN] = {"megatron_main",
-                                   {1e-6, WEFT_EPS_OUTSIDE, 0, 2, WEFT_SINKHORN_CLAMP, 1e-6, 20, WEFT_APPLY_OUT_IN}},
+                                   {1e-6, WEFT_EPS_OUTSIDE, 0, 2, WEFT_SINKHORN_CLAMP, 1e-6, 20,
+                                    WEFT_APPLY_OUT_IN}},
     [WEFT_PRESET_MEGATRON_DEV] = {"megatron_dev",
                                   {1e-6, WEFT_EPS_OUTSIDE, 1e-6, 2, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20,
                                    WEFT_APPLY_IN_OUT}},

@@ -10,15 +10,14 @@ static const weft_arg_info fwd_args[] = {
 #undef ARGS
 
 #define ARGS weft_mhc_project_bwd_args
-static const weft_arg_info bwd_args[] = {
-    IN(x, ACT, TOKENS, STREAMS, CHANNELS),
-    IN(phi, PARAM, ROWS, STREAMS, CHANNELS),
-    OPT(norm_weight, PARAM, STREAMS, CHANNELS),
-    OPT(d_h, FULL, TOKENS, ROWS),
-    OPT(d_ms, FULL, TOKENS),
-    GRAD_OPT(d_x, WIDE, TOKENS, STREAMS, CHANNELS),
-    GRAD_OPT(d_phi, PARAM, ROWS, STREAMS, CHANNELS),
-    GRAD_OPT(d_norm_weight, PARAM, STREAMS, CHANNELS)};
+static const weft_arg_info bwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
+                                         IN(phi, PARAM, ROWS, STREAMS, CHANNELS),
+                                         OPT(norm_weight, PARAM, STREAMS, CHANNELS),
+                                         OPT(d_h, FULL, TOKENS, ROWS),
+                                         OPT(d_ms, FULL, TOKENS),
+                                         GRAD_OPT(d_x, WIDE, TOKENS, STREAMS, CHANNELS),
+                                         GRAD_OPT(d_phi, PARAM, ROWS, STREAMS, CHANNELS),
+                                         GRAD_OPT(d_norm_weight, PARAM, STREAMS, CHANNELS)};
 #undef ARGS
 
 static weft_status check_fwd(const weft_call *call, const void *args)

@@ -12,12 +12,15 @@ static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS)};
 #undef ARGS
 
 #define ARGS weft_mhc_replay_layer
-static const weft_arg_info layer_args[] = {
-    OPT(pre, COEF, TOKENS, STREAMS),        OPT(f, ACT, TOKENS, CHANNELS),
-    OPT(bias, PARAM, CHANNELS),             OPT(post, COEF, TOKENS, STREAMS),
-    OPT(res, COEF, TOKENS, STREAMS, STREAMS), OPT(sub_weight, PARAM, CHANNELS),
-    OUT_OPT(u, ACT, TOKENS, CHANNELS),      OUT_OPT(v, ACT, TOKENS, CHANNELS),
-    OUT_OPT(y, ACT, TOKENS, STREAMS, CHANNELS)};
+static const weft_arg_info layer_args[] = {OPT(pre, COEF, TOKENS, STREAMS),
+                                           OPT(f, ACT, TOKENS, CHANNELS),
+                                           OPT(bias, PARAM, CHANNELS),
+                                           OPT(post, COEF, TOKENS, STREAMS),
+                                           OPT(res, COEF, TOKENS, STREAMS, STREAMS),
+                                           OPT(sub_weight, PARAM, CHANNELS),
+                                           OUT_OPT(u, ACT, TOKENS, CHANNELS),
+                                           OUT_OPT(v, ACT, TOKENS, CHANNELS),
+                                           OUT_OPT(y, ACT, TOKENS, STREAMS, CHANNELS)};
 #undef ARGS
 
 static const weft_op_info layer_info = {"mhc_replay_layer", sizeof(weft_mhc_replay_layer),
@@ -42,7 +45,8 @@ static weft_status check_layer(weft_call *call, const weft_mhc_replay_layer *lay
     WEFT_TRY(weft_check_dropout(call, prefix, &layer->dropout));
     snprintf(name, sizeof name, "%ssub_eps", prefix);
     WEFT_TRY(weft_check_eps(call, name, layer->sub_eps));
-    if ((weft_has(&layer->u) || weft_has(&layer->v)) && !weft_has(&layer->pre)) return missing(call, l, "pre", "for u or v");
+    if ((weft_has(&layer->u) || weft_has(&layer->v)) && !weft_has(&layer->pre))
+        return missing(call, l, "pre", "for u or v");
     if (weft_has(&layer->sub_weight) && !weft_has(&layer->v)) return missing(call, l, "v", "for sub_weight");
     bool any = weft_has(&layer->f) || weft_has(&layer->post) || weft_has(&layer->res) || weft_has(&layer->y) ||
                weft_has(&layer->bias);

@@ -4,24 +4,27 @@
 #include "core/check.h"
 
 #define ARGS weft_mhc_scale_fwd_args
-static const weft_arg_info fwd_args[] = {
-    IN(h, FULL, TOKENS, GATES), IN(ms, FULL, TOKENS), IN(alpha, PARAM, 3), IN(beta, PARAM, GATES),
-    OUT(pre, COEF, TOKENS, STREAMS), OUT(post, COEF, TOKENS, STREAMS), OUT(logits, COEF, TOKENS, STREAMS, STREAMS)};
+static const weft_arg_info fwd_args[] = {IN(h, FULL, TOKENS, GATES),
+                                         IN(ms, FULL, TOKENS),
+                                         IN(alpha, PARAM, 3),
+                                         IN(beta, PARAM, GATES),
+                                         OUT(pre, COEF, TOKENS, STREAMS),
+                                         OUT(post, COEF, TOKENS, STREAMS),
+                                         OUT(logits, COEF, TOKENS, STREAMS, STREAMS)};
 #undef ARGS
 
 #define ARGS weft_mhc_scale_bwd_args
-static const weft_arg_info bwd_args[] = {
-    IN(h, FULL, TOKENS, GATES),
-    IN(ms, FULL, TOKENS),
-    IN(alpha, PARAM, 3),
-    IN(beta, PARAM, GATES),
-    OPT(d_pre, COEF, TOKENS, STREAMS),
-    OPT(d_post, COEF, TOKENS, STREAMS),
-    OPT(d_logits, COEF, TOKENS, STREAMS, STREAMS),
-    GRAD_OPT(d_h, FULL, TOKENS, GATES),
-    GRAD_OPT(d_ms, FULL, TOKENS),
-    GRAD_OPT(d_alpha, PARAM, 3),
-    GRAD_OPT(d_beta, PARAM, GATES)};
+static const weft_arg_info bwd_args[] = {IN(h, FULL, TOKENS, GATES),
+                                         IN(ms, FULL, TOKENS),
+                                         IN(alpha, PARAM, 3),
+                                         IN(beta, PARAM, GATES),
+                                         OPT(d_pre, COEF, TOKENS, STREAMS),
+                                         OPT(d_post, COEF, TOKENS, STREAMS),
+                                         OPT(d_logits, COEF, TOKENS, STREAMS, STREAMS),
+                                         GRAD_OPT(d_h, FULL, TOKENS, GATES),
+                                         GRAD_OPT(d_ms, FULL, TOKENS),
+                                         GRAD_OPT(d_alpha, PARAM, 3),
+                                         GRAD_OPT(d_beta, PARAM, GATES)};
 #undef ARGS
 
 static weft_status check_fwd(const weft_call *call, const void *args)

@@ -56,7 +56,8 @@ static inline void lanes_load(vf *dst, const weft_tensor *t, int64_t t0, int val
         int part = count - first < 16 ? (int)(count - first) : 16;
         for (int l = 0; l < 16; l++)
             m[l] = (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << part) - 1),
-                                             (const float *)(const void *)at(t, t0 + (l < valid ? l : valid - 1)) + first);
+                                             (const float *)(const void *)at(t, t0 + (l < valid ? l : valid - 1)) +
+                                                 first);
         transpose16(m);
         for (int k = 0; k < part; k++) dst[first + k] = m[k];
     }

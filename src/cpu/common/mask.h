@@ -37,8 +37,8 @@ static inline void factors_of(float out[DRAWS * 4], const weft_mask *m, int64_t 
 {
     uint64_t t = (uint64_t)(m->token_base + token);
     uint32_t k0 = m->key[0], k1 = m->key[1];
-    vu zero = {0}, c0 = zero + (uint32_t)t, c1 = zero + (uint32_t)(t >> 32), c2 = zero, c3 = zero, h0 = zero, l0 = zero, h1 = zero,
-       l1 = zero;
+    vu zero = {0}, c0 = zero + (uint32_t)t, c1 = zero + (uint32_t)(t >> 32), c2 = zero, c3 = zero, h0 = zero,
+       l0 = zero, h1 = zero, l1 = zero;
     for (int i = 0; i < DRAWS; i++) {
         uint64_t q = (uint64_t)quad + (uint64_t)i;
         c2[i] = (uint32_t)q, c3[i] = (uint32_t)(q >> 32);
@@ -66,7 +66,8 @@ static inline void factors_of(float out[DRAWS * 4], const weft_mask *m, int64_t 
 
 /* dst[i * ld + c] = 0 or 1/(1-p) for channels c0 .. c0+count of every stream of a token, and 0 up to the next multiple of
  * 16. */
-static inline void mask_fill(float *dst, int64_t ld, const weft_mask *m, int64_t token, int n, int64_t c0, int64_t count)
+static inline void mask_fill(float *dst, int64_t ld, const weft_mask *m, int64_t token, int n, int64_t c0,
+                             int64_t count)
 {
     float factors[DRAWS * 4];
     for (int i = 0; i < n; i++) {

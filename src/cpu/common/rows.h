@@ -149,8 +149,8 @@ static inline void run_stream(weft_dtype t, char *dst, const float *src, int64_t
     }
 }
 
-static inline void rows_store(const weft_tensor *y, bool add, const float *src, int64_t ld, int64_t token, int64_t c0,
-                              int64_t count)
+static inline void rows_store(const weft_tensor *y, bool add, const float *src, int64_t ld, int64_t token,
+                              int64_t c0, int64_t count)
 {
     int n = (int)y->shape[1];
     int64_t size = (int64_t)size_of(y->dtype), ss = y->stride[1], cs = y->stride[2];
@@ -211,7 +211,8 @@ static inline void row_load(float *dst, const weft_tensor *u, int64_t token, int
     for (int64_t c = count; c % WIDE; c++) dst[c] = 0;
 }
 
-static inline void row_store(const weft_tensor *u, bool add, const float *src, int64_t token, int64_t c0, int64_t count)
+static inline void row_store(const weft_tensor *u, bool add, const float *src, int64_t token, int64_t c0,
+                             int64_t count)
 {
     int64_t size = (int64_t)size_of(u->dtype), cs = u->stride[1];
     char *p = at(u, token) + c0 * cs * size;

@@ -103,25 +103,26 @@ void CPU(post_bwd_tile)(const weft_mhc_post_bwd_args *a, const float *bias, floa
                         bool stream);
 
 /* weight: a row of C floats, or NULL for 1. d_weight: a row that is added to, or NULL. scratch: 3 rows of pad16(C). */
-void CPU(rmsnorm_fwd_tile)(const weft_rmsnorm_fwd_args *a, const float *weight, float *scratch, int64_t t0, int64_t t1,
-                           bool stream);
+void CPU(rmsnorm_fwd_tile)(const weft_rmsnorm_fwd_args *a, const float *weight, float *scratch, int64_t t0,
+                           int64_t t1, bool stream);
 void CPU(rmsnorm_bwd_tile)(const weft_rmsnorm_bwd_args *a, const float *weight, float *d_weight, float *scratch,
                            int64_t t0, int64_t t1, bool stream);
 
 /* Gates of LANES tokens; h, logits and so on hold one token per lane. */
-void CPU(gates_fwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float *alpha, const float *beta, const vf *h,
-                    vf ms, vf *z);
-void CPU(gates_bwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float *alpha, const float *beta, const vf *h,
-                    vf ms, vf *dz, vf *dh, vf *dms, vf *dalpha);
+void CPU(gates_fwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float *alpha, const float *beta,
+                    const vf *h, vf ms, vf *z);
+void CPU(gates_bwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float *alpha, const float *beta,
+                    const vf *h, vf ms, vf *dz, vf *dh, vf *dms, vf *dalpha);
 void CPU(sinkhorn_lanes_fwd)(const weft_mhc_numerics *m, int n, vf *z);
 void CPU(sinkhorn_lanes_bwd)(const weft_mhc_numerics *m, int n, vf *z, vf *d, vf *hist);
 /* Bytes of hist. */
 int64_t CPU(sinkhorn_history)(const weft_mhc_numerics *m, int64_t n);
 
 /* alpha[3] and beta[N] as floats; sums receives N values of d_beta and 3 of d_alpha, or is NULL. */
-void CPU(coef_fwd_tile)(const weft_mhc_coef_fwd_args *a, const float *alpha, const float *beta, int64_t t0, int64_t t1);
-void CPU(coef_bwd_tile)(const weft_mhc_coef_bwd_args *a, const float *alpha, const float *beta, float *sums, vf *hist,
-                        int64_t t0, int64_t t1);
+void CPU(coef_fwd_tile)(const weft_mhc_coef_fwd_args *a, const float *alpha, const float *beta, int64_t t0,
+                        int64_t t1);
+void CPU(coef_bwd_tile)(const weft_mhc_coef_bwd_args *a, const float *alpha, const float *beta, float *sums,
+                        vf *hist, int64_t t0, int64_t t1);
 
 /* ---- projection ---------------------------------------------------------------------------------------------------- */
 
@@ -136,9 +137,10 @@ typedef struct cpu_psi {
     void *amx; /* room for bf16 tiles; NULL where AMX does not serve */
 } cpu_psi;
 
-cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tensor *phi, const weft_tensor *norm_weight,
-                      const weft_tensor *x, bool panels);
-void CPU(psi_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor *phi, const weft_tensor *norm_weight);
+cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tensor *phi,
+                      const weft_tensor *norm_weight, const weft_tensor *x, bool panels);
+void CPU(psi_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor *phi,
+                   const weft_tensor *norm_weight);
 
 /* h and ms of tokens t0 .. t1, at most TILE of them. */
 void CPU(project_fwd_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *h, const weft_tensor *ms,
@@ -146,8 +148,8 @@ void CPU(project_fwd_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_
 /* d_x of tokens t0 .. t1 from panels: sum_j d_h psi + (2 d_ms / nC) x, added to (what is there and) pre * d_u, where
  * pre is not NULL. d_h and d_ms may be absent. */
 void CPU(project_dx_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *d_h, const weft_tensor *d_ms,
-                          const weft_tensor *pre, const weft_tensor *d_u, const weft_grad *d_x, int64_t t0, int64_t t1,
-                          bool stream);
+                          const weft_tensor *pre, const weft_tensor *d_u, const weft_grad *d_x, int64_t t0,
+                          int64_t t1, bool stream);
 
 /* dpsi [row][stream][ld], summed over the tokens of one macro tile after the other: token after token per element. */
 typedef struct cpu_dpsi {
@@ -159,47 +161,47 @@ cpu_dpsi CPU(dpsi_take)(weft_arena *arena, const weft_call *call, bool wanted);
 void CPU(dpsi_zero)(const weft_call *call, const cpu_dpsi *d);
 void CPU(dpsi_add)(const weft_call *call, const cpu_dpsi *d, const weft_tensor *x, const weft_tensor *d_h,
                    int64_t tokens);
-void CPU(dpsi_store)(const weft_call *call, const cpu_dpsi *d, const weft_tensor *phi, const weft_tensor *norm_weight,
-                     const weft_grad *d_phi, const weft_grad *d_norm_weight);
+void CPU(dpsi_store)(const weft_call *call, const cpu_dpsi *d, const weft_tensor *phi,
+                     const weft_tensor *norm_weight, const weft_grad *d_phi, const weft_grad *d_norm_weight);
 
 /* Constant stream counts where they pay. BODY is a statement that uses the constant N. The portable build has one body
  * for all of them: it is there to be right everywhere, and compiles in reasonable time. */
 #if WEFT_CPU_LEVEL == 0
-#define FOR_STREAMS(n, BODY)                                                                                         \
-    do {                                                                                                             \
-        const int N = (int)(n);                                                                                      \
-        BODY;                                                                                                        \
+#define FOR_STREAMS(n, BODY)                                                                                       \
+    do {                                                                                                           \
+        const int N = (int)(n);                                                                                    \
+        BODY;                                                                                                      \
     } while (0);
 #else
-#define FOR_STREAMS(n, BODY)                                                                                         \
-    switch (n) {                                                                                                     \
-    case 2: {                                                                                                        \
-        const int N = 2;                                                                                             \
-        BODY;                                                                                                        \
-    } break;                                                                                                         \
-    case 4: {                                                                                                        \
-        const int N = 4;                                                                                             \
-        BODY;                                                                                                        \
-    } break;                                                                                                         \
-    case 8: {                                                                                                        \
-        const int N = 8;                                                                                             \
-        BODY;                                                                                                        \
-    } break;                                                                                                         \
-    default: {                                                                                                       \
-        const int N = (int)(n);                                                                                      \
-        BODY;                                                                                                        \
-    }                                                                                                                \
+#define FOR_STREAMS(n, BODY)                                                                                       \
+    switch (n) {                                                                                                   \
+    case 2: {                                                                                                      \
+        const int N = 2;                                                                                           \
+        BODY;                                                                                                      \
+    } break;                                                                                                       \
+    case 4: {                                                                                                      \
+        const int N = 4;                                                                                           \
+        BODY;                                                                                                      \
+    } break;                                                                                                       \
+    case 8: {                                                                                                      \
+        const int N = 8;                                                                                           \
+        BODY;                                                                                                      \
+    } break;                                                                                                       \
+    default: {                                                                                                     \
+        const int N = (int)(n);                                                                                    \
+        BODY;                                                                                                      \
+    }                                                                                                              \
     }
 #endif
 
 /* The dtypes that kernels meet where they are; see row_direct. */
-#define FOR_DTYPE(t, BODY)                                                                                           \
-    if ((t) == WEFT_F32) {                                                                                           \
-        const weft_dtype T = WEFT_F32;                                                                               \
-        BODY;                                                                                                        \
-    } else {                                                                                                         \
-        const weft_dtype T = WEFT_BF16;                                                                              \
-        BODY;                                                                                                        \
+#define FOR_DTYPE(t, BODY)                                                                                         \
+    if ((t) == WEFT_F32) {                                                                                         \
+        const weft_dtype T = WEFT_F32;                                                                             \
+        BODY;                                                                                                      \
+    } else {                                                                                                       \
+        const weft_dtype T = WEFT_BF16;                                                                            \
+        BODY;                                                                                                      \
     }
 
 #endif

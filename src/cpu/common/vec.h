@@ -294,8 +294,8 @@ INLINE __m512i line_pack(weft_dtype t, const vf *v)
     if (t == WEFT_F16) return _mm512_inserti64x4(_mm512_castsi256_si512(vf_to_f16(v[0])), vf_to_f16(v[1]), 1);
     __mmask16 odd = (__mmask16)(_mm512_fpclass_ps_mask(v[0], DENORMAL) | _mm512_fpclass_ps_mask(v[1], DENORMAL));
     if (__builtin_expect(odd == 0, 1)) return (__m512i)_mm512_cvtne2ps_pbh(v[1], v[0]);
-    const __m512i high = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
-                                          23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    const __m512i high = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29,
+                                          27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     return _mm512_permutex2var_epi16(bf16_high(v[0]), high, bf16_high(v[1]));
 }
 #endif
