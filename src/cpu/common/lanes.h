@@ -38,6 +38,19 @@ INLINE void transpose16(vf *m)
     }
 }
 
+/* Four values of 16 tokens to 64 floats in a row, token by token: what pre and post of four streams look like. */
+INLINE void store_fours(float *dst, const vf *v)
+{
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
+    __m512 a = _mm512_permutex2var_ps(v[0], low, v[2]), b = _mm512_permutex2var_ps(v[0], high, v[2]);
+    __m512 c = _mm512_permutex2var_ps(v[1], low, v[3]), d = _mm512_permutex2var_ps(v[1], high, v[3]);
+    vf_store(dst, (vf)_mm512_permutex2var_ps(a, low, c));
+    vf_store(dst + 16, (vf)_mm512_permutex2var_ps(a, high, c));
+    vf_store(dst + 32, (vf)_mm512_permutex2var_ps(b, low, d));
+    vf_store(dst + 48, (vf)_mm512_permutex2var_ps(b, high, d));
+}
+
 /* Do the values left of a token make a block worth transposing? */
 INLINE bool lane_blocks(const weft_tensor *t, int64_t left)
 {
@@ -73,6 +86,10 @@ static inline void lanes_store(const weft_tensor *t, bool add, const vf *src, in
     const float *s = (const float *)src;
     int64_t first = 0;
 #if WEFT_CPU_LEVEL == 2
+    if (!add && count == 4 && valid == LANES && lane_blocks(t, count) && t->stride[0] == 4) {
+        store_fours((float *)(void *)at(t, t0), src);
+        return;
+    }
     for (; !add && lane_blocks(t, count - first); first += 16) {
         vf m[16];
         int part = count - first < 16 ? (int)(count - first) : 16;
