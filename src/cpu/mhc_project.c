@@ -21,12 +21,10 @@ INLINE int64_t part_width(int64_t n)
     return PART / n / WIDE * WIDE;
 }
 
-cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tensor *phi,
-                      const weft_tensor *norm_weight, const weft_tensor *x, bool panels)
+cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tensor *x, bool panels)
 {
     int64_t n = call->streams, channels = call->channels;
     cpu_psi psi = {NULL, NULL, call->rows, n, channels, pad16(channels), panels, NULL};
-    (void)phi, (void)norm_weight;
     if (panels) psi.ld = (channels + PANEL - 1) / PANEL * PANEL;
     if (!panels && CPU(amx_serves)(call, x)) {
         psi.amx = weft_arena_take(arena, CPU(amx_bytes)(call));
@@ -197,7 +195,7 @@ static weft_arena lay_out(plan *p, const weft_call *call, const weft_mhc_project
 {
     weft_arena arena = cpu_arena(call);
     *p = (plan){.call = call, .args = a};
-    p->psi = CPU(psi_take)(&arena, call, &a->phi, &a->norm_weight, &a->x, false);
+    p->psi = CPU(psi_take)(&arena, call, &a->x, false);
     return arena;
 }
 

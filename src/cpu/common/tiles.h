@@ -137,8 +137,7 @@ typedef struct cpu_psi {
     void *amx; /* room for bf16 tiles; NULL where AMX does not serve */
 } cpu_psi;
 
-cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tensor *phi,
-                      const weft_tensor *norm_weight, const weft_tensor *x, bool panels);
+cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tensor *x, bool panels);
 void CPU(psi_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor *phi,
                    const weft_tensor *norm_weight);
 

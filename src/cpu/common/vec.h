@@ -217,35 +217,6 @@ INLINE void vf_put(weft_dtype t, void *row, int64_t i, vf v, bool stream)
     memcpy(p, &h, sizeof h);
 }
 
-/* The last k < LANES elements of a row; the lanes behind them are zero. */
-INLINE vf vf_get_part(weft_dtype t, const void *row, int64_t i, int64_t k)
-{
-    _Alignas(64) char part[LANES * 4] = {0};
-    memcpy(part, (const char *)row + (size_t)i * size_of(t), (size_t)k * size_of(t));
-    return vf_get(t, part, 0);
-}
-
-INLINE void vf_put_part(weft_dtype t, void *row, int64_t i, vf v, int64_t k)
-{
-    _Alignas(64) char part[LANES * 4];
-    vf_put(t, part, 0, v, false);
-    memcpy((char *)row + (size_t)i * size_of(t), part, (size_t)k * size_of(t));
-}
-
-/* Whole vectors or a part, by how many elements are left. */
-INLINE vf vf_get_n(weft_dtype t, const void *row, int64_t i, int64_t left)
-{
-    return left >= LANES ? vf_get(t, row, i) : left > 0 ? vf_get_part(t, row, i, left) : vf_set1(0);
-}
-
-INLINE void vf_put_n(weft_dtype t, void *row, int64_t i, vf v, int64_t left, bool stream)
-{
-    if (left >= LANES)
-        vf_put(t, row, i, v, stream);
-    else if (left > 0)
-        vf_put_part(t, row, i, v, left);
-}
-
 /* ---- lines: what loops over rows advance by ---------------------------------------------------------------------------
  * With AVX-512 a line is 64 bytes of a row, so that a streaming store fills a whole cache line at once: half lines of
  * several rows in turn ran at a third of the speed. Elsewhere it is the 16 channels of a sum. */
