@@ -54,6 +54,8 @@ if(WEFT_TARGET_IS_X86)
     endif()
 endif()
 
+list(APPEND WEFT_HAVE WEFT_HAVE_X86=${WEFT_HAVE_X86} WEFT_HAVE_AMX=${WEFT_HAVE_AMX})
+
 if(WEFT_OPENMP)
     find_package(OpenMP COMPONENTS C)
     if(NOT OpenMP_C_FOUND)

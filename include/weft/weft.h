@@ -42,7 +42,7 @@ typedef enum weft_dtype { WEFT_NONE = 0, WEFT_F32, WEFT_BF16, WEFT_F16, WEFT_F64
 typedef enum weft_backend {
     WEFT_BACKEND_REF = 1, /* plain loops in double precision: the executable specification */
     WEFT_BACKEND_CPU = 2, /* vectorised and threaded, host memory */
-    WEFT_BACKEND_CUDA = 3
+    WEFT_BACKEND_CUDA = 3 /* NVIDIA GPUs from compute capability 8.0 on, device memory, asynchronous */
 } weft_backend;
 
 /* Instruction sets of the CPU backend, in ascending order. */
@@ -53,6 +53,13 @@ typedef enum weft_isa {
     WEFT_ISA_AVX512, /* F, BW, DQ, VL and BF16: Zen 4, Cooper Lake, Sapphire Rapids and later */
     WEFT_ISA_AMX     /* AVX-512 with AMX tiles in the projection */
 } weft_isa;
+
+/* How the projection of f32 activations is computed on the CUDA backend. 16-bit activations are exact on tensor cores
+ * either way; the other backends always compute in full. */
+typedef enum weft_precision {
+    WEFT_PRECISION_FULL = 0, /* fp32 products and sums */
+    WEFT_PRECISION_TF32      /* activations rounded to 11 bits, on tensor cores */
+} weft_precision;
 
 #define WEFT_MAX_DIMS 4
 
@@ -77,11 +84,15 @@ typedef struct weft_grad {
 typedef struct weft_exec {
     weft_backend backend;
     int32_t device;  /* CUDA device; 0 on the CPU */
-    int32_t threads; /* CPU threads, 0 = OpenMP's default; never changes a result */
+    int32_t threads; /* CPU threads, 0 = OpenMP's default. CUDA: multiprocessors to plan for, 0 = all of the device.
+                      * Never changes a result */
     weft_isa isa;    /* CPU: highest instruction set to use; a machine that lacks it is an error */
     void *stream;    /* cudaStream_t; NULL on the CPU */
-    void *workspace; /* at least weft_<op>_workspace bytes, any alignment, contents undefined before and after */
+    void
+        *workspace; /* at least weft_<op>_workspace bytes in the backend's memory, any alignment, contents undefined
+                      * before and after */
     size_t workspace_bytes;
+    weft_precision precision;
 } weft_exec;
 
 /* Every args struct begins with struct_size, so that fields can be appended without breaking compiled callers. This

@@ -35,10 +35,20 @@ static const weft_kernel *const cpu_avx512_tables[WEFT_OP_COUNT] = {
 #undef WEFT_OP
 };
 #endif
+#if WEFT_HAVE_CUDA
+static const weft_kernel *const cuda_tables[WEFT_OP_COUNT] = {
+#define WEFT_OP(name) [WEFT_OP_##name] = weft_cuda_##name,
+#include "core/ops.def"
+#undef WEFT_OP
+};
+#endif
 
 static const weft_kernel *const *tables_of(const weft_call *call)
 {
     if (call->exec->backend == WEFT_BACKEND_REF) return ref_tables;
+#if WEFT_HAVE_CUDA
+    if (call->exec->backend == WEFT_BACKEND_CUDA) return cuda_tables;
+#endif
 #if WEFT_HAVE_X86
     if (call->isa >= WEFT_ISA_AVX512) return cpu_avx512_tables; /* AMX is a branch inside the projection */
     if (call->isa == WEFT_ISA_AVX2) return cpu_avx2_tables;
@@ -53,6 +63,9 @@ const char *weft_op_name(weft_op op)
 
 int weft_backend_available(weft_backend backend)
 {
+#if WEFT_HAVE_CUDA
+    if (backend == WEFT_BACKEND_CUDA) return weft_cuda_available();
+#endif
     return backend == WEFT_BACKEND_REF || backend == WEFT_BACKEND_CPU;
 }
 
@@ -65,14 +78,21 @@ static weft_status check_exec(weft_call *call)
     if (e->backend < WEFT_BACKEND_REF || e->backend > WEFT_BACKEND_CUDA)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.backend: expected ref, cpu or cuda, got the number %d", op,
                          (int)e->backend);
-    if (!weft_backend_available(e->backend))
-        return weft_fail(WEFT_ERR_UNSUPPORTED, "%s: exec.backend: expected a backend of this build, got %s", op,
-                         weft_backend_name(e->backend));
+    if (e->threads < 0 || e->threads > 4096)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.threads: expected 0 to 4096, got %d", op, (int)e->threads);
+    if (e->precision < WEFT_PRECISION_FULL || e->precision > WEFT_PRECISION_TF32)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.precision: expected full or tf32, got the number %d", op,
+                         (int)e->precision);
+    if (e->backend == WEFT_BACKEND_CUDA) {
+#if WEFT_HAVE_CUDA
+        return weft_cuda_check_device(call);
+#else
+        return weft_fail(WEFT_ERR_UNSUPPORTED, "%s: exec.backend: expected a backend of this build, got cuda", op);
+#endif
+    }
     if (e->device != 0)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.device: expected 0 on the %s backend, got %d", op,
                          weft_backend_name(e->backend), (int)e->device);
-    if (e->threads < 0 || e->threads > 4096)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.threads: expected 0 to 4096, got %d", op, (int)e->threads);
     if (e->isa < WEFT_ISA_BEST || e->isa > WEFT_ISA_AMX)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.isa: expected a weft_isa, got the number %d", op,
                          (int)e->isa);
@@ -174,6 +194,16 @@ static weft_status run(weft_op op, const weft_exec *exec, const void *args)
     if (need > 0 && (exec->workspace == NULL || exec->workspace_bytes < need))
         return weft_fail(WEFT_ERR_WORKSPACE, "%s: exec.workspace: expected at least %zu bytes, got %zu%s",
                          weft_op_name(op), need, exec->workspace_bytes, exec->workspace ? "" : " at NULL");
+#if WEFT_HAVE_CUDA
+    if (exec->backend == WEFT_BACKEND_CUDA) {
+        int previous;
+        if (need > 0) WEFT_TRY(weft_cuda_check_pointer(&call, "exec.", "workspace", exec->workspace));
+        WEFT_TRY(weft_cuda_enter(&call, &previous));
+        weft_status status = kernel->run(&call, &copy);
+        weft_cuda_leave(&call, previous);
+        return status;
+    }
+#endif
     return kernel->run(&call, &copy);
 }
 

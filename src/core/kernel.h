@@ -9,6 +9,10 @@
 #include <weft/norm.h>
 #include <weft/ops.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef enum weft_op {
 #define WEFT_OP(name) WEFT_OP_##name,
 #include "core/ops.def"
@@ -21,6 +25,7 @@ typedef struct weft_call {
     weft_op op;
     const weft_exec *exec;
     weft_isa isa;     /* CPU: the instruction set chosen for this call */
+    int32_t sms;      /* CUDA: multiprocessors to plan for; never changes a result */
     weft_dtype dtype; /* activation type, or f32/f64 for operators without activations */
     bool f64;         /* every tensor is float64 */
     bool query;       /* asks for the workspace size only: pointers mean nothing */
@@ -42,9 +47,20 @@ typedef struct weft_kernel {
     extern const weft_kernel weft_ref_##name[];                                                                    \
     extern const weft_kernel weft_cpu_base_##name[];                                                               \
     extern const weft_kernel weft_cpu_avx2_##name[];                                                               \
-    extern const weft_kernel weft_cpu_avx512_##name[];
+    extern const weft_kernel weft_cpu_avx512_##name[];                                                             \
+    extern const weft_kernel weft_cuda_##name[];
 #include "core/ops.def"
 #undef WEFT_OP
+
+/* The CUDA backend's part of validation (src/cuda/device.c), in builds that have it. */
+int weft_cuda_available(void);
+/* The device of the call exists and is new enough; fills call->sms. */
+weft_status weft_cuda_check_device(weft_call *call);
+/* The device of the call can reach the memory at p. */
+weft_status weft_cuda_check_pointer(const weft_call *call, const char *prefix, const char *name, const void *p);
+/* Makes the call's device current, and what was current before current again. */
+weft_status weft_cuda_enter(const weft_call *call, int *previous);
+void weft_cuda_leave(const weft_call *call, int previous);
 
 /* False where memory has not been touched since the system handed it out (src/core/pages.c). */
 bool weft_pages_present(const void *data, size_t bytes);
@@ -84,4 +100,7 @@ static inline size_t weft_arena_bytes(const weft_arena *a)
     return a->used ? a->used + WEFT_ARENA_ALIGN - 1 : 0;
 }
 
+#ifdef __cplusplus
+}
+#endif
 #endif

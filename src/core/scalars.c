@@ -56,6 +56,10 @@ weft_status weft_check_dropout(const weft_call *call, const char *prefix, const 
     if ((uintptr_t)dropout->step % sizeof(uint64_t))
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %sdropout.step: expected a pointer aligned to 8 bytes, got %p", op,
                          prefix, (const void *)dropout->step);
+#if WEFT_HAVE_CUDA
+    if (call->exec->backend == WEFT_BACKEND_CUDA && dropout->step && !call->query)
+        return weft_cuda_check_pointer(call, prefix, "dropout.step", dropout->step);
+#endif
     return WEFT_OK;
 }
 

@@ -168,6 +168,9 @@ static weft_status check_layout(const weft_call *call, const weft_arg_info *info
     if ((uintptr_t)t->data % weft_dtype_size(t->dtype))
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer aligned to its %d-byte elements, got %p",
                          op, prefix, info->name, (int)weft_dtype_size(t->dtype), t->data);
+#if WEFT_HAVE_CUDA
+    if (call->exec->backend == WEFT_BACKEND_CUDA) return weft_cuda_check_pointer(call, prefix, info->name, t->data);
+#endif
     return WEFT_OK;
 }
 

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# The CUDA backend. Sets WEFT_HAVE_CUDA, WEFT_CUDA_FLAGS, WEFT_CUDA_INCLUDE, WEFT_CUDA_LIBRARIES; extends WEFT_HAVE.
+
+set(WEFT_HAVE_CUDA 0)
+set(WEFT_CUDA_LIBRARIES "")
+if(WEFT_SANITIZE)
+    # The sanitizers look at host code; device code has compute-sanitizer (make gpu-record).
+    set(WEFT_CUDA OFF)
+endif()
+
+if(WEFT_CUDA STREQUAL "AUTO")
+    include(CheckLanguage)
+    if(NOT CMAKE_CUDA_COMPILER AND EXISTS /usr/local/cuda/bin/nvcc)
+        set(CMAKE_CUDA_COMPILER /usr/local/cuda/bin/nvcc)
+    endif()
+    check_language(CUDA)
+    if(CMAKE_CUDA_COMPILER)
+        set(WEFT_CUDA ON)
+    else()
+        message(STATUS "No CUDA compiler: building without the CUDA backend")
+    endif()
+endif()
+
+if(WEFT_CUDA STREQUAL "ON")
+    # The flags below name the architectures: CMake knows 90a only from 3.27 on, and nvcc's own defaults are of no use.
+    set(CMAKE_CUDA_ARCHITECTURES OFF)
+    set(CMAKE_CUDA_STANDARD 17)
+    set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+    set(CMAKE_CUDA_EXTENSIONS OFF)
+    set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+    enable_language(CUDA)
+    find_package(CUDAToolkit REQUIRED)
+    set(WEFT_HAVE_CUDA 1)
+    set(WEFT_CUDA_INCLUDE ${CUDAToolkit_INCLUDE_DIRS})
+    # Static: the library loads on a machine without a GPU or a CUDA installation, and says so when it is asked for one.
+    set(WEFT_CUDA_LIBRARIES CUDA::cudart_static)
+
+    # Fused multiply-adds are written out here as well. Subnormals are kept, divisions and roots are correctly rounded.
+    set(WEFT_CUDA_FLAGS --fmad=false --expt-relaxed-constexpr -Xcompiler=-fno-exceptions,-fno-rtti,-Wall,-Wextra
+                        -Xptxas=-warn-spills,-warn-lmem-usage --threads=1)
+    foreach(arch IN LISTS WEFT_CUDA_ARCHITECTURES)
+        string(REGEX REPLACE "-.*" "" number ${arch})
+        if(NOT arch MATCHES "-virtual$")
+            list(APPEND WEFT_CUDA_FLAGS "SHELL:-gencode arch=compute_${number},code=sm_${number}")
+        endif()
+        if(NOT arch MATCHES "-real$")
+            list(APPEND WEFT_CUDA_FLAGS "SHELL:-gencode arch=compute_${number},code=compute_${number}")
+        endif()
+    endforeach()
+endif()
+
+list(APPEND WEFT_HAVE WEFT_HAVE_CUDA=${WEFT_HAVE_CUDA})

@@ -1,0 +1,89 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * From a call to a launch on the caller's stream. The launch itself returns its error, so an error that somebody left
+ * behind earlier is never taken for ours. */
+#ifndef WEFT_CUDA_LAUNCH_CUH
+#define WEFT_CUDA_LAUNCH_CUH
+
+#include <cuda_runtime.h>
+
+#include "core/kernel.h"
+#include "cuda/common/status.h"
+
+#define CUDA_TRY(call, what, expr)                                                                                 \
+    do {                                                                                                           \
+        cudaError_t error_ = (expr);                                                                               \
+        if (error_ != cudaSuccess) return weft_cuda_status(call, what, error_);                                    \
+    } while (0)
+
+static inline cudaStream_t stream_of(const weft_call *call)
+{
+    return (cudaStream_t)call->exec->stream;
+}
+
+/* The kernel may begin while the one before it on the stream drains; it must call wait_for_previous() before it
+ * touches memory that an earlier launch writes or reads. */
+enum launch_order { AFTER = 0, OVERLAP = 1 };
+
+struct launch_shape {
+    dim3 grid;
+    unsigned block;
+    size_t shared = 0;
+    launch_order order = AFTER;
+    bool together = false; /* all blocks resident at once, so that they may wait for each other */
+};
+
+template <class... Formal, class... Actual>
+static weft_status launch(const weft_call *call, const char *what, void (*kernel)(Formal...), launch_shape s,
+                          Actual... args)
+{
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute attribute[2];
+    config.gridDim = s.grid;
+    config.blockDim = dim3(s.block);
+    config.dynamicSmemBytes = s.shared;
+    config.stream = stream_of(call);
+    config.attrs = attribute;
+    if (s.order == OVERLAP) {
+        attribute[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (s.together) {
+        attribute[config.numAttrs].id = cudaLaunchAttributeCooperative;
+        attribute[config.numAttrs++].val.cooperative = 1;
+    }
+    if (s.shared > 48 * 1024)
+        CUDA_TRY(call, what,
+                 cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      (int)s.shared));
+    return weft_cuda_status(call, what, cudaLaunchKernelEx(&config, kernel, Formal(args)...));
+}
+
+/* Blocks for `items` pieces of work, as many as a grid may have; kernels step through the rest. */
+static inline unsigned grid_of(int64_t items)
+{
+    const int64_t most = (int64_t)1 << 30;
+    return (unsigned)(items < most ? items : most);
+}
+
+static __device__ __forceinline__ void wait_for_previous()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* The next kernel on the stream may be set up from here on; it still waits for all of this one. */
+static __device__ __forceinline__ void let_next_begin()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+static inline weft_arena cuda_arena(const weft_call *call)
+{
+    return weft_arena_open(call->query ? NULL : call->exec->workspace);
+}
+
+#endif

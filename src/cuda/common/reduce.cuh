@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Sums in a fixed order: over the lanes of a warp, over the warps of a block, over partial sums in memory. The order
+ * depends on the block size alone, and kernels choose that from streams and channels alone. */
+#ifndef WEFT_CUDA_REDUCE_CUH
+#define WEFT_CUDA_REDUCE_CUH
+
+#include "cuda/common/vec.cuh"
+
+/* All lanes get the sum. */
+static __device__ __forceinline__ float warp_sum(float v)
+{
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
+    return v;
+}
+
+/* Sums M values over the lanes of a warp with about M + log shuffles instead of 5 M: at each step a lane keeps one half
+ * of its values and hands the other half to its partner. Afterwards lane l holds in v[0] the sum number
+ * owner_index<M>(l); M is a power of two up to 32. With M < 32 several lanes hold the same sum. */
+template <int M> static __device__ __forceinline__ void warp_sums(float (&v)[M])
+{
+    static_assert(M >= 1 && M <= 32 && (M & (M - 1)) == 0, "a power of two");
+    const int lane = threadIdx.x & 31;
+    int step = 16;
+#pragma unroll
+    for (int half = M / 2; half > 0; half >>= 1, step >>= 1) {
+        const bool upper = (lane & step) != 0;
+#pragma unroll
+        for (int k = 0; k < half; k++) {
+            float give = upper ? v[k] : v[k + half], keep = upper ? v[k + half] : v[k];
+            v[k] = keep + __shfl_xor_sync(0xffffffffu, give, step);
+        }
+    }
+#pragma unroll
+    for (; step > 0; step >>= 1) v[0] += __shfl_xor_sync(0xffffffffu, v[0], step);
+}
+
+/* Which sum a lane holds after warp_sums<M>. */
+template <int M> static __device__ __forceinline__ int owner_index(int lane)
+{
+    int index = 0, step = 16;
+#pragma unroll
+    for (int half = M / 2; half > 0; half >>= 1, step >>= 1) index += lane & step ? half : 0;
+    return index;
+}
+
+/* Sums over a block of `warps` warps; room: at least warps * M floats of shared memory. total[M] is in room afterwards,
+ * after a barrier, for all to read: the warps' sums are added in their order. */
+template <int M> static __device__ __forceinline__ void block_sums(float (&v)[M], float *room, int warps)
+{
+    constexpr int P = M <= 1 ? 1 : M <= 2 ? 2 : M <= 4 ? 4 : M <= 8 ? 8 : M <= 16 ? 16 : 32;
+    static_assert(M <= 32, "in two rounds, please");
+    float all[P];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll
+    for (int k = 0; k < P; k++) all[k] = k < M ? v[k] : 0.0f;
+    warp_sums<P>(all);
+    const int mine = owner_index<P>(lane);
+    if (mine < M && (lane & (32 / P - 1)) == 0) room[warp * M + mine] = all[0];
+    __syncthreads();
+    if (warps > 1) {
+        for (int k = threadIdx.x; k < M; k += blockDim.x) {
+            float s = room[k];
+            for (int w = 1; w < warps; w++) s += room[w * M + k];
+            room[k] = s;
+        }
+        __syncthreads();
+    }
+}
+
+#endif

@@ -1,0 +1,5 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "core/kernel.h"
+
+const weft_kernel weft_cuda_mhc_coef_fwd[] = {{}};
+const weft_kernel weft_cuda_mhc_coef_bwd[] = {{}};
