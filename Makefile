@@ -16,7 +16,7 @@ WERROR ?= OFF
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 GOLDEN ?= $(or $(WEFT_GOLDEN_DIR),$(wildcard ../shared/golden))
 FUZZ_SECONDS ?= 60
-C_SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.c' '*.h')
+C_SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.c' '*.h' '*.cu' '*.cuh')
 
 CMAKE_FLAGS = -DWEFT_WERROR=$(WERROR) -DCMAKE_INSTALL_PREFIX=$(PREFIX)
 export CTEST_PARALLEL_LEVEL ?= $(JOBS)

@@ -53,9 +53,9 @@ static weft_status launch(const weft_call *call, const char *what, void (*kernel
         attribute[config.numAttrs++].val.cooperative = 1;
     }
     if (s.shared > 48 * 1024)
-        CUDA_TRY(call, what,
-                 cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      (int)s.shared));
+        CUDA_TRY(
+            call, what,
+            cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)s.shared));
     return weft_cuda_status(call, what, cudaLaunchKernelEx(&config, kernel, Formal(args)...));
 }
 

@@ -38,7 +38,8 @@ static inline bool row_fits(const weft_tensor *t, int64_t width)
 /* A vector over the channels. */
 static inline bool vector_fits(const weft_tensor *t, int64_t width)
 {
-    return !weft_has(t) || ((t->stride[0] == 1 || t->shape[0] == 1) && t->shape[0] % width == 0 && aligned_to(t, width));
+    return !weft_has(t) ||
+           ((t->stride[0] == 1 || t->shape[0] == 1) && t->shape[0] % width == 0 && aligned_to(t, width));
 }
 
 static inline bool streams_fit(const weft_tensor *t, stream_layout layout, int64_t width)

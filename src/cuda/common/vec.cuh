@@ -246,7 +246,8 @@ static __device__ __forceinline__ void put(const view &v, int64_t i, float value
 }
 
 /* W neighbouring elements of a dtype known at run time: act (T) or f32. p counts elements. */
-template <class T, int W> static __device__ __forceinline__ void get_wide(float (&v)[W], const view &from, int64_t i)
+template <class T, int W>
+static __device__ __forceinline__ void get_wide(float (&v)[W], const view &from, int64_t i)
 {
     if (sizeof(T) == 4 || from.dtype == WEFT_F32)
         load_shared<float, W>(v, (const float *)from.data + i);
