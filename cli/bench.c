@@ -47,7 +47,7 @@ static const char *check_first_tokens(bench *b, problem *p, char *text, size_t s
     const char *wrong;
     int64_t tokens = p->spec.tokens < CHECKED_TOKENS ? p->spec.tokens : CHECKED_TOKENS;
     problem_slice(p, tokens);
-    expect_begin(&e, b->exec.backend, b->exec.isa, p->op, p->args);
+    expect_begin(&e, &b->exec, p->op, p->args);
     wrong = run_call(&b->exec, p->op, p->args);
     if (!wrong && !expect_finish(&e)) wrong = e.scope.problem;
     for (int i = 0; !wrong && i < e.num_results; i++) {
@@ -145,7 +145,7 @@ static timing run_operator(bench *b, const weft_op_info *op)
         return t;
     }
     give_memory(b, &p, &t);
-    const char *wrong = t.problem[0] ? t.problem : run_prepare(&b->exec, &p);
+    const char *wrong = t.problem[0] ? t.problem : run_prepare(&b->exec, &p, run_call);
     if (!wrong) wrong = check_first_tokens(b, &p, t.problem, sizeof t.problem);
     if (!wrong) wrong = measure(b, &p, &t);
     if (wrong && wrong != t.problem) snprintf(t.problem, sizeof t.problem, "%s", wrong);
