@@ -299,24 +299,38 @@ static uint16_t quick_f16(float x)
     return (uint16_t)(bits >> 16 & 0x8000) | (uint16_t)(exponent << 10) | (uint16_t)(bits >> 13 & 1023);
 }
 
+static uint64_t seed_of(const problem *p, const problem_arg *arg)
+{
+    uint64_t seed = random_seed(p->spec.seed, arg->info->name);
+    return p->layers ? random_bits(seed, (uint64_t)(arg - p->arg)) : seed;
+}
+
+void problem_fill_block(const problem *p, const problem_arg *arg, void *data, int64_t count)
+{
+    distribution d = distribution_of(&p->spec, arg->info->name);
+    uint64_t seed = seed_of(p, arg);
+    if (arg->tensor->dtype == WEFT_F32) {
+        PARALLEL_FOR
+        for (int64_t i = 0; i < count; i++) ((float *)data)[i] = draw(d, seed, i);
+    } else if (arg->tensor->dtype == WEFT_BF16) {
+        PARALLEL_FOR
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)data)[i] = quick_bf16(draw(d, seed, i));
+    } else if (arg->tensor->dtype == WEFT_F16) {
+        PARALLEL_FOR
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)data)[i] = quick_f16(draw(d, seed, i));
+    } else {
+        for (int64_t i = 0; i < count; i++) element_store(data, arg->tensor->dtype, i, draw(d, seed, i));
+    }
+}
+
 void problem_fill(const problem *p, const problem_arg *arg)
 {
     const weft_tensor *t = arg->tensor;
     distribution d = distribution_of(&p->spec, arg->info->name);
-    uint64_t seed = random_seed(p->spec.seed, arg->info->name);
-    if (p->layers) seed = random_bits(seed, (uint64_t)(arg - p->arg));
+    uint64_t seed = seed_of(p, arg);
     int64_t count = tensor_count(t);
-    void *data = t->data;
-    if (tensor_span(t) != count || t->dtype == WEFT_F64) {
-        for (int64_t i = 0; i < count; i++) element_store(data, t->dtype, tensor_offset(t, i), draw(d, seed, i));
-    } else if (t->dtype == WEFT_F32) {
-        PARALLEL_FOR
-        for (int64_t i = 0; i < count; i++) ((float *)data)[i] = draw(d, seed, i);
-    } else if (t->dtype == WEFT_BF16) {
-        PARALLEL_FOR
-        for (int64_t i = 0; i < count; i++) ((uint16_t *)data)[i] = quick_bf16(draw(d, seed, i));
-    } else {
-        PARALLEL_FOR
-        for (int64_t i = 0; i < count; i++) ((uint16_t *)data)[i] = quick_f16(draw(d, seed, i));
-    }
+    if (tensor_span(t) == count)
+        problem_fill_block(p, arg, t->data, count);
+    else
+        for (int64_t i = 0; i < count; i++) element_store(t->data, t->dtype, tensor_offset(t, i), draw(d, seed, i));
 }

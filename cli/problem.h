@@ -55,6 +55,8 @@ void problem_free(problem *p);
 size_t problem_bytes(const problem_arg *arg);
 /* Random values of a size that suits the argument's name. */
 void problem_fill(const problem *p, const problem_arg *arg);
+/* The same into `count` elements of host memory, in the argument's dtype. */
+void problem_fill_block(const problem *p, const problem_arg *arg, void *data, int64_t count);
 /* 1 where those values are plain normal numbers, so that one buffer can serve for another. */
 int problem_is_normal(const problem_arg *arg);
 /* Changes the number of tokens of the call; at most what it was made with. */
