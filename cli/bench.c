@@ -9,13 +9,13 @@
 #include <unistd.h>
 
 #include "bandwidth.h"
+#include "bench.h"
 #include "commands.h"
 #include "compare.h"
 #include "element.h"
 #include "expect.h"
 #include "options.h"
 #include "parallel.h"
-#include "pool.h"
 #include "run.h"
 
 /* What a plain mHC layer does without; their cost is small beside the rest. */
@@ -23,20 +23,6 @@ static const char *const without[] = {"bias",   "norm_weight",   "pre_in",   "su
                                       "d_bias", "d_norm_weight", "d_pre_in", "d_sub_weight", NULL};
 
 enum { CHECKED_TOKENS = 33, MAX_TIMES = 2000 };
-
-typedef struct bench {
-    weft_exec exec;
-    problem_spec spec;
-    double seconds, copy; /* for one operator; bytes per second */
-    int json, threads;
-    const char *isa;
-    pool memory;
-} bench;
-
-typedef struct timing {
-    double seconds, best, bytes; /* median and fastest run */
-    char problem[700];           /* "" or why there is no time */
-} timing;
 
 /* ---- one operator -------------------------------------------------------------------------------------------- */
 
@@ -47,7 +33,7 @@ static const char *check_first_tokens(bench *b, problem *p, char *text, size_t s
     const char *wrong;
     int64_t tokens = p->spec.tokens < CHECKED_TOKENS ? p->spec.tokens : CHECKED_TOKENS;
     problem_slice(p, tokens);
-    expect_begin(&e, b->exec.backend, b->exec.isa, p->op, p->args);
+    expect_begin(&e, &b->exec, p->op, p->args);
     wrong = run_call(&b->exec, p->op, p->args);
     if (!wrong && !expect_finish(&e)) wrong = e.scope.problem;
     for (int i = 0; !wrong && i < e.num_results; i++) {
@@ -73,6 +59,12 @@ static int by_value(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
+double bench_median(double *times, int count)
+{
+    qsort(times, (size_t)count, sizeof times[0], by_value);
+    return count % 2 ? times[count / 2] : (times[count / 2 - 1] + times[count / 2]) / 2;
+}
+
 /* Median of at least five runs that take b->seconds together; slow operators get by with fewer. */
 static const char *measure(bench *b, problem *p, timing *t)
 {
@@ -96,44 +88,48 @@ static const char *measure(bench *b, problem *p, timing *t)
     }
     free(exec.workspace);
     if (wrong) return wrong;
-    qsort(times, (size_t)count, sizeof times[0], by_value);
+    t->seconds = bench_median(times, count);
     t->best = times[0];
-    t->seconds = count % 2 ? times[count / 2] : (times[count / 2 - 1] + times[count / 2]) / 2;
     return NULL;
 }
 
 /* A system that promises more memory than it has would stop the program half-way: better to say so before. */
-static int fits(const problem *p)
+static int fits(const bench *b, const problem *p)
 {
     double bytes = 0, machine = INFINITY;
 #ifdef _SC_PHYS_PAGES
     machine = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
 #endif
+    if (b->memory.device) machine = (double)b->gpu.memory;
     for (int i = 0; i < p->num_args; i++) bytes += (double)problem_bytes(&p->arg[i]);
     return bytes < 0.9 * machine;
 }
 
-static void give_memory(bench *b, problem *p, timing *t)
+static const char *give_memory(bench *b, problem *p, timing *t)
 {
+    const char *wrong = NULL;
     pool_begin(&b->memory);
-    if (!fits(p)) {
-        snprintf(t->problem, sizeof t->problem, "not enough memory");
-        return;
-    }
-    for (int i = 0; i < p->num_args; i++) {
+    if (!fits(b, p)) return "not enough memory";
+    for (int i = 0; i < p->num_args && !wrong; i++) {
         problem_arg *arg = &p->arg[i];
         size_t bytes = problem_bytes(arg);
         int input = arg->info->kind == WEFT_ARG_IN, fresh;
         arg->tensor->data =
             pool_take(&b->memory, bytes, arg->tensor->dtype, input && problem_is_normal(arg), &fresh);
-        if (!arg->tensor->data) {
-            snprintf(t->problem, sizeof t->problem, "not enough memory");
-            return;
-        }
-        if (fresh && (input || arg->add)) problem_fill(p, arg);
+        if (!arg->tensor->data) return "not enough memory";
+        if (fresh && (input || arg->add) && b->memory.device) wrong = bench_device_fill(p, arg);
+        if (fresh && (input || arg->add) && !b->memory.device) problem_fill(p, arg);
         t->bytes +=
             (double)tensor_count(arg->tensor) * (double)weft_dtype_size(arg->tensor->dtype) * (arg->add ? 2 : 1);
     }
+    return wrong;
+}
+
+static const char *run_on_host(bench *b, problem *p, timing *t)
+{
+    const char *wrong = run_prepare(&b->exec, p, run_call);
+    if (!wrong) wrong = check_first_tokens(b, p, t->problem, sizeof t->problem);
+    return wrong ? wrong : measure(b, p, t);
 }
 
 static timing run_operator(bench *b, const weft_op_info *op)
@@ -144,13 +140,55 @@ static timing run_operator(bench *b, const weft_op_info *op)
         snprintf(t.problem, sizeof t.problem, "not enough memory");
         return t;
     }
-    give_memory(b, &p, &t);
-    const char *wrong = t.problem[0] ? t.problem : run_prepare(&b->exec, &p);
-    if (!wrong) wrong = check_first_tokens(b, &p, t.problem, sizeof t.problem);
-    if (!wrong) wrong = measure(b, &p, &t);
+    const char *wrong = give_memory(b, &p, &t);
+    if (!wrong) wrong = b->memory.device ? bench_device_run(b, &p, &t) : run_on_host(b, &p, &t);
     if (wrong && wrong != t.problem) snprintf(t.problem, sizeof t.problem, "%s", wrong);
     problem_free(&p);
     return t;
+}
+
+/* ---- what is measured ---------------------------------------------------------------------------------------- */
+
+/* Lists of shapes and operators that are reported together. */
+typedef struct suite {
+    const char *ops; /* stems, each between spaces; NULL: all */
+    weft_mhc_preset preset;
+    int count;
+    const int64_t (*shape)[2]; /* tokens, channels */
+} suite;
+
+/* The table of TransformerEngine's pull request: batch x sequence x channels, and its own numerics. */
+static const int64_t te_shapes[][2] = {
+    {1 * 2048, 12288}, {1 * 4096, 6656}, {1 * 4096, 8192}, {1 * 8192, 4096}, {1 * 8192, 8192},
+    {1 * 8192, 16384}, {2 * 4096, 5120}, {3 * 8192, 2048}, {4 * 2048, 4096}, {4 * 4096, 4096},
+    {4 * 8192, 4096},  {4 * 8192, 7168}, {8 * 2048, 2560},
+};
+/* Decoding and short prompts: latency. */
+static const int64_t small_shapes[][2] = {
+    {1, 4096},   {8, 4096},   {32, 4096}, {128, 4096}, {512, 4096}, {1, 5120},   {8, 5120},   {32, 5120},
+    {128, 5120}, {512, 5120}, {1, 7168},  {8, 7168},   {32, 7168},  {128, 7168}, {512, 7168},
+};
+
+static const suite suites[] = {
+    {0},
+    {" mhc_project mhc_coef mhc_scale mhc_sinkhorn mhc_aggregate mhc_post ", WEFT_PRESET_TRANSFORMER_ENGINE,
+     sizeof te_shapes / sizeof te_shapes[0], te_shapes},
+    {" mhc_project mhc_coef mhc_aggregate mhc_post mhc_expand mhc_contract ", WEFT_PRESET_DEEPSEEK_V4,
+     sizeof small_shapes / sizeof small_shapes[0], small_shapes},
+};
+
+static int stem_of(const weft_op_info *op)
+{
+    return (int)(strrchr(op->name, '_') - op->name);
+}
+
+/* An operator that was asked for by name is measured whether the suite has it or not. */
+static int is_measured(const suite *s, const char *filter, const weft_op_info *op)
+{
+    char key[64];
+    if (filter || !s->ops) return run_selected(filter, op);
+    snprintf(key, sizeof key, " %.*s ", stem_of(op), op->name);
+    return strstr(s->ops, key) != NULL;
 }
 
 /* ---- report -------------------------------------------------------------------------------------------------- */
@@ -158,12 +196,12 @@ static timing run_operator(bench *b, const weft_op_info *op)
 static void print_timing(const bench *b, const weft_op_info *op, const timing *t)
 {
     const problem_spec *s = &b->spec;
-    const char *tail = strrchr(op->name, '_');
-    int stem = (int)(tail - op->name);
+    int stem = stem_of(op), gpu = b->memory.device;
+    const char *pass = op->name + stem + 1;
     double rate = t->bytes / t->seconds, matrices = (double)s->tokens / t->seconds / b->threads;
-    int sinkhorn = !strncmp(op->name, "mhc_sinkhorn", 12);
+    int sinkhorn = !strncmp(op->name, "mhc_sinkhorn", 12) && !gpu;
     if (!b->json) {
-        printf("%-15.*s %s %12.1f %9.2f %9.2f", stem, op->name, tail + 1, t->seconds * 1e6, rate * 1e-9,
+        printf("%-15.*s %s %12.1f %9.2f %9.2f", stem, op->name, pass, t->seconds * 1e6, rate * 1e-9,
                b->copy > 0 ? rate / b->copy : 0);
         if (sinkhorn) printf("   %.1f million matrices per second and core", matrices * 1e-6);
         printf("\n");
@@ -171,35 +209,31 @@ static void print_timing(const bench *b, const weft_op_info *op, const timing *t
     }
     printf("{\"op\": \"%.*s\", \"pass\": \"%s\", \"backend\": \"%s\", \"isa\": \"%s\", \"tokens\": %lld, "
            "\"channels\": %lld, "
-           "\"streams\": %lld, \"dtype\": \"%s\", \"layout\": \"%s\", \"threads\": %d, \"us\": %.2f, \"us_min\": "
-           "%.2f, \"gbps\": %.3f, "
+           "\"streams\": %lld, \"dtype\": \"%s\", \"layout\": \"%s\", \"preset\": \"%s\", \"threads\": %d, "
+           "\"us\": %.2f, \"us_min\": %.2f, \"gbps\": %.3f, "
            "\"of_copy\": %.4f, \"copy_gbps\": %.3f, \"bytes\": %.0f",
-           stem, op->name, tail + 1, weft_backend_name(b->exec.backend), b->isa, (long long)s->tokens,
+           stem, op->name, pass, weft_backend_name(b->exec.backend), b->isa, (long long)s->tokens,
            (long long)s->channels, (long long)s->streams, weft_dtype_name(s->act), s->swapped ? "cn" : "nc",
-           b->threads, t->seconds * 1e6, t->best * 1e6, rate * 1e-9, b->copy > 0 ? rate / b->copy : 0,
+           b->preset, b->threads, t->seconds * 1e6, t->best * 1e6, rate * 1e-9, b->copy > 0 ? rate / b->copy : 0,
            b->copy * 1e-9, t->bytes);
     if (sinkhorn) printf(", \"matrices_per_s_core\": %.0f", matrices);
+    if (gpu) printf(", \"gpu\": \"%s\", \"cache\": \"%s\"", b->gpu.name, t->cache);
     printf("}\n");
 }
 
-static int run_all(bench *b, const char *filter)
+static int run_shape(bench *b, const suite *s, const char *filter)
 {
     int total = 0, done = 0, code = EXIT_PASSED, show = isatty(STDERR_FILENO);
-    for (int32_t i = 0; i < weft_op_count(); i++) total += run_selected(filter, weft_op_at(i));
-    if (show) fprintf(stderr, "copy bandwidth ...\r");
-    b->copy = bandwidth_copy(b->threads);
+    for (int32_t i = 0; i < weft_op_count(); i++) total += is_measured(s, filter, weft_op_at(i));
     if (!b->json) {
-        const problem_spec *s = &b->spec;
-        printf("weft %s, backend %s, %s, %d threads, copy bandwidth %.2f GB/s\n", weft_version(),
-               weft_backend_name(b->exec.backend), b->isa, b->threads, b->copy * 1e-9);
-        printf("tokens %lld, channels %lld, streams %lld, %s, layout %s\n\n", (long long)s->tokens,
-               (long long)s->channels, (long long)s->streams, weft_dtype_name(s->act),
-               s->swapped ? "(C,n)" : "(n,C)");
+        printf("\ntokens %lld, channels %lld, streams %lld, %s, layout %s, preset %s\n\n",
+               (long long)b->spec.tokens, (long long)b->spec.channels, (long long)b->spec.streams,
+               weft_dtype_name(b->spec.act), b->spec.swapped ? "(C,n)" : "(n,C)", b->preset);
         printf("operator        pass           us      GB/s   of copy\n");
     }
     for (int32_t i = 0; i < weft_op_count(); i++) {
         const weft_op_info *op = weft_op_at(i);
-        if (!run_selected(filter, op)) continue;
+        if (!is_measured(s, filter, op)) continue;
         if (show) fprintf(stderr, "\r[%d/%d] %-20s\r", ++done, total, op->name);
         timing t = run_operator(b, op);
         if (show) fprintf(stderr, "\r%-40s\r", "");
@@ -211,6 +245,28 @@ static int run_all(bench *b, const char *filter)
         }
         fflush(stdout);
     }
+    pool_free(&b->memory);
+    return code;
+}
+
+static int run_all(bench *b, const suite *s, const char *filter)
+{
+    int code = EXIT_PASSED;
+    if (isatty(STDERR_FILENO)) fprintf(stderr, "copy bandwidth ...\r");
+    b->copy = b->memory.device ? bench_device_copy(b) : bandwidth_copy(b->threads);
+    if (!b->json && b->memory.device)
+        printf("weft %s, backend %s, %s, copy bandwidth %.1f GB/s\n", weft_version(),
+               weft_backend_name(b->exec.backend), b->gpu.name, b->copy * 1e-9);
+    else if (!b->json)
+        printf("weft %s, backend %s, %s, %d threads, copy bandwidth %.2f GB/s\n", weft_version(),
+               weft_backend_name(b->exec.backend), b->isa, b->threads, b->copy * 1e-9);
+    if (!s->count) return run_shape(b, s, filter);
+    for (int i = 0; i < s->count; i++) {
+        b->spec.tokens = s->shape[i][0];
+        b->spec.channels = s->shape[i][1];
+        int one = run_shape(b, s, filter);
+        if (one > code) code = one;
+    }
     return code;
 }
 
@@ -221,16 +277,17 @@ int command_bench(int argc, char **argv)
     static const char *const layouts[] = {"nc", "cn", NULL};
     static const char *const isas[] = {"best", "base", "avx2", "avx512", "amx", NULL};
     static const weft_dtype dtype_of[] = {WEFT_BF16, WEFT_F32, WEFT_F16};
-    int backend = 1, dtype = 0, layout = 0, isa = 0, json = 0;
+    static const char *const suite_names[] = {"none", "te", "small", NULL};
+    int backend = 1, dtype = 0, layout = 0, isa = 0, json = 0, chosen_suite = 0;
     int64_t tokens = 16384, channels = 2048, streams = 4, threads = 0;
     double seconds = 0.5;
-    const char *op = NULL;
+    const char *op = NULL, *preset_name = NULL;
     const option options[] = {
         {.name = "op",
          .kind = OPTION_TEXT,
          .to = &op,
          .value = "NAME",
-         .help = "one operator: mhc_post, or mhc_post_fwd for one direction; all by default"},
+         .help = "one operator: mhc_post, or mhc_post_fwd for one direction; all, or all of the suite, by default"},
         {.name = "backend", .kind = OPTION_CHOICE, .to = &backend, .choices = backends, .help = "cpu by default"},
         {.name = "tokens",
          .kind = OPTION_INT,
@@ -263,12 +320,22 @@ int command_bench(int argc, char **argv)
          .to = &layout,
          .choices = layouts,
          .help = "nc: channels innermost (default); cn: streams innermost"},
+        {.name = "suite",
+         .kind = OPTION_CHOICE,
+         .to = &chosen_suite,
+         .choices = suite_names,
+         .help = "a list of shapes and operators: te (thirteen training shapes), small (1 to 512 tokens)"},
+        {.name = "preset",
+         .kind = OPTION_TEXT,
+         .to = &preset_name,
+         .value = "NAME",
+         .help = "whose numerics; deepseek_v4 by default, transformer_engine in the suite te"},
         {.name = "threads",
          .kind = OPTION_INT,
          .to = &threads,
          .value = "N",
          .max = 4096,
-         .help = "0 for OpenMP's default"},
+         .help = "0 for OpenMP's default; cuda: multiprocessors to plan for, 0 for all"},
         {.name = "isa",
          .kind = OPTION_CHOICE,
          .to = &isa,
@@ -296,9 +363,17 @@ int command_bench(int argc, char **argv)
         return EXIT_UNUSABLE;
     }
     weft_backend chosen = (weft_backend)(backend + WEFT_BACKEND_REF);
-    if (!weft_backend_available(chosen) || chosen == WEFT_BACKEND_CUDA) {
-        fprintf(stderr, "weft bench: backend %s is not available in this program on this machine\n",
-                backends[backend]);
+    if (!weft_backend_available(chosen)) {
+        fprintf(stderr, "weft bench: backend %s is not available %s\n", backends[backend],
+                chosen == WEFT_BACKEND_CUDA && !device_built() ? "in this build" : "on this machine");
+        return EXIT_UNUSABLE;
+    }
+    const suite *s = &suites[chosen_suite];
+    weft_mhc_preset preset = preset_name ? weft_mhc_preset_find(preset_name)
+                             : s->count  ? s->preset
+                                         : WEFT_PRESET_DEEPSEEK_V4;
+    if (preset == WEFT_PRESET_COUNT) {
+        fprintf(stderr, "weft bench: no preset '%s'; weft info lists them\n", preset_name);
         return EXIT_UNUSABLE;
     }
     if (isa > (int)weft_cpu_isa()) {
@@ -322,15 +397,26 @@ int command_bench(int argc, char **argv)
                .seconds = seconds,
                .json = json,
                .threads = 1,
-               .isa = "none"};
-    weft_mhc_preset_numerics(WEFT_PRESET_DEEPSEEK_V4, &b.spec.numerics);
+               .isa = "none",
+               .preset = weft_mhc_preset_name(preset),
+               .memory = {.device = chosen == WEFT_BACKEND_CUDA}};
+    weft_mhc_preset_numerics(preset, &b.spec.numerics);
     if (chosen == WEFT_BACKEND_CPU) {
         b.exec.isa = (weft_isa)isa;
         b.exec.threads = (int32_t)threads;
         b.threads = threads ? (int)threads : parallel_threads();
         b.isa = weft_isa_name(isa ? (weft_isa)isa : weft_cpu_isa());
     }
-    int code = run_all(&b, op);
-    pool_free(&b.memory);
+    if (chosen == WEFT_BACKEND_CUDA) {
+        b.exec.threads = (int32_t)threads;
+        const char *wrong = bench_device_open(&b);
+        if (wrong) {
+            fprintf(stderr, "weft bench: %s\n", wrong);
+            return EXIT_UNUSABLE;
+        }
+        b.threads = threads ? (int)threads : b.gpu.sms;
+    }
+    int code = run_all(&b, s, op);
+    if (chosen == WEFT_BACKEND_CUDA) bench_device_close(&b);
     return code;
 }

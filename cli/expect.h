@@ -40,6 +40,7 @@ typedef struct expect_scope {
     double split;      /* relative error of an operand taken apart into two bf16 numbers; 0 where none is */
     int exact_phi;     /* phi is bf16 already: nothing to take apart in forward */
     int64_t lanes;     /* partial sums that a sum over all channels is spread over in the projection */
+    double per_term;   /* roundings for each term of the projection's sums over tokens and rows */
     char problem[256]; /* why nothing is expected; "" */
 } expect_scope;
 
@@ -115,8 +116,8 @@ typedef struct expectation {
     int num_results;
 } expectation;
 
-/* Before the call: copies the inputs. `backend` and `isa` say which arithmetic is to be expected. */
-void expect_begin(expectation *e, weft_backend backend, weft_isa isa, const weft_op_info *op, const void *args);
+/* Before the call: copies the inputs. `exec` says which arithmetic is to be expected. */
+void expect_begin(expectation *e, const weft_exec *exec, const weft_op_info *op, const void *args);
 /* After the call: fills e->result. 0 with a reason in e->scope.problem where that is not possible. */
 int expect_finish(expectation *e);
 void expect_end(expectation *e);

@@ -41,25 +41,33 @@ static void read_sizes(expect_scope *s, const weft_op_info *op, const void *args
 }
 
 /* Which arithmetic the backend may use. The projection of bf16 streams may run on bf16 units: a float32 factor is
- * then two bf16 numbers, and an AMX tile adds up its products two at a time, all in one place. */
-static void read_arithmetic(expect_scope *s, weft_backend backend, weft_isa isa, const weft_op_info *op,
-                            const void *args)
+ * then two bf16 numbers, and an AMX tile adds up its products two at a time, all in one place. A tensor core adds 16
+ * products and the sum so far in one go, each of the 17 cut off (not rounded) at 2^-23 of the largest: two units for
+ * each, once for the high and once for the low part; over channels in 16 partial sums. */
+static void read_arithmetic(expect_scope *s, const weft_exec *exec, const weft_op_info *op, const void *args)
 {
     weft_dtype phi = WEFT_NONE, gain = WEFT_NONE;
-    s->unit = ldexp(1, backend == WEFT_BACKEND_REF ? -52 : -24);
-    s->lanes = 16;
-    if (backend == WEFT_BACKEND_REF || s->act != WEFT_BF16) return;
+    weft_isa isa = exec->isa == WEFT_ISA_BEST ? weft_cpu_isa() : exec->isa;
+    int cuda = exec->backend == WEFT_BACKEND_CUDA;
+    s->unit = ldexp(1, exec->backend == WEFT_BACKEND_REF ? -52 : -24);
+    s->per_term = cuda ? 2.0 * 17 * 2 / 16 : 1;
+    s->lanes = cuda ? (int64_t)(16 / s->per_term) : 16;
+    if (exec->backend == WEFT_BACKEND_REF) return;
     for (int i = 0; i < op->num_args; i++) {
         if (!strcmp(op->args[i].name, "phi")) phi = expect_tensor(&op->args[i], args)->dtype;
         if (!strcmp(op->args[i].name, "norm_weight")) gain = expect_tensor(&op->args[i], args)->dtype;
     }
-    s->exact_phi = phi == WEFT_BF16 && gain == WEFT_NONE;
-    if (phi != WEFT_NONE) s->split = ldexp(1, -16);
-    if (isa == WEFT_ISA_BEST) isa = weft_cpu_isa();
-    if (isa == WEFT_ISA_AMX) s->lanes = 2;
+    if (phi == WEFT_NONE) return;
+    if (s->act == WEFT_BF16) {
+        s->exact_phi = phi == WEFT_BF16 && gain == WEFT_NONE;
+        s->split = ldexp(1, -16);
+        if (!cuda && isa == WEFT_ISA_AMX) s->lanes = 2;
+    }
+    /* Both factors of a product may be rounded to 11 bits. */
+    if (s->act == WEFT_F32 && cuda && exec->precision == WEFT_PRECISION_TF32) s->split = ldexp(1, -10);
 }
 
-void expect_begin(expectation *e, weft_backend backend, weft_isa isa, const weft_op_info *op, const void *args)
+void expect_begin(expectation *e, const weft_exec *exec, const weft_op_info *op, const void *args)
 {
     *e = (expectation){.op = op, .args = args};
     expect_scope *s = &e->scope;
@@ -69,7 +77,7 @@ void expect_begin(expectation *e, weft_backend backend, weft_isa isa, const weft
         return;
     }
     read_sizes(s, op, args, &rows);
-    read_arithmetic(s, backend, isa, op, args);
+    read_arithmetic(s, exec, op, args);
     e->call = expect_open(s, op->name, args);
     e->call->rows = rows;
     for (int i = 0; i < op->num_args; i++) {

@@ -9,6 +9,7 @@
 #include <weft/ops.h>
 
 #include "commands.h"
+#include "device.h"
 #include "options.h"
 #include "parallel.h"
 
@@ -60,6 +61,23 @@ static void print_backends(void)
     printf("\n");
 }
 
+static void print_gpus(void)
+{
+    char versions[80];
+    device_facts f;
+    if (!device_built()) {
+        printf("cuda          not part of this build\n");
+        return;
+    }
+    device_versions(versions, sizeof versions);
+    printf("cuda          compiled for %s; %s\n", device_architectures(), versions);
+    for (int i = 0; i < device_count(); i++)
+        if (device_facts_of(i, &f))
+            printf("gpu %-9d %s, compute capability %d.%d, %d multiprocessors, %.1f GiB, L2 %.0f MiB\n", i, f.name,
+                   f.major, f.minor, f.sms, (double)f.memory * 0x1p-30, (double)f.l2 * 0x1p-20);
+    if (!device_count()) printf("gpu           none on this machine\n");
+}
+
 /* One line per stem, with the directions it has. */
 static void print_operators(void)
 {
@@ -107,6 +125,7 @@ int command_info(int argc, char **argv)
     );
     print_cpu();
     print_backends();
+    print_gpus();
     print_operators();
     print_presets();
     return EXIT_PASSED;

@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device.h"
+
 void pool_begin(pool *p)
 {
     for (int i = 0; i < p->count; i++) p->buffers[i].used = 0;
@@ -22,10 +24,14 @@ void *pool_take(pool *p, size_t bytes, weft_dtype dtype, int keep, int *fresh)
     if (!more) return NULL;
     p->buffers = more;
     pool_buffer *b = &more[p->count];
-    *b = (pool_buffer){aligned_alloc(4096, (bytes + 4095) / 4096 * 4096 + 4096), bytes, dtype, keep, 1};
+    *b = (pool_buffer){NULL, bytes, dtype, keep, 1};
+    b->data = p->device ? device_alloc(bytes) : aligned_alloc(4096, (bytes + 4095) / 4096 * 4096 + 4096);
     if (!b->data) return NULL;
     /* Outputs too are touched now: the operator is not to pay for page faults. */
-    memset(b->data, 0xff, bytes);
+    if (p->device)
+        (void)device_fill(b->data, 0xff, bytes);
+    else
+        memset(b->data, 0xff, bytes);
     p->count++;
     *fresh = 1;
     return b->data;
@@ -33,7 +39,11 @@ void *pool_take(pool *p, size_t bytes, weft_dtype dtype, int keep, int *fresh)
 
 void pool_free(pool *p)
 {
-    for (int i = 0; i < p->count; i++) free(p->buffers[i].data);
+    for (int i = 0; i < p->count; i++)
+        if (p->device)
+            device_free(p->buffers[i].data);
+        else
+            free(p->buffers[i].data);
     free(p->buffers);
-    *p = (pool){0};
+    *p = (pool){.device = p->device};
 }

@@ -17,6 +17,7 @@ typedef struct pool_buffer {
 typedef struct pool {
     pool_buffer *buffers;
     int count;
+    int device; /* on the device instead of the host */
 } pool;
 
 /* Everything handed out before is free again. */

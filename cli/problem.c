@@ -57,20 +57,33 @@ static const double sub_eps = 1e-6;
 
 static weft_dropout make_dropout(const problem_spec *spec, int64_t site)
 {
+    static const uint64_t step = ((uint64_t)3 << 32) + 17;
     weft_dropout none = {0};
     if (spec->dropout == 0) return none;
     return (weft_dropout){.p = spec->dropout,
                           .seed = spec->seed,
                           .site = (uint64_t)site + 3,
+                          .step = &step,
                           .token_base = 5,
                           .shared = spec->dropout_shared};
 }
 
+static const struct scalars *scalars_of(const char *op)
+{
+    for (size_t i = 0; i < sizeof scalars / sizeof scalars[0]; i++)
+        if (!strcmp(scalars[i].op, op)) return &scalars[i];
+    return NULL;
+}
+
+weft_dropout *problem_dropout(const weft_op_info *op, void *args)
+{
+    const struct scalars *s = scalars_of(op->name);
+    return s && s->dropout ? (void *)((char *)args + s->dropout) : NULL;
+}
+
 static void set_scalars(const problem_spec *spec, const char *op, char *args)
 {
-    const struct scalars *s = NULL;
-    for (size_t i = 0; i < sizeof scalars / sizeof scalars[0]; i++)
-        if (!strcmp(scalars[i].op, op)) s = &scalars[i];
+    const struct scalars *s = scalars_of(op);
     if (!s) return;
     const weft_mhc_numerics *n = &spec->numerics;
     weft_dropout dropout = make_dropout(spec, 0);
@@ -129,7 +142,7 @@ static int find_arg(const weft_op_info *op, const char *name)
     return -1;
 }
 
-static weft_tensor *tensor_at(const weft_arg_info *info, void *args)
+weft_tensor *problem_tensor(const weft_arg_info *info, void *args)
 {
     void *field = (char *)args + info->offset;
     return info->kind == WEFT_ARG_GRAD ? &((weft_grad *)field)->to : (weft_tensor *)field;
@@ -177,7 +190,7 @@ static void make_group(problem *p, const weft_op_info *op, int64_t site, void *a
         const weft_arg_info *info = &op->args[i];
         if (!there[i]) continue;
         problem_arg *arg = &p->arg[p->num_args++];
-        *arg = (problem_arg){info, tensor_at(info, args), info->kind == WEFT_ARG_GRAD && spec->add};
+        *arg = (problem_arg){info, problem_tensor(info, args), info->kind == WEFT_ARG_GRAD && spec->add};
         *arg->tensor = make_tensor(spec, info);
         if (arg->add) ((weft_grad *)((char *)args + info->offset))->add = 1;
     }
@@ -286,24 +299,38 @@ static uint16_t quick_f16(float x)
     return (uint16_t)(bits >> 16 & 0x8000) | (uint16_t)(exponent << 10) | (uint16_t)(bits >> 13 & 1023);
 }
 
+static uint64_t seed_of(const problem *p, const problem_arg *arg)
+{
+    uint64_t seed = random_seed(p->spec.seed, arg->info->name);
+    return p->layers ? random_bits(seed, (uint64_t)(arg - p->arg)) : seed;
+}
+
+void problem_fill_block(const problem *p, const problem_arg *arg, void *data, int64_t count)
+{
+    distribution d = distribution_of(&p->spec, arg->info->name);
+    uint64_t seed = seed_of(p, arg);
+    if (arg->tensor->dtype == WEFT_F32) {
+        PARALLEL_FOR
+        for (int64_t i = 0; i < count; i++) ((float *)data)[i] = draw(d, seed, i);
+    } else if (arg->tensor->dtype == WEFT_BF16) {
+        PARALLEL_FOR
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)data)[i] = quick_bf16(draw(d, seed, i));
+    } else if (arg->tensor->dtype == WEFT_F16) {
+        PARALLEL_FOR
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)data)[i] = quick_f16(draw(d, seed, i));
+    } else {
+        for (int64_t i = 0; i < count; i++) element_store(data, arg->tensor->dtype, i, draw(d, seed, i));
+    }
+}
+
 void problem_fill(const problem *p, const problem_arg *arg)
 {
     const weft_tensor *t = arg->tensor;
     distribution d = distribution_of(&p->spec, arg->info->name);
-    uint64_t seed = random_seed(p->spec.seed, arg->info->name);
-    if (p->layers) seed = random_bits(seed, (uint64_t)(arg - p->arg));
+    uint64_t seed = seed_of(p, arg);
     int64_t count = tensor_count(t);
-    void *data = t->data;
-    if (tensor_span(t) != count || t->dtype == WEFT_F64) {
-        for (int64_t i = 0; i < count; i++) element_store(data, t->dtype, tensor_offset(t, i), draw(d, seed, i));
-    } else if (t->dtype == WEFT_F32) {
-        PARALLEL_FOR
-        for (int64_t i = 0; i < count; i++) ((float *)data)[i] = draw(d, seed, i);
-    } else if (t->dtype == WEFT_BF16) {
-        PARALLEL_FOR
-        for (int64_t i = 0; i < count; i++) ((uint16_t *)data)[i] = quick_bf16(draw(d, seed, i));
-    } else {
-        PARALLEL_FOR
-        for (int64_t i = 0; i < count; i++) ((uint16_t *)data)[i] = quick_f16(draw(d, seed, i));
-    }
+    if (tensor_span(t) == count)
+        problem_fill_block(p, arg, t->data, count);
+    else
+        for (int64_t i = 0; i < count; i++) element_store(t->data, t->dtype, tensor_offset(t, i), draw(d, seed, i));
 }

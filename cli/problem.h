@@ -55,10 +55,16 @@ void problem_free(problem *p);
 size_t problem_bytes(const problem_arg *arg);
 /* Random values of a size that suits the argument's name. */
 void problem_fill(const problem *p, const problem_arg *arg);
+/* The same into `count` elements of host memory, in the argument's dtype. */
+void problem_fill_block(const problem *p, const problem_arg *arg, void *data, int64_t count);
 /* 1 where those values are plain normal numbers, so that one buffer can serve for another. */
 int problem_is_normal(const problem_arg *arg);
 /* Changes the number of tokens of the call; at most what it was made with. */
 void problem_slice(problem *p, int64_t tokens);
+
+/* The tensor of an argument in an args struct, and the struct's dropout or NULL. */
+weft_tensor *problem_tensor(const weft_arg_info *info, void *args);
+weft_dropout *problem_dropout(const weft_op_info *op, void *args);
 
 /* Dtype of a class of arguments. */
 weft_dtype problem_dtype(const problem_spec *spec, weft_arg_type type);

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 #
-# tests/golden.sh <program>: compares both backends with the golden files, which live outside the repository.
+# tests/golden.sh <program>: compares every backend this machine can run with the golden files, which live outside the repository.
 set -eu
 program=$1
 golden=${WEFT_GOLDEN_DIR:-$(dirname "$0")/../../shared/golden}
@@ -9,7 +9,4 @@ if [ ! -d "$golden" ]; then
     echo "Golden files: skipped, there is no ../shared/golden and WEFT_GOLDEN_DIR is not set."
     exit 77
 fi
-for backend in ref cpu; do
-    echo "Golden files on the backend $backend:"
-    "$program" check --golden "$golden" --backend "$backend"
-done
+"$program" check --golden "$golden"

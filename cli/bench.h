@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What the benchmark's halves share: bench.c has the command, the report and the CPU, bench_device.c the GPU. */
+#ifndef WEFT_CLI_BENCH_H
+#define WEFT_CLI_BENCH_H
+
+#include "device.h"
+#include "pool.h"
+#include "problem.h"
+
+typedef struct bench {
+    weft_exec exec;
+    problem_spec spec;
+    double seconds, copy; /* for one operator; bytes per second */
+    int json, threads;
+    const char *isa, *preset;
+    pool memory;
+    device_facts gpu; /* CUDA only, as the next two */
+    device_timer *timer;
+    void *workspace;
+    size_t workspace_bytes;
+} bench;
+
+typedef struct timing {
+    double seconds, best, bytes; /* median and fastest run */
+    const char *cache;           /* GPU: "warm" or "flushed" */
+    char problem[700];           /* "" or why there is no time */
+} timing;
+
+double bench_median(double *times, int count); /* sorts them */
+
+/* NULL, or why there can be no benchmark on the device. */
+const char *bench_device_open(bench *b);
+void bench_device_close(bench *b);
+/* Bytes read and written per second by a large copy within the device. */
+double bench_device_copy(bench *b);
+/* Checks and times one operator; NULL, or what went wrong. */
+const char *bench_device_run(bench *b, problem *p, timing *t);
+/* Fills a tensor on the device with random values. */
+const char *bench_device_fill(const problem *p, const problem_arg *arg);
+
+#endif

@@ -1,0 +1,208 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The benchmark on a GPU. A call is captured as a graph and replayed, so that what is timed is the device and not the
+ * host: large problems one run at a time with an empty L2, small ones many in a row as a model at inference would. */
+#include "bench.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <weft/ops.h>
+
+#include "compare.h"
+#include "element.h"
+#include "expect.h"
+#include "random.h"
+#include "run.h"
+
+enum {
+    CHECKED_TOKENS = 9,
+    SMALL_TOKENS =
+        512, /* up to here a call is mostly latency, and its data come from the layer before, in the L2 */
+    CALLS_PER_GRAPH = 20,
+    MIN_TIMES = 20,
+    MAX_TIMES = 300
+};
+
+static const size_t fill_bytes = (size_t)64 << 20;
+static const size_t copy_bytes = (size_t)1 << 30;
+
+const char *bench_device_open(bench *b)
+{
+    if (!device_facts_of(0, &b->gpu)) return "the device does not answer";
+    b->timer = device_timer_open(2 * b->gpu.l2 > fill_bytes ? 2 * b->gpu.l2 : fill_bytes);
+    return b->timer ? NULL : "the device gives no stream or no memory";
+}
+
+void bench_device_close(bench *b)
+{
+    device_timer_close(b->timer);
+    device_free(b->workspace);
+    b->workspace = NULL;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+/* One block of random values from the host, doubled on the device until the tensor is full. */
+const char *bench_device_fill(const problem *p, const problem_arg *arg)
+{
+    size_t size = weft_dtype_size(arg->tensor->dtype), bytes = problem_bytes(arg);
+    size_t first = bytes < fill_bytes ? bytes : fill_bytes;
+    char *data = arg->tensor->data, *host = malloc(first + 1);
+    if (!host) return "not enough memory";
+    problem_fill_block(p, arg, host, (int64_t)(first / size));
+    const char *wrong = device_put(data, host, first);
+    free(host);
+    for (size_t done = first; done < bytes && !wrong;) {
+        size_t more = bytes - done < done ? bytes - done : done;
+        wrong = device_copy(data + done, data, more);
+        done += more;
+    }
+    return wrong ? wrong : device_wait();
+}
+
+/* ---- copy bandwidth ---------------------------------------------------------------------------------------------- */
+
+double bench_device_copy(bench *b)
+{
+    double times[MIN_TIMES], rate = 0;
+    char *from = device_alloc(copy_bytes), *to = device_alloc(copy_bytes);
+    uint64_t *host = malloc(fill_bytes);
+    const char *wrong = from && to && host ? NULL : "not enough memory";
+    for (size_t i = 0; !wrong && i < fill_bytes / sizeof *host; i++) host[i] = random_bits(1, i);
+    for (size_t done = 0; !wrong && done < copy_bytes; done += fill_bytes)
+        wrong = device_put(from + done, host, fill_bytes);
+    for (int warm = 0; !wrong && warm < 3; warm++)
+        wrong = device_timer_copy(b->timer, to, from, copy_bytes, &times[0]);
+    for (int i = 0; !wrong && i < MIN_TIMES; i++)
+        wrong = device_timer_copy(b->timer, to, from, copy_bytes, &times[i]);
+    if (!wrong) rate = 2 * (double)copy_bytes / bench_median(times, MIN_TIMES);
+    if (wrong) fprintf(stderr, "weft bench: copy bandwidth: %s\n", wrong);
+    device_free(from);
+    device_free(to);
+    free(host);
+    return rate;
+}
+
+/* ---- correctness ------------------------------------------------------------------------------------------------- */
+
+static int by_token(const problem_arg *arg)
+{
+    return arg->info->dim[0] == WEFT_DIM_TOKENS;
+}
+
+/* Tokens from `first` on of the problem on the device, as a problem in host memory: its inputs, or its outputs. */
+static const char *fetch(const problem *p, const problem *small, int64_t first, int outputs)
+{
+    const char *wrong = NULL;
+    for (int i = 0; i < p->num_args && !wrong; i++) {
+        const problem_arg *from = &p->arg[i], *to = &small->arg[i];
+        if ((from->info->kind != WEFT_ARG_IN) != outputs) continue;
+        if (outputs && !by_token(from)) continue;
+        size_t skip = by_token(from) ? (size_t)(first * from->tensor->stride[0]) : 0;
+        wrong =
+            device_get(to->tensor->data, (char *)from->tensor->data + skip * weft_dtype_size(from->tensor->dtype),
+                       problem_bytes(to));
+    }
+    return wrong;
+}
+
+static const char *judge(const problem *small, const expectation *e, int tokens_only, const char *what, char *text,
+                         size_t size)
+{
+    for (int i = 0; i < e->num_results; i++) {
+        const expect_result *r = &e->result[i];
+        int of_token = 0;
+        for (int k = 0; k < small->num_args; k++)
+            if (small->arg[k].tensor == r->tensor) of_token = by_token(&small->arg[k]);
+        if (tokens_only && !of_token) continue;
+        comparison c = compare(r->tensor, r->want, r->bound);
+        if (!c.failed) continue;
+        snprintf(text, size, "wrong result: %s, %s: %lld of %lld elements, got %.9g, want %.9g, bound %.3g", what,
+                 r->name, (long long)c.failed, (long long)c.count, c.got, c.want, c.bound);
+        return text;
+    }
+    return NULL;
+}
+
+/* The first tokens by themselves, with all results; then the whole call on the buffers that are about to be timed, its
+ * first and its last tokens. */
+static const char *check(bench *b, problem *p, char *text, size_t size)
+{
+    int64_t all = p->spec.tokens, tokens = all < CHECKED_TOKENS ? all : CHECKED_TOKENS;
+    problem_spec spec = p->spec;
+    problem small;
+    spec.tokens = tokens;
+    if (!problem_make(&small, p->op, &spec)) return "not enough memory";
+    const char *wrong = NULL;
+    for (int i = 0; i < small.num_args && !wrong; i++)
+        if (!(small.arg[i].tensor->data = malloc(problem_bytes(&small.arg[i]) + 1))) wrong = "not enough memory";
+    for (int step = 0; step < 3 && !wrong; step++) {
+        static const char *const what[] = {"a few tokens", "first tokens", "last tokens"};
+        expectation e = {0};
+        int64_t first = step == 2 ? all - tokens : 0;
+        wrong = fetch(p, &small, first, 0);
+        if (!wrong) expect_begin(&e, &b->exec, p->op, small.args);
+        if (!wrong && step == 0) wrong = run_call(&b->exec, p->op, small.args);
+        if (!wrong && step == 1) wrong = run_resident(&b->exec, p->op, p->args);
+        if (!wrong && step > 0) wrong = fetch(p, &small, first, 1);
+        if (!wrong && !expect_finish(&e)) wrong = e.scope.problem;
+        if (!wrong) wrong = judge(&small, &e, step > 0, what[step], text, size);
+        if (wrong && wrong != text) snprintf(text, size, "%s", wrong);
+        if (wrong) wrong = text;
+        expect_end(&e);
+    }
+    for (int i = 0; i < small.num_args; i++) free(small.arg[i].tensor->data);
+    problem_free(&small);
+    return wrong;
+}
+
+/* ---- time -------------------------------------------------------------------------------------------------------- */
+
+typedef struct captured {
+    weft_exec exec;
+    const problem *p;
+} captured;
+
+static const char *call(void *context)
+{
+    const captured *c = context;
+    return weft_op_call(c->p->op, &c->exec, c->p->args) == WEFT_OK ? NULL : weft_last_error();
+}
+
+static const char *measure(bench *b, problem *p, timing *t)
+{
+    captured c = {.exec = b->exec, .p = p};
+    int small = p->spec.tokens <= SMALL_TOKENS, calls = small ? CALLS_PER_GRAPH : 1, replays = 1, count;
+    double times[MAX_TIMES], one = 0;
+    if (weft_op_workspace(p->op, &c.exec, p->args, &c.exec.workspace_bytes) != WEFT_OK) return weft_last_error();
+    if (c.exec.workspace_bytes > b->workspace_bytes || !b->workspace) {
+        device_free(b->workspace);
+        b->workspace = device_alloc(b->workspace_bytes = c.exec.workspace_bytes);
+    }
+    if (!b->workspace) return "not enough memory for the workspace on the device";
+    c.exec.workspace = b->workspace;
+    c.exec.stream = device_timer_stream(b->timer);
+    const char *wrong = device_timer_capture(b->timer, call, &c, calls);
+    for (int warm = 0; warm < 3 && !wrong; warm++) wrong = device_timer_run(b->timer, 1, !small, &one);
+    if (small && one > 0) replays = (int)fmin(500, fmax(1, 2e-3 / one));
+    count = (int)fmin(MAX_TIMES, fmax(MIN_TIMES, b->seconds / (one > 0 ? one * replays : 1)));
+    for (int i = 0; i < count && !wrong; i++) {
+        wrong = device_timer_run(b->timer, replays, !small, &times[i]);
+        times[i] /= (double)calls * replays;
+    }
+    if (wrong) return wrong;
+    t->seconds = bench_median(times, count);
+    t->best = times[0];
+    t->cache = small ? "warm" : "flushed";
+    return NULL;
+}
+
+const char *bench_device_run(bench *b, problem *p, timing *t)
+{
+    const char *wrong = run_prepare(&b->exec, p, run_resident);
+    if (!wrong) wrong = check(b, p, t->problem, sizeof t->problem);
+    return wrong ? wrong : measure(b, p, t);
+}
