@@ -2,8 +2,6 @@
  *
  * Aggregate n -> 1 [M5]. Bytes per token, bf16: forward 2nC + 2C; backward 4nC + 2C.
  * Forward has no sums over channels: teams take segments of rows. Backward: a team owns a token, for d_pre's sake. */
-#include <type_traits>
-
 #include "cuda/common/launch.cuh"
 #include "cuda/common/rows.cuh"
 
@@ -148,7 +146,6 @@ template <class T, int N, stream_layout L, bool PLAIN>
 static __global__ void __launch_bounds__(BWD_BLOCK, PLAIN &&N > 2 ? 3 : 2) bwd_kernel(bwd_task a)
 {
     constexpr int W = tiles_of<T, N, L>::width, K = tiles_of<T, N, L>::count;
-    using row_type = typename std::conditional<PLAIN, T, float>::type; /* room for the words of d_u */
     __shared__ float room[BWD_BLOCK / 32 * N];
     const place p = place_of(a.team);
     const int step = a.team.lanes * W;
@@ -163,15 +160,12 @@ static __global__ void __launch_bounds__(BWD_BLOCK, PLAIN &&N > 2 ? 3 : 2) bwd_k
         for (int i = 0; i < N; i++) sum[i] = 0.0f;
         for (int c = p.lane * W; c < end; c += step * K) {
             raw_tile<T, N, W, L> r[K];
-            raw<row_type, W> g[K];
+            wide_words<T, W, PLAIN> g[K];
 #pragma unroll
             for (int j = 0; j < K; j++) {
                 const int cj = c + j * step;
                 if (cj >= end) continue;
-                if constexpr (PLAIN)
-                    load_raw(g[j], (const T *)a.d_u.data + token * a.d_u.stride[0] + cj);
-                else
-                    load_wide<T, W>(g[j], a.d_u, token * a.d_u.stride[0] + cj);
+                load_wide(g[j], a.d_u, token * a.d_u.stride[0] + cj);
                 if (sums) load_tile(r[j], x, a.x.stride[1], cj);
             }
             if (streams && c == p.lane * W) get_coefs(pre, a.pre, token);
@@ -180,10 +174,7 @@ static __global__ void __launch_bounds__(BWD_BLOCK, PLAIN &&N > 2 ? 3 : 2) bwd_k
                 const int cj = c + j * step;
                 float v[N][W], d[W];
                 if (cj >= end) continue;
-                if constexpr (PLAIN)
-                    unpack(d, g[j]);
-                else
-                    unpack_wide<T, W>(d, g[j], a.d_u);
+                unpack_wide(d, g[j], a.d_u);
                 if (sums) {
                     unpack_tile(v, r[j]);
 #pragma unroll
@@ -196,8 +187,8 @@ static __global__ void __launch_bounds__(BWD_BLOCK, PLAIN &&N > 2 ? 3 : 2) bwd_k
                     scale_streams(v, pre, 0, d);
                     store_streams<T, N, W, L>((T *)a.d_x.data + token * a.d_x.stride[0], a.d_x.stride[1], cj, v);
                 } else {
-                    /* Four streams at a time: with what is there and what is added, eight would fill the registers. */
-                    constexpr int M = L == LAYOUT_NC && N > 4 ? 4 : N;
+                    /* Few streams at a time: with what is there and what is added, eight are more than the registers. */
+                    constexpr int M = L == LAYOUT_NC && N > 4 ? 2 : N;
                     float w[M][W];
 #pragma unroll
                     for (int first = 0; first < N; first += M) {

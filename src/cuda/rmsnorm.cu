@@ -129,7 +129,7 @@ template <class T, class G, int E> static __global__ void __launch_bounds__(MOST
     constexpr int W = number<T>::per_vector, K = E / W;
     constexpr bool AHEAD = E <= BWD_ELEMENTS;
     __shared__ float room[MOST_BLOCK / 32 * 2];
-    extern __shared__ __align__(16) float rows[]; /* [teams][channels] where a block has several teams */
+    extern __shared__ float rows[]; /* [teams][channels] where a block has several teams */
     const place p = place_of(a.team);
     const int step = a.team.lanes * W, c = p.lane * W, channels = (int)a.channels;
     const int64_t first = blockIdx.x * a.chunk, last = first + a.chunk < a.tokens ? first + a.chunk : a.tokens;
@@ -204,7 +204,9 @@ template <class T, class G, int E> static __global__ void __launch_bounds__(MOST
     }
 #pragma unroll
     for (int j = 0; j < K; j++)
-        if (c + j * step < channels) store<float, W>(rows + p.slot * channels + c + j * step, sum[j]);
+        if (c + j * step < channels)
+#pragma unroll
+            for (int k = 0; k < W; k++) rows[p.slot * channels + c + j * step + k] = sum[j][k];
     __syncthreads();
     for (int k = threadIdx.x; k < channels; k += blockDim.x) {
         float total = rows[k];
@@ -331,25 +333,29 @@ template <class T, int W> static weft_status bwd_long(const weft_call *call, nor
     return launch(call, "rmsnorm", bwd_long_kernel<T, W>, {dim3((unsigned)chunks), (unsigned)block}, task);
 }
 
-template <class T, int E> static weft_status bwd_held(const weft_call *call, norm_task task, int64_t chunks)
+template <class T, class G, int E>
+static weft_status bwd_held(const weft_call *call, norm_task task, int64_t chunks)
 {
     constexpr int W = number<T>::per_vector;
     const weft_rows_sum plan = weft_rows_plan_sum(call->tokens, call->channels, W, E / W, MOST_BLOCK);
     const bool several = plan.team.lanes <= 32 && task.partial;
     const size_t shared = several ? (size_t)(plan.team.per_block * call->channels) * sizeof(float) : 0;
     task.team = plan.team;
-    return launch(call, "rmsnorm", task.v.dtype == number<T>::dtype ? bwd_kernel<T, T, E> : bwd_kernel<T, float, E>,
-                  {dim3((unsigned)chunks), (unsigned)plan.block, shared}, task);
+    return launch(call, "rmsnorm", bwd_kernel<T, G, E>, {dim3((unsigned)chunks), (unsigned)plan.block, shared},
+                  task);
 }
 
 template <class T> static weft_status bwd_rows(const weft_call *call, norm_task task, int64_t chunks, bool fits)
 {
+    const bool plain = task.v.dtype == number<T>::dtype;
     if (!fits) return bwd_long<T, 1>(call, task, chunks);
-    if (call->channels <= MOST_BLOCK * BWD_ELEMENTS) return bwd_held<T, BWD_ELEMENTS>(call, task, chunks);
+    if (call->channels <= MOST_BLOCK * BWD_ELEMENTS)
+        return plain ? bwd_held<T, T, BWD_ELEMENTS>(call, task, chunks)
+                     : bwd_held<T, float, BWD_ELEMENTS>(call, task, chunks);
     /* 32 elements of fp32 rows and of the sums that go with them are more than there are registers. */
     if constexpr (sizeof(T) == 2)
-        if (call->channels <= MOST_BLOCK * BWD_MOST_ELEMENTS)
-            return bwd_held<T, BWD_MOST_ELEMENTS>(call, task, chunks);
+        if (plain && call->channels <= MOST_BLOCK * BWD_MOST_ELEMENTS)
+            return bwd_held<T, T, BWD_MOST_ELEMENTS>(call, task, chunks);
     return bwd_long<T, number<T>::per_vector>(call, task, chunks);
 }
 

@@ -77,31 +77,15 @@ static __global__ void __launch_bounds__(256, PLAIN ? 4 : 2) fan_out_kernel(fan_
          team += stride) {
         int64_t token;
         const int c = fan_begin<W, K>(a, team, &token);
-        raw<float, W> r[K];
+        wide_words<T, W, PLAIN> r[K];
 #pragma unroll
         for (int j = 0; j < K; j++)
-            if (c + j * step < channels) {
-                if constexpr (PLAIN) {
-                    raw<T, W> part;
-                    load_raw(part, (const T *)a.u.data + token * a.u.stride[0] + c + j * step);
-#pragma unroll
-                    for (int k = 0; k < raw<T, W>::words; k++) r[j].word[k] = part.word[k];
-                } else {
-                    load_wide<T, W>(r[j], a.u, token * a.u.stride[0] + c + j * step);
-                }
-            }
+            if (c + j * step < channels) load_wide(r[j], a.u, token * a.u.stride[0] + c + j * step);
 #pragma unroll
         for (int j = 0; j < K; j++) {
             float x[N][W], u[W];
             if (c + j * step >= channels) continue;
-            if constexpr (PLAIN) {
-                raw<T, W> part;
-#pragma unroll
-                for (int k = 0; k < raw<T, W>::words; k++) part.word[k] = r[j].word[k];
-                unpack(u, part);
-            } else {
-                unpack_wide<T, W>(u, r[j], a.u);
-            }
+            unpack_wide(u, r[j], a.u);
 #pragma unroll
             for (int i = 0; i < N; i++)
 #pragma unroll

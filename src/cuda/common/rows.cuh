@@ -8,6 +8,8 @@
 #ifndef WEFT_CUDA_ROWS_CUH
 #define WEFT_CUDA_ROWS_CUH
 
+#include <type_traits>
+
 #include "cuda/common/reduce.cuh"
 #include "cuda/common/streams.cuh"
 #include "cuda/rows_plan.h"
@@ -152,30 +154,36 @@ template <class T, int N, stream_layout L> struct tiles_of {
     static_assert(count >= 1, "a tile is at most 128 bytes");
 };
 
-/* W neighbouring elements that are T or f32, known at run time and only read: words first, numbers later. */
-template <class T, int W>
-static __device__ __forceinline__ void load_wide(raw<float, W> &r, const view &from, int64_t i)
+/* W neighbouring elements of a row that is only read: T where PLAIN, else T or f32 as its view says. Words first, numbers
+ * later. */
+template <class T, int W, bool PLAIN> struct wide_words {
+    raw<typename std::conditional<PLAIN, T, float>::type, W> r;
+};
+
+template <class T, int W, bool PLAIN>
+static __device__ __forceinline__ void load_wide(wide_words<T, W, PLAIN> &w, const view &from, int64_t i)
 {
-    if (sizeof(T) == 4 || from.dtype == WEFT_F32) {
-        load_raw(r, (const float *)from.data + i);
+    if (!PLAIN && from.dtype == WEFT_F32) {
+        if constexpr (!PLAIN) load_raw(w.r, (const float *)from.data + i);
     } else {
-        raw<T, W> half;
-        load_raw(half, (const T *)from.data + i);
+        raw<T, W> part;
+        load_raw(part, (const T *)from.data + i);
 #pragma unroll
-        for (int k = 0; k < raw<T, W>::words; k++) r.word[k] = half.word[k];
+        for (int k = 0; k < raw<T, W>::words; k++) w.r.word[k] = part.word[k];
     }
 }
 
-template <class T, int W>
-static __device__ __forceinline__ void unpack_wide(float (&v)[W], const raw<float, W> &r, const view &from)
+template <class T, int W, bool PLAIN>
+static __device__ __forceinline__ void unpack_wide(float (&v)[W], const wide_words<T, W, PLAIN> &w,
+                                                   const view &from)
 {
-    if (sizeof(T) == 4 || from.dtype == WEFT_F32) {
-        unpack(v, r);
+    if (!PLAIN && from.dtype == WEFT_F32) {
+        if constexpr (!PLAIN) unpack(v, w.r);
     } else {
-        raw<T, W> half;
+        raw<T, W> part;
 #pragma unroll
-        for (int k = 0; k < raw<T, W>::words; k++) half.word[k] = r.word[k];
-        unpack(v, half);
+        for (int k = 0; k < raw<T, W>::words; k++) part.word[k] = w.r.word[k];
+        unpack(v, part);
     }
 }
 
