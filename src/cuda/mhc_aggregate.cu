@@ -122,6 +122,14 @@ template <class T, int N> static weft_status fwd(const weft_call *call, const vo
 
 enum { BWD_BLOCK = 256, ANY_STREAMS = 4 };
 
+/* Blocks on a multiprocessor, and streams to write at a time where more than d_u is read for it: as many as the registers
+ * allow. For other GPUs the compiler needs a few more for the same code. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+enum { BWD_RESIDENT = 2, PUT_STREAMS = 2 };
+#else
+enum { BWD_RESIDENT = 3, PUT_STREAMS = 4 };
+#endif
+
 struct bwd_task {
     view x, pre, d_u, d_x, d_pre;
     int64_t tokens, channels;
@@ -143,7 +151,7 @@ static __device__ __forceinline__ void scale_streams(float (&d_x)[M][W], const f
 /* d_x[i] = pre[i] d_u;  d_pre[i] = sum_c d_u[c] x[i,c]: a lane over its tiles, then over the team.
  * PLAIN: both are wanted, all of them have dtype T, nothing is added to. */
 template <class T, int N, stream_layout L, bool PLAIN>
-static __global__ void __launch_bounds__(BWD_BLOCK, PLAIN &&N > 2 ? 3 : 2) bwd_kernel(bwd_task a)
+static __global__ void __launch_bounds__(BWD_BLOCK, PLAIN &&N > 2 ? BWD_RESIDENT : 2) bwd_kernel(bwd_task a)
 {
     constexpr int W = tiles_of<T, N, L>::width, K = tiles_of<T, N, L>::count;
     __shared__ float room[BWD_BLOCK / 32 * N];
@@ -188,7 +196,7 @@ static __global__ void __launch_bounds__(BWD_BLOCK, PLAIN &&N > 2 ? 3 : 2) bwd_k
                     store_streams<T, N, W, L>((T *)a.d_x.data + token * a.d_x.stride[0], a.d_x.stride[1], cj, v);
                 } else {
                     /* Few streams at a time: with what is there and what is added, eight are more than the registers. */
-                    constexpr int M = L == LAYOUT_NC && N > 4 ? 2 : N;
+                    constexpr int M = L == LAYOUT_CN || N <= PUT_STREAMS ? N : 2;
                     float w[M][W];
 #pragma unroll
                     for (int first = 0; first < N; first += M) {
