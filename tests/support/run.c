@@ -9,7 +9,7 @@
 
 #include <cmocka.h>
 
-#include "image.h"
+#include "support/device.h"
 #include "support/memory.h"
 
 /* ---- failures ------------------------------------------------------------------------------------------------ */
@@ -167,13 +167,19 @@ static weft_status call_on_device(const char *text, const weft_op_info *op, weft
     return status;
 }
 
-static weft_status run_on_device(problem *p, weft_exec exec)
+int problem_ranges(const problem *p, image_range *around)
 {
-    image_range around[MAX_ARGS];
     int count = 0;
     for (int i = 0; i < p->num_args; i++)
         if (p->arg[i].block)
             around[count++] = (image_range){p->arg[i].name, p->arg[i].block, p->arg[i].block_bytes};
+    return count;
+}
+
+static weft_status run_on_device(problem *p, weft_exec exec)
+{
+    image_range around[MAX_ARGS];
+    int count = problem_ranges(p, around);
     return call_on_device(problem_text(p), p->op, exec, p->args, around, count);
 }
 
