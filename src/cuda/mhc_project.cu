@@ -11,6 +11,8 @@
  * right, then by fours three times. A split hands on whole subtrees. */
 #include "cuda/mhc_project.cuh"
 
+enum { WARPS = 8 };
+
 /* ---- psi as fp32 rows -------------------------------------------------------------------------------------------------- */
 
 __global__ void spread_kernel(float *to, weights w, columns k)
@@ -36,161 +38,176 @@ struct project_args {
     float mean;        /* 1 / K */
 };
 
-/* A block owns ROWS tokens and the columns of its split. Stages of 64 columns go round in shared memory: x with its 16-byte
- * pieces swapped by the row number, so that neither the copy nor ldmatrix meets a bank twice, and psi as it is. While a
- * stage is multiplied, the psi of the next one is taken apart into the registers' order: one 16-byte piece per (step of 16
- * columns, tile of 8 rows, lane), hi and lo of B's two registers. */
-template <class T, int NT, int MT, int WARPS, int STAGES>
+/* A block owns ROWS tokens and the columns of its split, a warp MT * 16 of these tokens. Each warp has a ring of stages of
+ * 64 columns of its own x and waits for nobody, with its 16-byte pieces swapped by the row number so that neither the copy
+ * nor ldmatrix meets a bank twice. psi is shared: chunks of CHUNK stages, taken apart into the registers' order while the
+ * chunk before is multiplied, one barrier a chunk. One 16-byte piece per (step of 16 columns, tile of 8 rows, lane): hi and
+ * lo of B's two registers.
+ * In lockstep, with a barrier a stage, a stage took 2260 cycles where memory leaves 2090. */
+template <class T, int NT, int MT, int STAGES, int CHUNK>
 __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_args p)
 {
-    constexpr int STEPS = PROJECT_STAGE / 16, ROWS = WARPS * MT * 16, PIECES = STEPS * 2, THREADS = WARPS * 32;
-    constexpr int X_BYTES = ROWS * PIECES * 16;
-    constexpr int PSI_PITCH = PROJECT_STAGE * 4 + 32; /* four rows of eight bytes a lane in 32 different banks */
-    constexpr int STAGE_BYTES = X_BYTES + NT * 8 * PSI_PITCH, SPLIT_BYTES = STEPS * NT * 512;
-    static_assert(ROWS * PIECES % THREADS == 0 && PIECES == 8, "every thread copies the same number of pieces");
+    constexpr int STEPS = PROJECT_STAGE / 16, ROWS = WARPS * MT * 16, THREADS = WARPS * 32;
+    constexpr int STAGE_BYTES = MT * 16 * PROJECT_STAGE * 2, CHUNK_PIECES = CHUNK * STEPS * NT * 32;
+    constexpr int OWN = (CHUNK_PIECES + THREADS - 1) / THREADS; /* pieces of a chunk that a thread takes apart */
+    constexpr bool AHEAD = NT <= 3;                             /* registers to fetch them ahead */
     extern __shared__ __align__(128) char shared[];
 
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int split = (int)(blockIdx.x % (unsigned)p.splits), leaves = PROJECT_LEAVES / p.splits;
-    const int64_t token0 = (int64_t)(blockIdx.x / (unsigned)p.splits) * ROWS;
+    const int64_t token0 = (int64_t)(blockIdx.x / (unsigned)p.splits) * ROWS + warp * MT * 16;
     const int64_t stages = (p.columns + PROJECT_STAGE - 1) / PROJECT_STAGE;
     const int64_t first = weft_project_leaf(stages, leaves * split),
                   last = weft_project_leaf(stages, leaves * (split + 1));
-    char *const taken = shared + STAGES * STAGE_BYTES;
+    uint4 *const taken = (uint4 *)(shared + WARPS * STAGES * STAGE_BYTES);
+    const uint32_t ring = shared_address(shared) + warp * STAGES * STAGE_BYTES;
 
+    /* Lane l copies piece l % 8 of rows l / 8, l / 8 + 4, ... */
+    const T *const x_from = (const T *)p.x + (token0 + (lane >> 3)) * p.x_stride + (lane & 7) * 8;
+    const uint32_t x_to[2] = {(uint32_t)(lane >> 3) * 128 + (((lane & 7) ^ (lane >> 3)) << 4),
+                              (uint32_t)(lane >> 3) * 128 + (((lane & 7) ^ (lane >> 3) ^ 4) << 4)};
+    const int64_t rows_left = p.tokens - token0 - (lane >> 3);
     auto load_x = [&](int64_t stage, int slot) {
-        const uint32_t to = shared_address(shared) + slot * STAGE_BYTES;
+        const bool inside = stage * PROJECT_STAGE + (lane & 7) * 8 < p.columns;
+        const T *from = x_from + stage * PROJECT_STAGE;
 #pragma unroll
-        for (int i = 0; i < ROWS * PIECES / THREADS; i++) {
-            const int at = i * THREADS + tid, row = at / PIECES, piece = at % PIECES;
-            const int64_t token = token0 + row, column = (stage * PIECES + piece) * 8;
-            const bool valid = token < p.tokens && column < p.columns;
-            const T *from = (const T *)p.x + (valid ? token * p.x_stride + column : 0);
-            copy_async(to + (row * PIECES + (piece ^ (row & 7))) * 16, from, valid);
+        for (int i = 0; i < MT * 4; i++) {
+            const bool valid = inside && i * 4 < rows_left;
+            copy_async(ring + slot * STAGE_BYTES + i * 512 + x_to[i & 1], valid ? from + i * 4 * p.x_stride : p.x,
+                       valid);
         }
     };
-    auto load_psi = [&](int64_t stage, int slot) {
-        const uint32_t to = shared_address(shared) + slot * STAGE_BYTES + X_BYTES;
-        for (int i = tid; i < NT * 8 * 16; i += THREADS) {
-            const int row = i / 16, piece = i % 16;
-            const int64_t column = stage * PROJECT_STAGE + piece * 4;
-            const bool valid = row < p.rows && column < p.columns;
-            copy_async(to + row * PSI_PITCH + piece * 16, p.psi + (valid ? row * p.psi_stride + column : 0), valid);
-        }
+    /* The four numbers of a piece: columns 2t, 2t + 1, 2t + 8, 2t + 9 of its step, row g of its tile. */
+    auto fetch = [&](float2(&v)[2], int64_t stage, int piece) {
+        const int l = piece & 31, row = piece / 32 % NT * 8 + (l >> 2);
+        const int64_t column = stage * PROJECT_STAGE + piece / 32 / NT * 16 + 2 * (l & 3);
+        const float *from = p.psi + row * p.psi_stride + column;
+        v[0] = v[1] = make_float2(0.0f, 0.0f);
+        if (row >= p.rows || piece >= CHUNK_PIECES) return;
+        if (column < p.columns) v[0] = make_float2(from[0], from[1]);
+        if (column + 8 < p.columns) v[1] = make_float2(from[8], from[9]);
     };
-    auto take_apart = [&](int slot, int buffer) {
-        const char *from = shared + slot * STAGE_BYTES + X_BYTES;
-        uint4 *to = (uint4 *)(taken + buffer * SPLIT_BYTES);
-        for (int i = tid; i < STEPS * NT * 32; i += THREADS) {
-            const int l = i & 31, row = i / 32 % NT * 8 + (l >> 2), step = i / 32 / NT;
-            const float2 *v = (const float2 *)(from + row * PSI_PITCH + (step * 16 + 2 * (l & 3)) * 4);
-            const float2 a = v[0], b = v[4];
-            uint4 piece;
-            split2(piece.x, piece.z, a.x, a.y);
-            split2(piece.y, piece.w, b.x, b.y);
-            to[i] = piece;
-        }
+    auto take_apart = [&](int buffer, int piece, const float2(&v)[2]) {
+        uint4 to;
+        split2(to.x, to.z, v[0].x, v[0].y);
+        split2(to.y, to.w, v[1].x, v[1].y);
+        if (CHUNK_PIECES % THREADS == 0 || piece < CHUNK_PIECES) taken[buffer * CHUNK_PIECES + piece] = to;
     };
 
     /* x does not depend on the kernel before this one; psi may. */
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-        if (first + s < last) {
-            load_x(first + s, s);
-            if (p.psi_is_ready) load_psi(first + s, s);
-        }
-        if (p.psi_is_ready) copy_commit();
+        if (first + s < last) load_x(first + s, s);
+        copy_commit();
     }
     wait_for_previous();
     let_next_begin();
-    if (!p.psi_is_ready) {
 #pragma unroll
-        for (int s = 0; s < STAGES - 1; s++) {
-            if (first + s < last) load_psi(first + s, s);
-            copy_commit();
-        }
+    for (int i = 0; i < OWN; i++) {
+        float2 v[2];
+        fetch(v, first, i * THREADS + tid);
+        take_apart(0, i * THREADS + tid, v);
     }
-    copy_wait<STAGES - 2>();
-    __syncthreads();
-    if (first < last) take_apart(0, 0);
 
-    float leaf[MT][NT][4] = {}, four[MT][NT][4] = {}, sixteen[MT][NT][4] = {}, total[MT][NT][4] = {};
+    /* With many rows the two upper levels, which are rarely touched, live in shared memory. */
+    constexpr bool DEEP = NT > 3;
+    float *const deep = (float *)(taken + 2 * CHUNK_PIECES) + tid;
+    float leaf[MT][NT][4] = {}, four[MT][NT][4] = {}, sixteen_[DEEP ? 1 : MT][DEEP ? 1 : NT][4] = {},
+          total_[DEEP ? 1 : MT][DEEP ? 1 : NT][4] = {};
+    auto sixteen = [&](int m, int q, int e) -> float & {
+        return DEEP ? deep[(q * 4 + e) * THREADS] : sixteen_[DEEP ? 0 : m][DEEP ? 0 : q][e];
+    };
+    auto total = [&](int m, int q, int e) -> float & {
+        return DEEP ? deep[((NT + q) * 4 + e) * THREADS] : total_[DEEP ? 0 : m][DEEP ? 0 : q][e];
+    };
+    for (int i = 0; i < (DEEP ? 2 * NT * 4 : 0); i++) deep[i * THREADS] = 0.0f;
     float leaf_sq[MT][2] = {}, four_sq[MT][2] = {}, sixteen_sq[MT][2] = {}, total_sq[MT][2] = {};
     int slot = 0, index = leaves * split;
     int64_t leaf_end = weft_project_leaf(stages, index + 1);
     while (leaf_end == first && index < leaves * (split + 1)) leaf_end = weft_project_leaf(stages, ++index + 1);
-    for (int64_t stage = first; stage < last; stage++) {
-        /* Stage + 1 must be there too, for its psi. */
-        copy_wait<STAGES - 3>();
+    for (int64_t chunk = first; chunk < last; chunk += CHUNK) {
+        const int buffer = (int)((chunk - first) / CHUNK) & 1;
+        const bool more = chunk + CHUNK < last;
+        float2 ahead[AHEAD ? OWN : 1][2];
         __syncthreads();
-        {
-            const int64_t next = stage + STAGES - 1;
-            const int next_slot = slot == 0 ? STAGES - 1 : slot - 1;
-            if (next < last) {
-                load_x(next, next_slot);
-                load_psi(next, next_slot);
-            }
-            copy_commit();
+        if (AHEAD && more) {
+#pragma unroll
+            for (int i = 0; i < OWN; i++) fetch(ahead[AHEAD ? i : 0], chunk + CHUNK, i * THREADS + tid);
         }
-        const int buffer = (int)(stage - first) & 1;
-        const uint4 *psi = (const uint4 *)(taken + buffer * SPLIT_BYTES);
-        const uint32_t x_base = shared_address(shared) + slot * STAGE_BYTES;
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
-        if (stage + 1 < last) take_apart(slot, buffer ^ 1);
+#pragma unroll 1
+        for (int s = 0; s < CHUNK && chunk + s < last; s++) {
+            const int64_t stage = chunk + s;
+            copy_wait<STAGES - 2>();
+            __syncwarp();
+            if (stage + STAGES - 1 < last) load_x(stage + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
+            copy_commit();
+            const uint4 *psi = taken + buffer * CHUNK_PIECES + s * (STEPS * NT * 32) + lane;
+            const uint32_t x_at = ring + slot * STAGE_BYTES + (lane & 15) * 128;
+            slot = slot + 1 == STAGES ? 0 : slot + 1;
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            uint32_t hi[MT][4], lo[MT][4];
-#pragma unroll
-            for (int m = 0; m < MT; m++) {
-                const int row = (warp * MT + m) * 16 + (lane & 15), piece = step * 2 + (lane >> 4);
-                uint32_t a[4];
-                ldmatrix4(a, x_base + (row * PIECES + (piece ^ (row & 7))) * 16);
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    float v0, v1;
-                    widen2(v0, v1, a[e], T());
-                    leaf_sq[m][e & 1] = fmaf(v0, v0, leaf_sq[m][e & 1]);
-                    leaf_sq[m][e & 1] = fmaf(v1, v1, leaf_sq[m][e & 1]);
-                    split_pair(hi[m][e], lo[m][e], a[e], T());
-                }
-            }
-#pragma unroll
-            for (int q = 0; q < NT; q++) {
-                const uint4 b = psi[(step * NT + q) * 32 + lane];
+            for (int step = 0; step < STEPS; step++) {
+                uint32_t hi[MT][4], lo[MT][4];
 #pragma unroll
                 for (int m = 0; m < MT; m++) {
-                    mma16(leaf[m][q], hi[m][0], hi[m][1], hi[m][2], hi[m][3], b.x, b.y);
-                    mma16(leaf[m][q], hi[m][0], hi[m][1], hi[m][2], hi[m][3], b.z, b.w);
-                    if constexpr (number<T>::dtype == WEFT_F16)
-                        mma16(leaf[m][q], lo[m][0], lo[m][1], lo[m][2], lo[m][3], b.x, b.y);
+                    uint32_t a[4];
+                    ldmatrix4(a, x_at + m * 2048 + (((step * 2 + (lane >> 4)) ^ (lane & 7)) << 4));
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        float v0, v1;
+                        widen2(v0, v1, a[e], T());
+                        leaf_sq[m][e & 1] = fmaf(v0, v0, leaf_sq[m][e & 1]);
+                        leaf_sq[m][e & 1] = fmaf(v1, v1, leaf_sq[m][e & 1]);
+                        split_pair(hi[m][e], lo[m][e], a[e], T());
+                    }
+                }
+#pragma unroll
+                for (int q = 0; q < NT; q++) {
+                    const uint4 b = psi[(step * NT + q) * 32];
+#pragma unroll
+                    for (int m = 0; m < MT; m++)
+                        mma16(leaf[m][q], hi[m][0], hi[m][1], hi[m][2], hi[m][3], b.x, b.y);
+#pragma unroll
+                    for (int m = 0; m < MT; m++)
+                        mma16(leaf[m][q], hi[m][0], hi[m][1], hi[m][2], hi[m][3], b.z, b.w);
+                    if constexpr (number<T>::dtype == WEFT_F16) {
+#pragma unroll
+                        for (int m = 0; m < MT; m++)
+                            mma16(leaf[m][q], lo[m][0], lo[m][1], lo[m][2], lo[m][3], b.x, b.y);
+                    }
+                }
+            }
+            /* The end of a leaf, and of the empty ones behind it where there are fewer stages than leaves. */
+            while (stage + 1 == leaf_end && index < leaves * (split + 1)) {
+                index++;
+                leaf_end = weft_project_leaf(stages, index + 1);
+                const bool full4 = index % PROJECT_FAN == 0, full16 = index % (PROJECT_FAN * PROJECT_FAN) == 0;
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        float v = leaf_sq[m][e];
+                        v += __shfl_xor_sync(0xffffffffu, v, 1);
+                        v += __shfl_xor_sync(0xffffffffu, v, 2);
+                        four_sq[m][e] += v, leaf_sq[m][e] = 0.0f;
+                        if (full4) sixteen_sq[m][e] += four_sq[m][e], four_sq[m][e] = 0.0f;
+                        if (full16) total_sq[m][e] += sixteen_sq[m][e], sixteen_sq[m][e] = 0.0f;
+                    }
+#pragma unroll
+                    for (int q = 0; q < NT; q++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            four[m][q][e] += leaf[m][q][e], leaf[m][q][e] = 0.0f;
+                            if (full4) sixteen(m, q, e) += four[m][q][e], four[m][q][e] = 0.0f;
+                            if (full16) total(m, q, e) += sixteen(m, q, e), sixteen(m, q, e) = 0.0f;
+                        }
                 }
             }
         }
-        /* The end of a leaf, and of the empty ones behind it where there are fewer stages than leaves. */
-        while (stage + 1 == leaf_end && index < leaves * (split + 1)) {
-            index++;
-            leaf_end = weft_project_leaf(stages, index + 1);
-            const bool full4 = index % PROJECT_FAN == 0, full16 = index % (PROJECT_FAN * PROJECT_FAN) == 0;
+        if (!more) continue;
 #pragma unroll
-            for (int m = 0; m < MT; m++) {
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float v = leaf_sq[m][e];
-                    v += __shfl_xor_sync(0xffffffffu, v, 1);
-                    v += __shfl_xor_sync(0xffffffffu, v, 2);
-                    four_sq[m][e] += v, leaf_sq[m][e] = 0.0f;
-                    if (full4) sixteen_sq[m][e] += four_sq[m][e], four_sq[m][e] = 0.0f;
-                    if (full16) total_sq[m][e] += sixteen_sq[m][e], sixteen_sq[m][e] = 0.0f;
-                }
-#pragma unroll
-                for (int q = 0; q < NT; q++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        four[m][q][e] += leaf[m][q][e], leaf[m][q][e] = 0.0f;
-                        if (full4) sixteen[m][q][e] += four[m][q][e], four[m][q][e] = 0.0f;
-                        if (full16) total[m][q][e] += sixteen[m][q][e], sixteen[m][q][e] = 0.0f;
-                    }
-            }
+        for (int i = 0; i < OWN; i++) {
+            if (!AHEAD) fetch(ahead[0], chunk + CHUNK, i * THREADS + tid);
+            take_apart(buffer ^ 1, i * THREADS + tid, ahead[AHEAD ? i : 0]);
         }
     }
 
@@ -199,7 +216,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
     for (int m = 0; m < MT; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int64_t token = token0 + (warp * MT + m) * 16 + (lane >> 2) + half * 8;
+            const int64_t token = token0 + m * 16 + (lane >> 2) + half * 8;
             if (token >= p.tokens) continue;
             float *out = p.partial ? p.partial + (split * p.tokens + token) * (p.rows + 1) : NULL;
 #pragma unroll
@@ -208,7 +225,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
                 for (int e = 0; e < 2; e++) {
                     const int row = q * 8 + (lane & 3) * 2 + e, at = half * 2 + e;
                     if (row >= p.rows) continue;
-                    const float v = total[m][q][at] + (sixteen[m][q][at] + four[m][q][at]);
+                    const float v = total(m, q, at) + (sixteen(m, q, at) + four[m][q][at]);
                     if (out)
                         out[row] = v;
                     else
@@ -224,26 +241,31 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
         }
 }
 
-/* Adds the partial sums of a token in the order that one block would have added them. */
-__global__ void gather_kernel(const project_args p)
+/* Adds the partial sums of a token in the order that one block would have added them. Four lanes share a sum, each with a
+ * quarter of the partial sums on its way at once. */
+template <int SPLITS> __global__ void gather_kernel(const project_args p)
 {
-    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = p.tokens * (p.rows + 1);
+    constexpr int FOURS = SPLITS >= 16 ? 4 : 1, LEAVES = SPLITS >= 64 ? 4 : 1;
+    const int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 4, step = p.tokens * (p.rows + 1);
+    const int quarter = threadIdx.x & 3;
+    float v[FOURS * LEAVES] = {};
     wait_for_previous();
-    if (i >= step) return;
-    const int64_t token = i / (p.rows + 1);
-    const int row = (int)(i % (p.rows + 1)), fours = p.splits >= 16 ? 4 : 1, leaves = p.splits >= 64 ? 4 : 1;
-    const float *from = p.partial + i;
-    float total = 0.0f;
-    for (int s = 0; s < 4; s++) {
-        float sixteen = 0.0f;
-        for (int f = 0; f < fours; f++) {
-            float four = 0.0f;
-#pragma unroll 4
-            for (int l = 0; l < leaves; l++, from += step) four += *from;
-            sixteen += four;
-        }
-        total += sixteen;
+#pragma unroll
+    for (int s = 0; s < FOURS * LEAVES; s++)
+        if (i < step) v[s] = p.partial[(quarter * FOURS * LEAVES + s) * step + i];
+    float sixteen = 0.0f, total = 0.0f;
+#pragma unroll
+    for (int f = 0; f < FOURS; f++) {
+        float four = 0.0f;
+#pragma unroll
+        for (int l = 0; l < LEAVES; l++) four += v[f * LEAVES + l];
+        sixteen += four;
     }
+#pragma unroll
+    for (int s = 0; s < 4; s++) total += __shfl_sync(0xffffffffu, sixteen, s, 4);
+    if (i >= step || quarter) return;
+    const int64_t token = i / (p.rows + 1);
+    const int row = (int)(i % (p.rows + 1));
     if (row < p.rows)
         put(p.h, token * p.h.stride[0] + row * p.h.stride[1], total);
     else if (has(p.ms))
@@ -252,14 +274,16 @@ __global__ void gather_kernel(const project_args p)
 
 /* ---- launch ------------------------------------------------------------------------------------------------------------ */
 
-template <class T, int NT, int MT, int WARPS, int STAGES>
+template <class T, int NT, int MT, int STAGES, int CHUNK>
 static weft_status launch_project(const weft_call *call, const project_args &p, int64_t blocks)
 {
-    constexpr size_t stage = (size_t)WARPS * MT * 16 * PROJECT_STAGE * 2 + NT * 8 * (PROJECT_STAGE * 4 + 32);
-    constexpr size_t bytes = stage * STAGES + 2 * PROJECT_STAGE / 16 * NT * 512;
+    constexpr size_t x = (size_t)WARPS * STAGES * MT * 16 * PROJECT_STAGE * 2;
+    constexpr size_t psi = 2 * CHUNK * PROJECT_STAGE / 16 * NT * 512,
+                     deep = NT > 3 ? 2 * NT * 4 * WARPS * 32 * 4 : 0;
+    constexpr size_t bytes = x + psi + deep;
     static_assert(bytes <= 227 * 1024, "more shared memory than a block has");
     return launch(
-        call, "projection", project_kernel<T, NT, MT, WARPS, STAGES>,
+        call, "projection", project_kernel<T, NT, MT, STAGES, CHUNK>,
         {.grid = (unsigned)blocks, .block = WARPS * 32, .shared = bytes, .order = p.psi_is_ready ? AFTER : OVERLAP},
         p);
 }
@@ -268,15 +292,25 @@ template <class T>
 static weft_status launch_tiles(const weft_call *call, const project_args &p, const weft_project_fwd_plan *plan,
                                 int32_t row_tiles)
 {
-    switch (row_tiles * 1000 + plan->tile_tokens) {
-    case 1256: return launch_project<T, 1, 2, 8, 5>(call, p, plan->blocks);
-    case 1128: return launch_project<T, 1, 1, 8, 5>(call, p, plan->blocks);
-    case 1032: return launch_project<T, 1, 1, 2, 5>(call, p, plan->blocks);
-    case 3256: return launch_project<T, 3, 2, 8, 5>(call, p, plan->blocks);
-    case 3128: return launch_project<T, 3, 1, 8, 5>(call, p, plan->blocks);
-    case 3032: return launch_project<T, 3, 1, 2, 5>(call, p, plan->blocks);
-    case 10128: return launch_project<T, 10, 1, 8, 4>(call, p, plan->blocks);
-    default: return launch_project<T, 10, 1, 2, 4>(call, p, plan->blocks);
+    if constexpr (number<T>::dtype == WEFT_BF16) {
+        if (plan->tile_tokens == 256 && row_tiles == 1) return launch_project<T, 1, 2, 5, 4>(call, p, plan->blocks);
+        if (plan->tile_tokens == 256) return launch_project<T, 3, 2, 5, 4>(call, p, plan->blocks);
+    }
+    switch (row_tiles) {
+    case 1: return launch_project<T, 1, 1, 5, 4>(call, p, plan->blocks);
+    case 3: return launch_project<T, 3, 1, 5, 4>(call, p, plan->blocks);
+    default: return launch_project<T, 10, 1, 5, 1>(call, p, plan->blocks);
+    }
+}
+
+static weft_status launch_gather(const weft_call *call, const project_args &p)
+{
+    const launch_shape shape = {
+        .grid = grid_of((p.tokens * (p.rows + 1) * 4 + 127) / 128), .block = 128, .shared = 0, .order = OVERLAP};
+    switch (p.splits) {
+    case 4: return launch(call, "sums", gather_kernel<4>, shape, p);
+    case 16: return launch(call, "sums", gather_kernel<16>, shape, p);
+    default: return launch(call, "sums", gather_kernel<64>, shape, p);
     }
 }
 
@@ -285,6 +319,13 @@ static bool phi_is_psi(const weft_tensor *phi, const weft_tensor *norm, stream_l
 {
     return phi->dtype == WEFT_F32 && !weft_has(norm) && row_order(phi) == order &&
            (phi->stride[0] % 4 == 0 || phi->shape[0] == 1) && (uintptr_t)phi->data % 16 == 0;
+}
+
+/* f16 needs the registers of a second tile of tokens for its lo parts, and 80 rows need them for the sums. */
+static weft_project_fwd_plan plan_of(const weft_call *call, int32_t tiles)
+{
+    return weft_cuda_project_fwd_plan(call->tokens, call->streams * call->channels, tiles,
+                                      tiles <= 3 && call->dtype == WEFT_BF16, call->sms);
 }
 
 struct fwd_room {
@@ -310,7 +351,7 @@ template <class T> static weft_status fwd(const weft_call *call, const void *arg
     if (tiles == 0 || !rows_are_plain(&a->x, order)) return weft_cuda_project_any_fwd(call, a);
 
     const columns k = columns_of(call, order);
-    const weft_project_fwd_plan plan = weft_cuda_project_fwd_plan(call->tokens, k.count, tiles, call->sms);
+    const weft_project_fwd_plan plan = plan_of(call, tiles);
     weft_arena arena = cuda_arena(call);
     const fwd_room room = fwd_lay_out(&arena, call, &plan);
     project_args p = {.x = a->x.data,
@@ -335,9 +376,7 @@ template <class T> static weft_status fwd(const weft_call *call, const void *arg
     }
     const weft_status status = launch_tiles<T>(call, p, &plan, tiles);
     if (status != WEFT_OK || plan.splits == 1) return status;
-    const int64_t sums = call->tokens * (call->rows + 1);
-    return launch(call, "sums", gather_kernel,
-                  {.grid = grid_of((sums + 127) / 128), .block = 128, .order = OVERLAP}, p);
+    return launch_gather(call, p);
 }
 
 static weft_status fwd_any(const weft_call *call, const void *args)
@@ -349,8 +388,7 @@ static size_t fwd_workspace(const weft_call *call, const void *)
 {
     const int32_t tiles = weft_cuda_project_row_tiles(call->rows);
     if (tiles == 0) return 0;
-    const weft_project_fwd_plan plan =
-        weft_cuda_project_fwd_plan(call->tokens, call->streams * call->channels, tiles, call->sms);
+    const weft_project_fwd_plan plan = plan_of(call, tiles);
     weft_arena arena = cuda_arena(call);
     fwd_lay_out(&arena, call, &plan);
     return weft_arena_bytes(&arena);

@@ -15,27 +15,23 @@ int32_t weft_cuda_project_row_tiles(int64_t rows)
 
 /* Candidates from large to small: a large tile reads phi less often, a split fills the machine. The cost is the number of
  * rounds the machine makes times the work of a block, plus what a split costs in partial sums. */
-weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns, int32_t row_tiles, int32_t sms)
+weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns, int32_t row_tiles, bool large,
+                                                 int32_t sms)
 {
-    static const int32_t tiles[] = {256, 128, 32}, splits[] = {1, 4, 16, 64};
+    static const int32_t tiles[] = {256, 128}, splits[] = {1, 4, 16, 64};
     const int64_t most_partial = (int64_t)16 << 20;
     weft_project_fwd_plan best = {0};
     double best_cost = 0;
-    for (int i = 0; i < 3; i++)
+    for (int i = large ? 0 : 1; i < 2; i++)
         for (int k = 0; k < 4; k++) {
-            /* At 80 rows a thread has no registers for two tiles of tokens. */
-            if (tiles[i] == 256 && row_tiles > 3) continue;
             if (splits[k] > 1 && tokens > most_partial / (splits[k] * (row_tiles * 8 + 1) * 4)) continue;
-            if (splits[k] > ceil_div(columns, PROJECT_STAGE) && k > 0) continue;
-            int64_t blocks = ceil_div(tokens, tiles[i]) * splits[k],
-                    at_once = (tiles[i] == 32 ? 4 : 1) * (int64_t)sms;
+            if (splits[k] > 1 && splits[k] > ceil_div(columns, PROJECT_STAGE)) continue;
+            const int64_t blocks = ceil_div(tokens, tiles[i]) * splits[k];
             /* A block moves its tokens and phi, in bytes; phi comes from L2, at about half the cost. It takes a while to
              * get going, and so does the sum over splits. */
-            double work = (tiles[i] * 2.0 + row_tiles * 8 * 4 * 0.5) * (double)columns / splits[k] + 40e3;
-            double rounds = (double)ceil_div(blocks, at_once) * (tiles[i] == 32 && blocks > sms ? 4.0 : 1.0);
-            double partial =
-                splits[k] > 1 ? (double)(tokens * splits[k]) * (row_tiles * 8 + 1) * 8 / sms + 60e3 : 0;
-            double cost = rounds * work + partial;
+            const double work = (tiles[i] * 2.0 + row_tiles * 8 * 4 * 0.5) * (double)columns / splits[k] + 40e3;
+            const double sums = (double)(tokens * splits[k]) * (row_tiles * 8 + 1) * 8 / sms + 60e3;
+            const double cost = (double)ceil_div(blocks, sms) * work + (splits[k] > 1 ? sums : 0);
             if (best.blocks == 0 || cost < best_cost) {
                 best_cost = cost;
                 best.tile_tokens = tiles[i];

@@ -39,8 +39,9 @@ typedef struct weft_project_fwd_plan {
     int64_t blocks;
 } weft_project_fwd_plan;
 
-/* row_tiles: tiles of 8 rows of phi. */
-weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns, int32_t row_tiles, int32_t sms);
+/* row_tiles: tiles of 8 rows of phi; large: a kernel with tiles of 256 tokens exists. */
+weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns, int32_t row_tiles, bool large,
+                                                 int32_t sms);
 
 typedef struct weft_project_bwd_plan {
     int32_t block_columns; /* of a block */
