@@ -286,7 +286,7 @@ static __device__ __forceinline__ bool any_along_channels(const view &v)
 
 static __device__ __forceinline__ float any_factor(const weft_mask &m, int64_t token, int o, int64_t c)
 {
-    return weft_mask_keep(&m, token, o, c) ? (float)m.scale : 0.0f;
+    return keep_bits<1>(m, token, o, c) ? (float)m.scale : 0.0f;
 }
 
 /* y[o] of one channel; w: row o of the mix, x: the channel's column, `pitch` apart. */
