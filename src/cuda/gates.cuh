@@ -17,8 +17,17 @@
 
 /* ---- the mathematics, twice ---------------------------------------------------------------------------------------- */
 
+/* What the division does for such x, bit for bit, without its branch for all others. */
+static __device__ __forceinline__ float reciprocal(float x)
+{
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return fmaf(r, -fmaf(x, r, -1.0f), r);
+}
+
 #define real float
 #define scalar float
+#define MM_RECIPROCAL(x) reciprocal(x)
 #define MM_SET(x) ((float)(x))
 #define MM_EXP(x) expf(x)
 #define MM_LOG(x) logf(x)
@@ -431,41 +440,52 @@ static __device__ __forceinline__ void fold_all(const gates_bwd_params &p, int r
 
 /* ---- backward ------------------------------------------------------------------------------------------------------ */
 
-/* One token. dz receives the gradient of z (so of beta) and, behind its rows, this token's part of d_alpha. */
+/* A token on its way through backward: h; dz, upstream, becomes the gradient of z (so of beta), and behind its rows lies
+ * this token's part of d_alpha. */
+template <int N> struct gates_token {
+    static constexpr int rows = 2 * N + N * N;
+    static constexpr int piece = N == 8 ? 8 : rows; /* beside two 8x8 matrices there is no room for a row of h */
+    float h[rows], ms, dz[rows + 3];
+};
+
+template <int N>
+static __device__ __forceinline__ void gates_bwd_load(const gates_bwd_params &p, int64_t token, gates_token<N> &t)
+{
+    t.ms = get(p.ms, token * p.ms.stride[0]);
+    if (t.piece == t.rows) load_row<t.rows>(t.h, p.h, token);
+    if (has(p.d_pre.v)) load_row<N>(t.dz, p.d_pre, token);
+    if (has(p.d_post.v)) load_row<N>(t.dz + N, p.d_post, token);
+    if (has(p.d_third.v)) load_row<N * N, N>(t.dz + 2 * N, p.d_third, token);
+}
+
 template <int N, bool SINKHORN>
 static __device__ __forceinline__ void gates_bwd_token(const gates_bwd_params &p, const float *param, float *shared,
-                                                       int64_t token, float *dz)
+                                                       int64_t token, gates_token<N> &t)
 {
-    constexpr int R = 2 * N + N * N;
-    constexpr int PIECE = N == 8 ? 8 : R; /* beside two 8x8 matrices there is no room for a row of h */
-    float h[R], ms = get(p.ms, token * p.ms.stride[0]);
-    if (PIECE == R) load_row<R>(h, p.h, token);
-    if (has(p.d_pre.v)) load_row<N>(dz, p.d_pre, token);
-    if (has(p.d_post.v)) load_row<N>(dz + N, p.d_post, token);
-    if (has(p.d_third.v)) load_row<N * N, N>(dz + 2 * N, p.d_third, token);
-    const float inv = mm_inv_rms(ms, p.numbers.rms_eps, p.numbers.rms_eps_kind);
+    constexpr int R = t.rows, PIECE = t.piece;
+    const float inv = mm_inv_rms(t.ms, p.numbers.rms_eps, p.numbers.rms_eps_kind);
     if (SINKHORN && has(p.d_third.v)) {
         float z[N * N];
-        if (PIECE < R) load_row<N * N>(h + 2 * N, p.h, token, 2 * N);
+        if (PIECE < R) load_row<N * N>(t.h + 2 * N, p.h, token, 2 * N);
 #pragma unroll
-        for (int k = 0; k < N * N; k++) z[k] = mm_gate_logit(h[2 * N + k], inv, param[R + 2], param[2 * N + k]);
-        sinkhorn_bwd<N>(z, dz + 2 * N, shared, p.numbers);
+        for (int k = 0; k < N * N; k++) z[k] = mm_gate_logit(t.h[2 * N + k], inv, param[R + 2], param[2 * N + k]);
+        sinkhorn_bwd<N>(z, t.dz + 2 * N, shared, p.numbers);
         if (PIECE < R) asm volatile("" ::: "memory"); /* h is read again, not kept */
     }
     float d_inv = 0;
 #pragma unroll
     for (int first = 0; first < R; first += PIECE) {
-        if (PIECE < R) load_row<PIECE>(h + first, p.h, token, first);
+        if (PIECE < R) load_row<PIECE>(t.h + first, p.h, token, first);
 #pragma unroll
         for (int j = first; j < first + PIECE; j++) {
             const int g = j < N ? 0 : j < 2 * N ? 1 : 2;
-            h[j] = gate_bwd(h[j], inv, param[R + g], param[j], g, p.numbers, dz[j], d_inv, dz[R + g]);
+            t.h[j] = gate_bwd(t.h[j], inv, param[R + g], param[j], g, p.numbers, t.dz[j], d_inv, t.dz[R + g]);
         }
-        if (has(p.d_h.v)) store_row<PIECE>(p.d_h, token, h + first, first);
+        if (has(p.d_h.v)) store_row<PIECE>(p.d_h, token, t.h + first, first);
     }
     if (has(p.d_ms))
         put(p.d_ms, token * p.d_ms.stride[0],
-            d_inv * mm_d_inv_rms(ms, inv, p.numbers.rms_eps, p.numbers.rms_eps_kind));
+            d_inv * mm_d_inv_rms(t.ms, inv, p.numbers.rms_eps, p.numbers.rms_eps_kind));
 }
 
 template <int N, bool SINKHORN>
@@ -475,21 +495,26 @@ static __global__ void __launch_bounds__(COEF_THREADS) gates_bwd_small(gates_bwd
     extern __shared__ float4 dynamic[];
     __shared__ float param[M], room[COEF_THREADS / 32][M];
     const bool sums = has(p.d_alpha) || has(p.d_beta);
-    stage_params(param, p.alpha, p.beta, R, 3);
-    __syncthreads();
+    bool staged = false;
     for (int64_t slot = blockIdx.x; slot < p.slots; slot += gridDim.x) {
         float total[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; i++) total[i] = 0;
         for (int64_t chunk = slot; chunk < p.chunks; chunk += p.slots) {
             const int64_t token = chunk * COEF_THREADS + threadIdx.x;
-            float dz[M];
+            gates_token<N> t;
 #pragma unroll
-            for (int j = 0; j < M; j++) dz[j] = 0;
-            if (token < p.tokens) gates_bwd_token<N, SINKHORN>(p, param, (float *)dynamic, token, dz);
+            for (int j = 0; j < M; j++) t.dz[j] = 0;
+            if (token < p.tokens) gates_bwd_load<N>(p, token, t);
+            if (!staged) { /* the parameters come while the first token does */
+                stage_params(param, p.alpha, p.beta, R, 3);
+                __syncthreads();
+                staged = true;
+            }
+            if (token < p.tokens) gates_bwd_token<N, SINKHORN>(p, param, (float *)dynamic, token, t);
             if (!sums) continue;
             __syncthreads();
-            sum_warp<M>(dz, room[threadIdx.x >> 5]);
+            sum_warp<M>(t.dz, room[threadIdx.x >> 5]);
             __syncthreads();
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
