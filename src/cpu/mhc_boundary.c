@@ -2,41 +2,10 @@
  *
  * Post of one sub-layer and pre of the next [M11], tile by tile: the new streams of a tile are projected and aggregated
  * while they are in cache. Bytes per token, bf16: forward 4nC + 4C. */
+#include "core/mhc_parts.h"
 #include "cpu/mhc_pre.h"
 
 /* ---- forward ------------------------------------------------------------------------------------------------------- */
-
-static weft_mhc_post_fwd_args post_of(const weft_mhc_boundary_fwd_args *a)
-{
-    return (weft_mhc_post_fwd_args){.numerics = a->numerics,
-                                    .dropout = a->dropout,
-                                    .x = a->x,
-                                    .f = a->f,
-                                    .bias = a->bias,
-                                    .post = a->post,
-                                    .res = a->res,
-                                    .y = a->y};
-}
-
-static weft_mhc_pre_fwd_args pre_of(const weft_mhc_boundary_fwd_args *a)
-{
-    return (weft_mhc_pre_fwd_args){.numerics = a->numerics,
-                                   .sub_eps = a->sub_eps,
-                                   .x = a->y,
-                                   .phi = a->phi,
-                                   .norm_weight = a->norm_weight,
-                                   .alpha = a->alpha,
-                                   .beta = a->beta,
-                                   .pre_in = a->pre_in,
-                                   .sub_weight = a->sub_weight,
-                                   .h = a->h,
-                                   .ms = a->ms,
-                                   .pre = a->pre_out,
-                                   .post = a->post_out,
-                                   .res = a->res_out,
-                                   .u = a->u,
-                                   .v = a->v};
-}
 
 typedef struct fwd_plan {
     const weft_call *call;
@@ -49,7 +18,7 @@ typedef struct fwd_plan {
 static weft_arena fwd_lay_out(fwd_plan *p, const weft_call *call, const weft_mhc_boundary_fwd_args *a)
 {
     weft_arena arena = cpu_arena(call);
-    *p = (fwd_plan){.call = call, .post = post_of(a), .pre = pre_of(a)};
+    *p = (fwd_plan){.call = call, .post = weft_boundary_post_fwd(a), .pre = weft_boundary_pre_fwd(a)};
     p->state = CPU(pre_fwd_take)(&arena, call, &p->pre);
     if (weft_has(&a->bias)) p->bias = weft_arena_take(&arena, (size_t)pad16(call->channels) * 4);
     return arena;
@@ -85,32 +54,6 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
 
 /* ---- backward ------------------------------------------------------------------------------------------------------ */
 
-static weft_mhc_pre_bwd_args pre_bwd_of(const weft_mhc_boundary_bwd_args *a)
-{
-    return (weft_mhc_pre_bwd_args){.numerics = a->numerics,
-                                   .sub_eps = a->sub_eps,
-                                   .x = a->y,
-                                   .phi = a->phi,
-                                   .norm_weight = a->norm_weight,
-                                   .pre_in = a->pre_in,
-                                   .sub_weight = a->sub_weight,
-                                   .alpha = a->alpha,
-                                   .beta = a->beta,
-                                   .h = a->h,
-                                   .ms = a->ms,
-                                   .d_u = a->d_u,
-                                   .d_v = a->d_v,
-                                   .d_pre = a->d_pre_out,
-                                   .d_post = a->d_post_out,
-                                   .d_res = a->d_res_out,
-                                   .d_phi = a->d_phi,
-                                   .d_norm_weight = a->d_norm_weight,
-                                   .d_alpha = a->d_alpha,
-                                   .d_beta = a->d_beta,
-                                   .d_pre_in = a->d_pre_in,
-                                   .d_sub_weight = a->d_sub_weight};
-}
-
 typedef struct bwd_plan {
     const weft_call *call;
     const weft_mhc_boundary_bwd_args *args;
@@ -123,23 +66,17 @@ typedef struct bwd_plan {
     int64_t base;
 } bwd_plan;
 
-static bool wants_post(const weft_mhc_boundary_bwd_args *a)
-{
-    return weft_has(&a->d_x.to) || weft_has(&a->d_f.to) || weft_has(&a->d_bias.to) || weft_has(&a->d_post.to) ||
-           weft_has(&a->d_res.to);
-}
-
 static weft_arena bwd_lay_out(bwd_plan *p, const weft_call *call, const weft_mhc_boundary_bwd_args *a)
 {
     weft_arena arena = cpu_arena(call);
     int64_t row = call->streams * call->channels, macro = macro_tokens(call);
-    *p = (bwd_plan){.call = call, .args = a, .pre = pre_bwd_of(a)};
+    *p = (bwd_plan){.call = call, .args = a, .pre = weft_boundary_pre_bwd(a)};
     if (!weft_has(&a->y)) {
         p->y = weft_arena_take(&arena, (size_t)(macro * row) * size_of(call->dtype));
         p->pre.x = weft_dense3(p->y, call->dtype, macro, call->streams, call->channels);
     }
-    if (wants_post(a)) p->dy = weft_arena_take(&arena, (size_t)(cpu_threads(call) * BLOCK * row) * 4);
-    p->state = CPU(pre_bwd_take)(&arena, call, &p->pre, wants_post(a));
+    if (weft_boundary_wants_post(a)) p->dy = weft_arena_take(&arena, (size_t)(cpu_threads(call) * BLOCK * row) * 4);
+    p->state = CPU(pre_bwd_take)(&arena, call, &p->pre, weft_boundary_wants_post(a));
     if (weft_has(&a->bias)) p->bias = weft_arena_take(&arena, (size_t)pad16(call->channels) * 4);
     p->d_bias = sum_take(&arena, macro, call->channels, weft_has(&a->d_bias.to));
     return arena;
@@ -151,13 +88,12 @@ static weft_tensor streams_of_block(const bwd_plan *p, int64_t t, int64_t m)
     const weft_mhc_boundary_bwd_args *a = p->args;
     if (!p->y) return from(&a->y, t);
     weft_tensor y = from(&p->pre.x, t - p->base);
-    weft_mhc_post_fwd_args post = {.numerics = a->numerics,
-                                   .dropout = a->dropout,
-                                   .x = from(&a->x, t),
-                                   .f = from(&a->f, t),
-                                   .post = from(&a->post, t),
-                                   .res = from(&a->res, t),
-                                   .y = y};
+    weft_mhc_post_fwd_args post = weft_boundary_rebuild(a);
+    post.x = from(&a->x, t);
+    post.f = from(&a->f, t);
+    post.post = from(&a->post, t);
+    post.res = from(&a->res, t);
+    post.y = y;
     post.dropout.token_base += t;
     CPU(post_fwd_tile)(&post, p->bias, 0, m, false);
     return y;
@@ -186,17 +122,16 @@ static void bwd_block(const bwd_plan *p, int64_t t, int64_t m, int thread)
     }
     CPU(pre_bwd_tile)(call, &p->state, &pre, t - p->base, m, thread);
     if (!p->dy) return;
-    weft_mhc_post_bwd_args post = {.numerics = a->numerics,
-                                   .dropout = a->dropout,
-                                   .x = from(&a->x, t),
-                                   .f = from(&a->f, t),
-                                   .post = from(&a->post, t),
-                                   .res = from(&a->res, t),
-                                   .d_y = dy,
-                                   .d_x = grad_from(&a->d_x, t),
-                                   .d_f = grad_from(&a->d_f, t),
-                                   .d_post = grad_from(&a->d_post, t),
-                                   .d_res = grad_from(&a->d_res, t)};
+    weft_mhc_post_bwd_args post = weft_boundary_post_bwd(a);
+    post.x = from(&a->x, t);
+    post.f = from(&a->f, t);
+    post.post = from(&a->post, t);
+    post.res = from(&a->res, t);
+    post.d_y = dy;
+    post.d_x = grad_from(&a->d_x, t);
+    post.d_f = grad_from(&a->d_f, t);
+    post.d_post = grad_from(&a->d_post, t);
+    post.d_res = grad_from(&a->d_res, t);
     post.dropout.token_base += t;
     CPU(post_bwd_tile)(&post, p->bias, sum_block(&p->d_bias, (t - p->base) / BLOCK), 0, m, false);
 }

@@ -35,7 +35,7 @@ INLINE void small_fwd(const int n, vf *z, int iters, float eps, const int rule)
 {
     vf a[16];
     for (int i = 0; i < n * n; i++) a[i] = z[i];
-    mm_sinkhorn_fwd(a, NULL, n, iters, eps, rule);
+    mm_sinkhorn_fwd(a, NULL, false, n, iters, eps, rule);
     for (int i = 0; i < n * n; i++) z[i] = a[i];
 }
 
@@ -56,7 +56,7 @@ void CPU(sinkhorn_lanes_fwd)(const weft_mhc_numerics *m, int n, vf *z)
     } else if (n == 2) {
         FOR_RULE(m->sinkhorn, small_fwd(2, z, iters, eps, RULE))
     } else {
-        mm_sinkhorn_fwd(z, NULL, n, iters, eps, (int)m->sinkhorn);
+        mm_sinkhorn_fwd(z, NULL, false, n, iters, eps, (int)m->sinkhorn);
     }
 }
 

@@ -1,5 +1,94 @@
-/* SPDX-License-Identifier: Apache-2.0 */
-#include "core/kernel.h"
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Post of one sub-layer and pre of the next [M11], as a chain of launches. Backward keeps the whole gradient of y in an
+ * fp32 stream tensor in the workspace, and y itself where the caller dropped it. */
+#include "core/mhc_parts.h"
+#include "cuda/common/chain.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/mhc_pre.h"
+#include "cuda/mhc_project.cuh"
 
-const weft_kernel weft_cuda_mhc_boundary_fwd[] = {{}};
-const weft_kernel weft_cuda_mhc_boundary_bwd[] = {{}};
+static size_t larger(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+/* ---- forward ------------------------------------------------------------------------------------------------------------ */
+
+static weft_status fwd(const weft_call *call, const void *args)
+{
+    const weft_mhc_boundary_fwd_args *a = (const weft_mhc_boundary_fwd_args *)args;
+    const weft_mhc_post_fwd_args post = weft_boundary_post_fwd(a);
+    const weft_mhc_pre_fwd_args pre = weft_boundary_pre_fwd(a);
+    WEFT_TRY(chain_run(call, weft_cuda_mhc_post_fwd, &post, call->exec->workspace));
+    return chain_run(call, weft_cuda_mhc_pre_fwd, &pre, call->exec->workspace);
+}
+
+static size_t fwd_workspace(const weft_call *call, const void *args)
+{
+    const weft_mhc_boundary_fwd_args *a = (const weft_mhc_boundary_fwd_args *)args;
+    const weft_mhc_post_fwd_args post = weft_boundary_post_fwd(a);
+    const weft_mhc_pre_fwd_args pre = weft_boundary_pre_fwd(a);
+    return larger(chain_bytes(call, weft_cuda_mhc_post_fwd, &post), chain_bytes(call, weft_cuda_mhc_pre_fwd, &pre));
+}
+
+/* ---- backward ------------------------------------------------------------------------------------------------------------ */
+
+struct bwd_chain {
+    weft_mhc_post_fwd_args rebuild; /* y absent: not needed */
+    weft_mhc_pre_bwd_args pre;
+    weft_mhc_post_bwd_args post;
+    void *room;
+};
+
+static bwd_chain bwd_lay_out(weft_arena *arena, const weft_call *call, const weft_mhc_boundary_bwd_args *a)
+{
+    const int64_t tokens = call->tokens, n = call->streams, channels = call->channels, all = tokens * n * channels;
+    /* The layout of x: what the kernels like for x they like for these. */
+    const bool swapped = row_order(&a->x) == LAYOUT_CN;
+    auto streams = [&](weft_dtype dtype) {
+        void *data = weft_arena_take(arena, (size_t)all * weft_dtype_size(dtype));
+        return swapped ? weft_dense3_swapped(data, dtype, tokens, n, channels)
+                       : weft_dense3(data, dtype, tokens, n, channels);
+    };
+    bwd_chain c = {};
+    c.pre = weft_boundary_pre_bwd(a);
+    size_t most = 0;
+    if (!weft_has(&a->y)) {
+        c.rebuild = weft_boundary_rebuild(a);
+        c.rebuild.y = c.pre.x = streams(call->dtype);
+        most = chain_bytes(call, weft_cuda_mhc_post_fwd, &c.rebuild);
+    }
+    if (weft_boundary_wants_post(a)) {
+        c.post = weft_boundary_post_bwd(a);
+        c.post.d_y = c.pre.d_x.to = streams(WEFT_F32);
+        most = larger(most, chain_bytes(call, weft_cuda_mhc_post_bwd, &c.post));
+    }
+    c.room = weft_arena_take(arena, larger(most, weft_cuda_pre_bwd_bytes(call, &c.pre)));
+    return c;
+}
+
+static weft_status bwd(const weft_call *call, const void *args)
+{
+    const weft_mhc_boundary_bwd_args *a = (const weft_mhc_boundary_bwd_args *)args;
+    weft_arena arena = cuda_arena(call);
+    const bwd_chain c = bwd_lay_out(&arena, call, a);
+    weft_exec exec = *call->exec;
+    weft_call link = *call;
+    exec.workspace = c.room;
+    link.exec = &exec;
+    if (weft_has(&c.rebuild.y)) WEFT_TRY(chain_run(call, weft_cuda_mhc_post_fwd, &c.rebuild, c.room));
+    WEFT_TRY(weft_cuda_pre_bwd(&link, &c.pre, weft_has(&c.pre.d_x.to) ? &a->d_y : NULL));
+    if (!weft_has(&c.post.d_y)) return WEFT_OK;
+    return chain_run(call, weft_cuda_mhc_post_bwd, &c.post, c.room);
+}
+
+static size_t bwd_workspace(const weft_call *call, const void *args)
+{
+    weft_arena arena = cuda_arena(call);
+    bwd_lay_out(&arena, call, (const weft_mhc_boundary_bwd_args *)args);
+    return weft_arena_bytes(&arena);
+}
+
+const weft_kernel weft_cuda_mhc_boundary_fwd[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {}};
+const weft_kernel weft_cuda_mhc_boundary_bwd[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {}};

@@ -1,5 +1,188 @@
-/* SPDX-License-Identifier: Apache-2.0 */
-#include "core/kernel.h"
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Everything in front of a sub-layer [M10], as a chain of launches: projection, coefficients, aggregate, norm. What one
+ * link hands to the next and the caller does not ask for lies in the workspace. The plan of a single pass belongs here:
+ * it would be another row in the tables below. */
+#include "cuda/mhc_pre.h"
 
-const weft_kernel weft_cuda_mhc_pre_fwd[] = {{}};
-const weft_kernel weft_cuda_mhc_pre_bwd[] = {{}};
+#include "cuda/common/chain.h"
+#include "cuda/convert.h"
+#include "cuda/mhc_project.cuh"
+
+/* ---- forward ------------------------------------------------------------------------------------------------------------ */
+
+struct fwd_chain {
+    weft_mhc_project_fwd_args project;
+    weft_mhc_coef_fwd_args coef;
+    weft_mhc_aggregate_fwd_args aggregate;
+    weft_rmsnorm_fwd_args norm;
+    bool wants_coef, wants_u, wants_v;
+    void *room;
+};
+
+static fwd_chain fwd_lay_out(weft_arena *arena, const weft_call *call, const weft_mhc_pre_fwd_args *a)
+{
+    const int64_t tokens = call->tokens;
+    fwd_chain c = {};
+    c.wants_v = weft_has(&a->v);
+    c.wants_u = c.wants_v || weft_has(&a->u);
+    weft_tensor h = a->h, ms = a->ms, pre = a->pre, u = a->u;
+    if (!weft_has(&h))
+        h = weft_dense2(weft_arena_take(arena, (size_t)(tokens * call->rows) * 4), WEFT_F32, tokens, call->rows);
+    if (!weft_has(&ms)) ms = weft_dense1(weft_arena_take(arena, (size_t)tokens * 4), WEFT_F32, tokens);
+    if (!weft_has(&pre) && c.wants_u && !weft_has(&a->pre_in))
+        pre = weft_dense2(weft_arena_take(arena, (size_t)(tokens * call->streams) * 4), WEFT_F32, tokens,
+                          call->streams);
+    if (!weft_has(&u) && c.wants_u)
+        u = weft_dense2(weft_arena_take(arena, (size_t)(tokens * call->channels) * weft_dtype_size(call->dtype)),
+                        call->dtype, tokens, call->channels);
+    c.project.x = a->x, c.project.phi = a->phi, c.project.norm_weight = a->norm_weight;
+    c.project.h = h, c.project.ms = ms;
+    c.coef.numerics = a->numerics;
+    c.coef.h = h, c.coef.ms = ms, c.coef.alpha = a->alpha, c.coef.beta = a->beta;
+    c.coef.pre = pre, c.coef.post = a->post, c.coef.res = a->res;
+    c.wants_coef = weft_has(&pre) || weft_has(&a->post) || weft_has(&a->res);
+    c.aggregate.x = a->x, c.aggregate.pre = weft_has(&a->pre_in) ? a->pre_in : pre, c.aggregate.u = u;
+    c.norm.eps = a->sub_eps;
+    c.norm.u = u, c.norm.weight = a->sub_weight, c.norm.v = a->v;
+    /* The links run one after the other and may share. */
+    size_t most = chain_bytes(call, weft_cuda_mhc_project_fwd, &c.project), more;
+    more = chain_bytes(call, weft_cuda_mhc_coef_fwd, &c.coef), most = more > most ? more : most;
+    more = chain_bytes(call, weft_cuda_mhc_aggregate_fwd, &c.aggregate), most = more > most ? more : most;
+    more = chain_bytes(call, weft_cuda_rmsnorm_fwd, &c.norm), most = more > most ? more : most;
+    c.room = weft_arena_take(arena, most);
+    return c;
+}
+
+static weft_status fwd(const weft_call *call, const void *args)
+{
+    weft_arena arena = cuda_arena(call);
+    const fwd_chain c = fwd_lay_out(&arena, call, (const weft_mhc_pre_fwd_args *)args);
+    WEFT_TRY(chain_run(call, weft_cuda_mhc_project_fwd, &c.project, c.room));
+    if (c.wants_coef) WEFT_TRY(chain_run(call, weft_cuda_mhc_coef_fwd, &c.coef, c.room));
+    if (c.wants_u) WEFT_TRY(chain_run(call, weft_cuda_mhc_aggregate_fwd, &c.aggregate, c.room));
+    if (c.wants_v) WEFT_TRY(chain_run(call, weft_cuda_rmsnorm_fwd, &c.norm, c.room));
+    return WEFT_OK;
+}
+
+static size_t fwd_workspace(const weft_call *call, const void *args)
+{
+    weft_arena arena = cuda_arena(call);
+    fwd_lay_out(&arena, call, (const weft_mhc_pre_fwd_args *)args);
+    return weft_arena_bytes(&arena);
+}
+
+/* ---- backward ------------------------------------------------------------------------------------------------------------ */
+
+struct bwd_chain {
+    weft_mhc_coef_fwd_args coef;           /* pre once more, in fp32 */
+    weft_mhc_aggregate_fwd_args aggregate; /* u once more, where there is a norm */
+    weft_rmsnorm_bwd_args norm;
+    weft_mhc_aggregate_bwd_args d_aggregate;
+    weft_mhc_coef_bwd_args d_coef;
+    weft_mhc_project_bwd_args d_project;
+    project_extra extra;
+    void *room;
+};
+
+static bwd_chain bwd_lay_out(weft_arena *arena, const weft_call *call, const weft_mhc_pre_bwd_args *a)
+{
+    const int64_t tokens = call->tokens, n = call->streams, channels = call->channels;
+    const bool shifted = weft_has(&a->pre_in), has_v = weft_has(&a->d_v), has_du = has_v || weft_has(&a->d_u);
+    bwd_chain c = {};
+    weft_tensor pre = a->pre_in, du = a->d_u, d_pre = a->d_pre;
+    if (has_du && !shifted) {
+        pre = weft_dense2(weft_arena_take(arena, (size_t)(tokens * n) * 4), WEFT_F32, tokens, n);
+        c.coef.numerics = a->numerics;
+        c.coef.h = a->h, c.coef.ms = a->ms, c.coef.alpha = a->alpha, c.coef.beta = a->beta, c.coef.pre = pre;
+    }
+    if (has_v) {
+        const weft_tensor u =
+            weft_dense2(weft_arena_take(arena, (size_t)(tokens * channels) * weft_dtype_size(call->dtype)),
+                        call->dtype, tokens, channels);
+        du = weft_dense2(weft_arena_take(arena, (size_t)(tokens * channels) * 4), WEFT_F32, tokens, channels);
+        c.aggregate.x = a->x, c.aggregate.pre = pre, c.aggregate.u = u;
+        c.norm.eps = a->sub_eps;
+        c.norm.u = u, c.norm.weight = a->sub_weight, c.norm.d_v = a->d_v;
+        c.norm.d_u.to = du, c.norm.d_u.add = weft_has(&a->d_u);
+        c.norm.d_weight = a->d_sub_weight;
+    }
+    if (has_du) {
+        /* The aggregate's part of d_pre belongs to pre_in where there is one, else to the coefficients of this site. */
+        c.d_aggregate.x = a->x, c.d_aggregate.pre = pre, c.d_aggregate.d_u = du;
+        c.d_aggregate.d_pre = a->d_pre_in;
+        if (!shifted) {
+            d_pre = weft_dense2(weft_arena_take(arena, (size_t)(tokens * n) * 4), WEFT_F32, tokens, n);
+            c.d_aggregate.d_pre.to = d_pre, c.d_aggregate.d_pre.add = weft_has(&a->d_pre);
+        }
+        c.extra.pre = pre, c.extra.du = du;
+    }
+    c.d_coef.numerics = a->numerics;
+    c.d_coef.h = a->h, c.d_coef.ms = a->ms, c.d_coef.alpha = a->alpha, c.d_coef.beta = a->beta;
+    c.d_coef.d_pre = d_pre, c.d_coef.d_post = a->d_post, c.d_coef.d_res = a->d_res;
+    c.d_coef.d_h.to =
+        weft_dense2(weft_arena_take(arena, (size_t)(tokens * call->rows) * 4), WEFT_F32, tokens, call->rows);
+    c.d_coef.d_ms.to = weft_dense1(weft_arena_take(arena, (size_t)tokens * 4), WEFT_F32, tokens);
+    c.d_coef.d_alpha = a->d_alpha, c.d_coef.d_beta = a->d_beta;
+    c.d_project.x = a->x, c.d_project.phi = a->phi, c.d_project.norm_weight = a->norm_weight;
+    c.d_project.d_h = c.d_coef.d_h.to, c.d_project.d_ms = c.d_coef.d_ms.to;
+    c.d_project.d_x = a->d_x, c.d_project.d_phi = a->d_phi, c.d_project.d_norm_weight = a->d_norm_weight;
+
+    size_t most = weft_cuda_project_bwd_bytes(call, &c.d_project), more;
+    more = chain_bytes(call, weft_cuda_mhc_coef_bwd, &c.d_coef), most = more > most ? more : most;
+    if (has_v) more = chain_bytes(call, weft_cuda_rmsnorm_bwd, &c.norm), most = more > most ? more : most;
+    if (has_du)
+        more = chain_bytes(call, weft_cuda_mhc_aggregate_bwd, &c.d_aggregate), most = more > most ? more : most;
+    c.room = weft_arena_take(arena, most);
+    return c;
+}
+
+weft_status weft_cuda_pre_bwd(const weft_call *call, const weft_mhc_pre_bwd_args *a, const weft_tensor *base)
+{
+    weft_arena arena = cuda_arena(call);
+    bwd_chain c = bwd_lay_out(&arena, call, a);
+    const weft_tensor none = {};
+    if (weft_has(&c.coef.pre)) WEFT_TRY(chain_run(call, weft_cuda_mhc_coef_fwd, &c.coef, c.room));
+    if (weft_has(&a->d_v)) {
+        WEFT_TRY(chain_run(call, weft_cuda_mhc_aggregate_fwd, &c.aggregate, c.room));
+        if (c.norm.d_u.add) WEFT_TRY(weft_cuda_convert(call, &a->d_u, &c.norm.d_u.to));
+        WEFT_TRY(chain_run(call, weft_cuda_rmsnorm_bwd, &c.norm, c.room));
+    }
+    if (weft_has(&c.d_aggregate.d_u)) {
+        const bool own = !weft_has(&a->pre_in);
+        if (own && weft_has(&a->d_pre)) WEFT_TRY(weft_cuda_convert(call, &a->d_pre, &c.d_aggregate.d_pre.to));
+        if (weft_has(&c.d_aggregate.d_pre.to))
+            WEFT_TRY(chain_run(call, weft_cuda_mhc_aggregate_bwd, &c.d_aggregate, c.room));
+    } else if (weft_has(&a->d_pre_in.to) && !a->d_pre_in.add) {
+        WEFT_TRY(weft_cuda_convert(call, &none, &a->d_pre_in.to));
+    }
+    WEFT_TRY(chain_run(call, weft_cuda_mhc_coef_bwd, &c.d_coef, c.room));
+    if (base) c.extra.base = *base;
+    weft_exec exec = *call->exec;
+    weft_call link = *call;
+    exec.workspace = c.room;
+    link.exec = &exec;
+    return weft_cuda_project_bwd(&link, &c.d_project, &c.extra);
+}
+
+size_t weft_cuda_pre_bwd_bytes(const weft_call *call, const weft_mhc_pre_bwd_args *a)
+{
+    weft_call query = *call;
+    query.query = true;
+    weft_arena arena = cuda_arena(&query);
+    bwd_lay_out(&arena, &query, a);
+    return weft_arena_bytes(&arena);
+}
+
+static weft_status bwd(const weft_call *call, const void *args)
+{
+    return weft_cuda_pre_bwd(call, (const weft_mhc_pre_bwd_args *)args, NULL);
+}
+
+static size_t bwd_workspace(const weft_call *call, const void *args)
+{
+    return weft_cuda_pre_bwd_bytes(call, (const weft_mhc_pre_bwd_args *)args);
+}
+
+const weft_kernel weft_cuda_mhc_pre_fwd[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {}};
+const weft_kernel weft_cuda_mhc_pre_bwd[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {}};

@@ -2,6 +2,7 @@
  *
  * Post of one sub-layer and pre of the next in one call [M11]: post [M6] forms y, rounded as it is stored, and the site
  * behind it [M10] works on that. */
+#include "core/mhc_parts.h"
 #include "ref/pre.h"
 
 typedef struct work {
@@ -46,21 +47,7 @@ static size_t workspace_fwd(const weft_call *call, const void *args)
 static weft_status run_fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_boundary_fwd_args *a = args;
-    const weft_mhc_pre_fwd_args site = {.numerics = a->numerics,
-                                        .sub_eps = a->sub_eps,
-                                        .phi = a->phi,
-                                        .norm_weight = a->norm_weight,
-                                        .alpha = a->alpha,
-                                        .beta = a->beta,
-                                        .pre_in = a->pre_in,
-                                        .sub_weight = a->sub_weight,
-                                        .h = a->h,
-                                        .ms = a->ms,
-                                        .pre = a->pre_out,
-                                        .post = a->post_out,
-                                        .res = a->res_out,
-                                        .u = a->u,
-                                        .v = a->v};
+    const weft_mhc_pre_fwd_args site = weft_boundary_pre_fwd(a);
     int64_t n = call->streams, channels = call->channels, width = n * channels;
     double post[WEFT_MAX_STREAMS], res[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS];
     weft_arena arena = weft_arena_open(call->exec->workspace);
@@ -96,27 +83,7 @@ static size_t workspace_bwd(const weft_call *call, const void *args)
 static weft_status run_bwd(const weft_call *call, const void *args)
 {
     const weft_mhc_boundary_bwd_args *a = args;
-    const weft_mhc_pre_bwd_args site = {.numerics = a->numerics,
-                                        .sub_eps = a->sub_eps,
-                                        .phi = a->phi,
-                                        .norm_weight = a->norm_weight,
-                                        .pre_in = a->pre_in,
-                                        .sub_weight = a->sub_weight,
-                                        .alpha = a->alpha,
-                                        .beta = a->beta,
-                                        .h = a->h,
-                                        .ms = a->ms,
-                                        .d_u = a->d_u,
-                                        .d_v = a->d_v,
-                                        .d_pre = a->d_pre_out,
-                                        .d_post = a->d_post_out,
-                                        .d_res = a->d_res_out,
-                                        .d_phi = a->d_phi,
-                                        .d_norm_weight = a->d_norm_weight,
-                                        .d_alpha = a->d_alpha,
-                                        .d_beta = a->d_beta,
-                                        .d_pre_in = a->d_pre_in,
-                                        .d_sub_weight = a->d_sub_weight};
+    const weft_mhc_pre_bwd_args site = weft_boundary_pre_bwd(a);
     int64_t n = call->streams, channels = call->channels, width = n * channels;
     double post[WEFT_MAX_STREAMS], res[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS];
     double d_post[WEFT_MAX_STREAMS], d_res[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS];

@@ -18,3 +18,20 @@
 #define MM_GT(a, b, x, y) ((a) > (b) ? (x) : (y))
 #define MM_EQ(a, b, x, y) ((a) == (b) ? (x) : (y))
 #include "core/mhc_math.h"
+
+/* Once more as CUDA includes it: a history that is not an array, and of divisors only. */
+struct apart {
+    float *at;
+    int step;
+};
+#undef MM
+#undef MM_WALK_BACK
+#undef MM_HISTORY
+#undef MM_AT
+#undef MM_FROM
+#define MM(name) apart_##name
+#define MM_WALK_BACK 1
+#define MM_HISTORY apart
+#define MM_AT(h, i) ((h).at[(i) * (h).step])
+#define MM_FROM(h, i) (apart{(h).at + (i) * (int64_t)(h).step, (h).step})
+#include "core/mhc_math.h"

@@ -136,15 +136,21 @@ template <class T, int W> static __device__ __forceinline__ void load_raw_shared
     }
 }
 
+/* One 16-byte store. An assignment through uint4 is taken apart into four of 4 bytes by the compiler. */
+static __device__ __forceinline__ void store_vector(void *p, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+{
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
 template <class T, int W> static __device__ __forceinline__ void store_raw(T *p, const raw<T, W> &r)
 {
     constexpr int bytes = raw<T, W>::bytes;
     if constexpr (bytes % 16 == 0) {
 #pragma unroll
         for (int k = 0; k < bytes / 16; k++)
-            ((uint4 *)p)[k] = make_uint4(r.word[4 * k], r.word[4 * k + 1], r.word[4 * k + 2], r.word[4 * k + 3]);
+            store_vector((uint4 *)p + k, r.word[4 * k], r.word[4 * k + 1], r.word[4 * k + 2], r.word[4 * k + 3]);
     } else if constexpr (bytes == 8) {
-        *(uint2 *)p = make_uint2(r.word[0], r.word[1]);
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(r.word[0]), "r"(r.word[1]) : "memory");
     } else if constexpr (bytes == 4) {
         *(uint32_t *)p = r.word[0];
     } else {

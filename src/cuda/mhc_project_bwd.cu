@@ -1,0 +1,429 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Projection and mean square, backward [M1]: d_x and d_phi from one read of x. Reads 2nC, writes 2nC bytes a token in 16
+ * bits, plus the copies of phi that d_phi is summed from.
+ *
+ * `share` takes the rows of d_h apart into bf16 hi + lo. `backward` gives a block some columns and a range of tokens: psi
+ * of these columns stays in registers, x goes by in stages, and each stage serves two products:
+ *     d_x[t,k]  = sum_j d_h[t,j] psi[j,k] + (2 d_ms[t] / K) x[t,k]       hi hi + lo hi + hi lo
+ *     dpsi[j,k] = sum_t d_h[t,j] x[t,k]                                  x exact, d_h as hi + lo
+ * `finish` adds the ranges of tokens in order and makes d_phi and d_norm_weight of them. The number of ranges depends on
+ * tokens, columns and rows only. */
+#include "cuda/mhc_project.cuh"
+
+enum { STAGE_TOKENS = 32, STAGES = 4, WARPS = 8 };
+
+/* A token's row of d_h in shared memory: hi, lo, and a piece with 2 d_ms / K. An odd number of 16-byte pieces, so that
+ * eight rows begin in eight different banks. */
+template <int NT> struct dh_row {
+    static constexpr int pieces = 2 * NT + 1, bytes = pieces * 16;
+};
+
+__global__ void share_kernel(uint4 *to, view d_h, view d_ms, int32_t rows, int32_t row_tiles, int64_t tokens,
+                             float scale)
+{
+    const int pieces = 2 * row_tiles + 1;
+    let_next_begin();
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < tokens * pieces;
+         i += (int64_t)gridDim.x * blockDim.x) {
+        const int64_t token = i / pieces;
+        const int piece = (int)(i % pieces), lo = piece >= row_tiles;
+        uint32_t word[4] = {};
+        if (piece == 2 * row_tiles) {
+            if (has(d_ms)) word[0] = __float_as_uint(scale * get(d_ms, token * d_ms.stride[0]));
+        } else if (has(d_h)) {
+            for (int e = 0; e < 4; e++) {
+                float v[2];
+                for (int k = 0; k < 2; k++) {
+                    const int row = (piece - lo * row_tiles) * 8 + 2 * e + k;
+                    v[k] = row < rows ? get(d_h, token * d_h.stride[0] + row * d_h.stride[1]) : 0.0f;
+                }
+                uint32_t high, low;
+                split2(high, low, v[0], v[1]);
+                word[e] = lo ? low : high;
+            }
+        }
+        to[i] = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+}
+
+struct backward_args {
+    const void *x;
+    const uint4 *dh;
+    float *partial; /* [splits][rows][columns], or NULL: d_phi is not wanted */
+    weights w;
+    columns k;
+    view d_x, base, pre, du;
+    int64_t tokens, x_stride, split_tokens;
+    int32_t across;  /* blocks side by side over the columns */
+    bool du_vectors; /* a lane's columns are channels of one stream, and du can be read in one go */
+};
+
+/* v = (base +) pre du + v, in that order: what an aggregate and this projection would leave in an fp32 buffer. */
+template <class T, int E>
+static __device__ __forceinline__ void join_extra(float (&v)[E], const backward_args &p, int64_t token,
+                                                  uint32_t column)
+{
+    float sum[E] = {};
+    if (has(p.base)) get_wide<T, E>(sum, p.base, token * p.base.stride[0] + column);
+    if (has(p.du)) {
+        uint32_t stream, channel;
+        column_at(p.k, column, stream, channel);
+        if (p.du_vectors) {
+            const float coef = get(p.pre, token * p.pre.stride[0] + stream * p.pre.stride[1]);
+            float du[E];
+            get_wide<T, E>(du, p.du, token * p.du.stride[0] + channel);
+#pragma unroll
+            for (int e = 0; e < E; e++) sum[e] = has(p.base) ? sum[e] + coef * du[e] : coef * du[e];
+        } else {
+#pragma unroll
+            for (int e = 0; e < E; e++) {
+                const float product = get(p.pre, token * p.pre.stride[0] + stream * p.pre.stride[1]) *
+                                      get(p.du, token * p.du.stride[0] + channel * p.du.stride[1]);
+                sum[e] = has(p.base) ? sum[e] + product : product;
+                if (p.k.cn) {
+                    if (++stream == p.k.streams) stream = 0, channel++;
+                } else {
+                    if (++channel == p.k.channels) channel = 0, stream++;
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < E; e++) v[e] = sum[e] + v[e];
+}
+
+/* A warp owns NQ * 8 columns. Which of them a tensor-core tile calls its n-th is free: with column
+ * (n >> 1) * 2 NQ + 2 q + (n & 1) for tile q, a lane ends up with 2 NQ neighbouring columns of d_x. */
+template <class T, int NT, int NQ, bool EXTRA>
+__global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backward_kernel(const backward_args p)
+{
+    constexpr int COLUMNS = WARPS * NQ * 8, PIECES = COLUMNS / 8, THREADS = WARPS * 32, DH = dh_row<NT>::pieces;
+    constexpr int X_BYTES = STAGE_TOKENS * PIECES * 16, STAGE_BYTES = X_BYTES + STAGE_TOKENS * DH * 16;
+    constexpr int WIDTH = 2 * NQ; /* columns of a lane in d_x */
+    constexpr int MK = NQ / 2;    /* tiles of 16 columns in dpsi */
+    static_assert(NQ == 4 || NQ == 2, "a lane's columns are 8 or 16 bytes");
+    extern __shared__ __align__(128) char shared[];
+
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+    const int64_t column0 = (int64_t)(blockIdx.x % (unsigned)p.across) * COLUMNS;
+    const int64_t split = blockIdx.x / (unsigned)p.across, token0 = split * p.split_tokens;
+    const int64_t token1 = token0 + p.split_tokens < p.tokens ? token0 + p.split_tokens : p.tokens;
+    const int64_t stages = (token1 - token0 + STAGE_TOKENS - 1) / STAGE_TOKENS;
+
+    /* Rows 0 and 1 of eight must not share banks with each other when a warp reads four pieces of both. */
+    auto piece_at = [&](int row, int piece) {
+        return row * PIECES + (piece ^ (((row & 1) << 2) | ((row >> 1) & 3)));
+    };
+    auto load_x = [&](int64_t stage, int slot) {
+        const uint32_t to = shared_address(shared) + slot * STAGE_BYTES;
+#pragma unroll
+        for (int i = 0; i < STAGE_TOKENS * PIECES / THREADS; i++) {
+            const int at = i * THREADS + tid, row = at / PIECES, piece = at % PIECES;
+            const int64_t token = token0 + stage * STAGE_TOKENS + row, column = column0 + piece * 8;
+            const bool valid = token < token1 && column < p.k.count;
+            const T *from = (const T *)p.x + (valid ? token * p.x_stride + column : 0);
+            copy_async(to + piece_at(row, piece) * 16, from, valid);
+        }
+    };
+    auto load_dh = [&](int64_t stage, int slot) {
+        const uint32_t to = shared_address(shared) + slot * STAGE_BYTES + X_BYTES;
+        const int64_t from = (token0 + stage * STAGE_TOKENS) * DH, end = token1 * DH;
+        for (int i = tid; i < STAGE_TOKENS * DH; i += THREADS)
+            copy_async(to + i * 16, p.dh + (from + i < end ? from + i : 0), from + i < end);
+    };
+
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++)
+        if (s < stages) load_x(s, s);
+
+    /* psi of this warp's columns, hi and lo, as halves of B: rows 8 h + 2t, 2t + 1 of column n = g. */
+    uint32_t psi_hi[NQ][NT], psi_lo[NQ][NT];
+    if (has(p.d_x)) {
+#pragma unroll
+        for (int q = 0; q < NQ; q++) {
+            const int64_t column = column0 + warp * NQ * 8 + (g >> 1) * WIDTH + 2 * q + (g & 1);
+            uint32_t stream = 0, channel = 0;
+            if (column < p.k.count) column_at(p.k, (uint32_t)column, stream, channel);
+#pragma unroll
+            for (int h = 0; h < NT; h++) {
+                float v[2];
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int row = 8 * h + 2 * t + e;
+                    v[e] = column < p.k.count && row < p.w.rows ? psi_at(p.w, row, stream, channel) : 0.0f;
+                }
+                split2(psi_hi[q][h], psi_lo[q][h], v[0], v[1]);
+            }
+        }
+    }
+
+    wait_for_previous();
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (s < stages) load_dh(s, s);
+        copy_commit();
+    }
+
+    float dpsi[MK][NT][4] = {};
+    int slot = 0;
+    for (int64_t stage = 0; stage < stages; stage++) {
+        copy_wait<STAGES - 2>();
+        __syncthreads();
+        {
+            const int64_t next = stage + STAGES - 1;
+            const int next_slot = slot == 0 ? STAGES - 1 : slot - 1;
+            if (next < stages) {
+                load_x(next, next_slot);
+                load_dh(next, next_slot);
+            }
+            copy_commit();
+        }
+        const char *base = shared + slot * STAGE_BYTES, *dh_base = base + X_BYTES;
+        const uint32_t x_at = shared_address(base), dh_at = shared_address(dh_base);
+#pragma unroll
+        for (int m = 0; m < STAGE_TOKENS / 16; m++) {
+            if (p.partial) {
+                /* A = x with columns as rows, B = d_h: both transposed on the way out of shared memory. */
+                uint32_t x_hi[MK][4], x_lo[MK][4];
+#pragma unroll
+                for (int k = 0; k < MK; k++) {
+                    const int row = m * 16 + (lane & 7) + ((lane >> 4) & 1) * 8;
+                    const int piece = warp * NQ + k * 2 + ((lane >> 3) & 1);
+                    uint32_t a[4];
+                    ldmatrix4_trans(a, x_at + piece_at(row, piece) * 16);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) split_pair(x_hi[k][e], x_lo[k][e], a[e], T());
+                }
+#pragma unroll
+                for (int q = 0; q < NT; q++) {
+                    const int row = m * 16 + (lane & 15);
+                    uint32_t b[4]; /* hi of tokens 0-7, 8-15, lo of the same */
+                    ldmatrix4_trans(b, dh_at + (row * DH + q + (lane >> 4) * NT) * 16);
+#pragma unroll
+                    for (int k = 0; k < MK; k++) {
+                        mma16(dpsi[k][q], x_hi[k][0], x_hi[k][1], x_hi[k][2], x_hi[k][3], b[0], b[1]);
+                        mma16(dpsi[k][q], x_hi[k][0], x_hi[k][1], x_hi[k][2], x_hi[k][3], b[2], b[3]);
+                        if constexpr (number<T>::dtype == WEFT_F16)
+                            mma16(dpsi[k][q], x_lo[k][0], x_lo[k][1], x_lo[k][2], x_lo[k][3], b[0], b[1]);
+                    }
+                }
+            }
+            if (!has(p.d_x)) continue;
+            /* Halves of A: 8 columns of d_h for rows g and g + 8; hi is 0 .. NT-1, lo is NT .. 2 NT - 1. */
+            uint32_t a[2 * NT][2];
+#pragma unroll
+            for (int h = 0; h < 2 * NT; h += 2) {
+                const int row = m * 16 + (lane & 15);
+                uint32_t r[4];
+                ldmatrix4(r, dh_at + (row * DH + h + (lane >> 4)) * 16);
+                a[h][0] = r[0], a[h][1] = r[1], a[h + 1][0] = r[2], a[h + 1][1] = r[3];
+            }
+            float acc[NQ][4] = {};
+#pragma unroll
+            for (int q = 0; q < NQ; q++) {
+                /* 3 NT halves of products, two at a time: hi hi, lo hi, then hi lo. */
+#pragma unroll
+                for (int h = 0; h + 1 < 3 * NT; h += 2) {
+                    const int h0 = h, h1 = h + 1;
+                    const int a0 = h0 < 2 * NT ? h0 : h0 - 2 * NT, a1 = h1 < 2 * NT ? h1 : h1 - 2 * NT;
+                    mma16(acc[q], a[a0][0], a[a0][1], a[a1][0], a[a1][1],
+                          h0 < 2 * NT ? psi_hi[q][h0 % NT] : psi_lo[q][h0 % NT],
+                          h1 < 2 * NT ? psi_hi[q][h1 % NT] : psi_lo[q][h1 % NT]);
+                }
+                if constexpr (3 * NT % 2) mma8(acc[q], a[NT - 1][0], a[NT - 1][1], psi_lo[q][NT - 1]);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = m * 16 + g + half * 8;
+                const int64_t token = token0 + stage * STAGE_TOKENS + row;
+                const int64_t column = column0 + warp * NQ * 8 + t * WIDTH;
+                if (token >= token1 || column >= p.k.count) continue;
+                const float coef = *(const float *)(dh_base + (row * DH + 2 * NT) * 16);
+                const int at = warp * NQ + t * WIDTH / 8;
+                raw<T, WIDTH> r;
+                memcpy(&r, __builtin_assume_aligned(base + piece_at(row, at) * 16 + t * WIDTH % 8 * 2, WIDTH * 2),
+                       sizeof r);
+                float x[WIDTH], v[WIDTH];
+                unpack(x, r);
+#pragma unroll
+                for (int q = 0; q < NQ; q++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) v[2 * q + e] = fmaf(coef, x[2 * q + e], acc[q][half * 2 + e]);
+                if constexpr (EXTRA) join_extra<T>(v, p, token, (uint32_t)column);
+                put_wide<T, WIDTH>(p.d_x, token * p.d_x.stride[0] + column, v);
+            }
+        }
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
+    }
+    let_next_begin();
+
+    if (!p.partial) return;
+#pragma unroll
+    for (int k = 0; k < MK; k++)
+#pragma unroll
+        for (int q = 0; q < NT; q++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int64_t column = column0 + warp * NQ * 8 + k * 16 + g + (e >> 1) * 8;
+                const int row = q * 8 + 2 * t + (e & 1);
+                if (column < p.k.count && row < p.w.rows)
+                    p.partial[(split * p.w.rows + row) * p.k.count + column] = dpsi[k][q][e];
+            }
+}
+
+/* ---- d_phi, d_norm_weight ---------------------------------------------------------------------------------------------- */
+
+/* A thread per column and, where every row stands for itself, per row. */
+__global__ void finish_kernel(const float *partial, int32_t splits, weights w, columns k, view d_phi, view d_norm)
+{
+    const int64_t column = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    wait_for_previous();
+    if (column >= k.count) return;
+    const int first = has(d_norm) ? 0 : (int)blockIdx.y, last = has(d_norm) ? w.rows : first + 1;
+    uint32_t stream, channel;
+    column_at(k, (uint32_t)column, stream, channel);
+    const float weight = has(w.norm) ? get(w.norm, stream * w.norm.stride[0] + channel * w.norm.stride[1]) : 1.0f;
+    float norm = 0.0f;
+    for (int row = first; row < last; row++) {
+        float dpsi = 0.0f;
+#pragma unroll 8
+        for (int s = 0; s < splits; s++) dpsi += partial[((int64_t)s * w.rows + row) * k.count + column];
+        if (has(d_phi))
+            put(d_phi, row * d_phi.stride[0] + stream * d_phi.stride[1] + channel * d_phi.stride[2], dpsi * weight);
+        if (has(d_norm))
+            norm =
+                fmaf(dpsi, get(w.phi, row * w.phi.stride[0] + stream * w.phi.stride[1] + channel * w.phi.stride[2]),
+                     norm);
+    }
+    if (has(d_norm)) put(d_norm, stream * d_norm.stride[0] + channel * d_norm.stride[1], norm);
+}
+
+weft_status weft_cuda_project_finish(const weft_call *call, const weft_mhc_project_bwd_args *a,
+                                     const float *partial, int32_t splits, columns k)
+{
+    const weights w = {view_of(&a->phi), view_of(&a->norm_weight), (int32_t)call->rows};
+    const view d_phi = view_of(&a->d_phi), d_norm = view_of(&a->d_norm_weight);
+    dim3 grid((unsigned)((k.count + 127) / 128), has(d_norm) ? 1 : (unsigned)call->rows);
+    return launch(call, "sums over tokens", finish_kernel, {.grid = grid, .block = 128, .order = OVERLAP}, partial,
+                  splits, w, k, d_phi, d_norm);
+}
+
+/* ---- launch ------------------------------------------------------------------------------------------------------------ */
+
+template <class T, int NT, int NQ>
+static weft_status launch_backward(const weft_call *call, const backward_args &p, int64_t blocks)
+{
+    constexpr size_t stage = STAGE_TOKENS * WARPS * NQ * 16 + STAGE_TOKENS * dh_row<NT>::bytes;
+    launch_shape shape = {
+        .grid = (unsigned)blocks, .block = WARPS * 32, .shared = stage * STAGES, .order = OVERLAP};
+    if (has(p.du) || has(p.base))
+        return launch(call, "projection backward", backward_kernel<T, NT, NQ, true>, shape, p);
+    return launch(call, "projection backward", backward_kernel<T, NT, NQ, false>, shape, p);
+}
+
+static bool wants_sums(const weft_mhc_project_bwd_args *a)
+{
+    return weft_has(&a->d_phi.to) || weft_has(&a->d_norm_weight.to);
+}
+
+static int32_t columns_of_block(int32_t tiles)
+{
+    return tiles == 10 ? WARPS * 16 : WARPS * 32;
+}
+
+struct bwd_room {
+    uint4 *dh;
+    float *partial;
+};
+
+static bwd_room bwd_lay_out(weft_arena *arena, const weft_call *call, const weft_mhc_project_bwd_args *a,
+                            weft_project_bwd_plan *plan)
+{
+    const int32_t tiles = weft_cuda_project_row_tiles(call->rows);
+    const int64_t k = call->streams * call->channels;
+    bwd_room r = {};
+    *plan = weft_cuda_project_bwd_plan(call->tokens, k, call->rows, columns_of_block(tiles));
+    if (tiles && call->dtype != WEFT_F32)
+        r.dh = (uint4 *)weft_arena_take(arena, (size_t)(call->tokens * (2 * tiles + 1)) * 16);
+    if (wants_sums(a)) r.partial = (float *)weft_arena_take(arena, (size_t)(plan->splits * call->rows * k) * 4);
+    return r;
+}
+
+template <class T>
+static weft_status tensor_cores(const weft_call *call, const weft_mhc_project_bwd_args *a,
+                                const project_extra *extra, const bwd_room &room, const weft_project_bwd_plan *plan,
+                                stream_layout order)
+{
+    const int32_t tiles = weft_cuda_project_row_tiles(call->rows);
+    const int64_t pieces = call->tokens * (2 * tiles + 1);
+    const columns k = columns_of(call, order);
+    weft_status status = launch(call, "d_h", share_kernel, {.grid = grid_of((pieces + 255) / 256), .block = 256},
+                                room.dh, view_of(&a->d_h), view_of(&a->d_ms), (int32_t)call->rows, tiles,
+                                call->tokens, 2.0f / (float)k.count);
+    if (status != WEFT_OK) return status;
+    backward_args p = {.x = a->x.data,
+                       .dh = room.dh,
+                       .partial = room.partial,
+                       .w = {view_of(&a->phi), view_of(&a->norm_weight), (int32_t)call->rows},
+                       .k = k,
+                       .d_x = view_of(&a->d_x),
+                       .base = {},
+                       .pre = {},
+                       .du = {},
+                       .tokens = call->tokens,
+                       .x_stride = a->x.stride[0],
+                       .split_tokens = plan->split_tokens,
+                       .across = (int32_t)((k.count + plan->block_columns - 1) / plan->block_columns),
+                       .du_vectors = false};
+    if (extra) {
+        p.pre = view_of(&extra->pre), p.du = view_of(&extra->du), p.base = view_of(&extra->base);
+        if (p.d_x.add) p.base = p.d_x; /* a base of its own is for overwriting */
+        p.d_x.add = 0;
+        p.du_vectors = order == LAYOUT_NC && row_fits(&extra->du, tiles == 10 ? 4 : 8);
+    }
+    switch (tiles) {
+    case 1: status = launch_backward<T, 1, 4>(call, p, plan->blocks); break;
+    case 3: status = launch_backward<T, 3, 4>(call, p, plan->blocks); break;
+    default: status = launch_backward<T, 10, 2>(call, p, plan->blocks); break;
+    }
+    if (status != WEFT_OK || !room.partial) return status;
+    return weft_cuda_project_finish(call, a, room.partial, plan->splits, k);
+}
+
+weft_status weft_cuda_project_bwd(const weft_call *call, const weft_mhc_project_bwd_args *a,
+                                  const project_extra *extra)
+{
+    weft_project_bwd_plan plan;
+    weft_arena arena = cuda_arena(call);
+    const bwd_room room = bwd_lay_out(&arena, call, a, &plan);
+    const stream_layout order = row_order(&a->x);
+    const bool plain = room.dh && call->tokens > 0 && rows_are_plain(&a->x, order) &&
+                       (!weft_has(&a->d_x.to) || rows_are_plain(&a->d_x.to, order)) &&
+                       (!extra || !weft_has(&extra->base) || rows_are_plain(&extra->base, order));
+    if (plain && call->dtype == WEFT_BF16) return tensor_cores<bf16>(call, a, extra, room, &plan, order);
+    if (plain && call->dtype == WEFT_F16) return tensor_cores<f16>(call, a, extra, room, &plan, order);
+    return weft_cuda_project_any_bwd(call, a, extra, room.partial, &plan);
+}
+
+size_t weft_cuda_project_bwd_bytes(const weft_call *call, const weft_mhc_project_bwd_args *a)
+{
+    weft_project_bwd_plan plan;
+    weft_call query = *call;
+    query.query = true;
+    weft_arena arena = cuda_arena(&query);
+    bwd_lay_out(&arena, call, a, &plan);
+    return weft_arena_bytes(&arena);
+}
+
+static weft_status bwd(const weft_call *call, const void *args)
+{
+    return weft_cuda_project_bwd(call, (const weft_mhc_project_bwd_args *)args, NULL);
+}
+
+static size_t bwd_workspace(const weft_call *call, const void *args)
+{
+    return weft_cuda_project_bwd_bytes(call, (const weft_mhc_project_bwd_args *)args);
+}
+
+const weft_kernel weft_cuda_mhc_project_bwd[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {}};
