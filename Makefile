@@ -7,8 +7,10 @@
 #   make bench             benchmark: OP=mhc_post_fwd BACKEND=cpu ARGS="--tokens 4096 --json"
 #   make format            clang-format all C sources in place
 #   make check             all that CI asks for: format, tests, sanitizers, fuzzing
+#   make gpu-record        on a machine with a GPU: tests, compute-sanitizer, benchmarks -> bench/baselines/<gpu>.jsonl
 #   make fuzz              fuzz the readers of outside data for FUZZ_SECONDS
 #   make install           PREFIX=/usr/local DESTDIR=
+# The CUDA backend is built where nvcc is: CUDA=OFF leaves it out, CUDA=ON insists, CUDA_ARCH="90a-real" compiles for less.
 
 PREFIX ?= /usr/local
 DESTDIR ?=
@@ -18,12 +20,18 @@ GOLDEN ?= $(or $(WEFT_GOLDEN_DIR),$(wildcard ../shared/golden))
 FUZZ_SECONDS ?= 60
 C_SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.c' '*.h' '*.cu' '*.cuh')
 
+BUILD ?= build
+CUDA ?=
+CUDA_ARCH ?=
+
 CMAKE_FLAGS = -DWEFT_WERROR=$(WERROR) -DCMAKE_INSTALL_PREFIX=$(PREFIX)
+CMAKE_FLAGS += $(if $(CUDA),-DWEFT_CUDA=$(CUDA)) $(if $(CUDA_ARCH),"-DWEFT_CUDA_ARCHITECTURES=$(CUDA_ARCH)")
 export CTEST_PARALLEL_LEVEL ?= $(JOBS)
 
 SHELL = /bin/bash
 
 .PHONY: all build run test bench format check check-format check-asan check-tsan check-fuzz fuzz install clean
+.PHONY: gpu-record check-record
 .PHONY: deps-build deps-test deps-format deps-check build-tests
 
 all: build
@@ -58,7 +66,7 @@ format: deps-format
 	@clang-format -i $(C_SOURCES)
 
 check: WERROR = ON
-check: check-format test check-asan check-tsan check-fuzz
+check: check-format test check-asan check-tsan check-fuzz check-record
 	@echo "make check: format, tests, sanitizers and fuzzing passed."
 
 check-format: deps-format
@@ -76,6 +84,14 @@ fuzz check-fuzz: deps-check
 	@cmake --preset fuzz -DWEFT_FUZZ_SECONDS=$(FUZZ_SECONDS) >/dev/null
 	@cmake --build --preset fuzz
 	@ctest --preset fuzz $(CTEST_OUTPUT)
+
+# A warning in words, never a failure: most machines cannot make a new record.
+check-record:
+	@tools/gpu_record.py --verify
+
+# NO_DEPS=1 takes the build as it is, BUILD=... another folder: for a machine where nothing can be installed or built.
+gpu-record: $(if $(NO_DEPS),,build-tests)
+	@tools/gpu_record.py --build $(BUILD) $(ARGS)
 
 install: build
 	@DESTDIR=$(DESTDIR) cmake --install build --prefix $(PREFIX)

@@ -74,9 +74,16 @@ size_t device_room(void)
     return text_of(cudaMemGetInfo(&room, &total)) ? 0 : room;
 }
 
+/* A copy or a fill may return before it is done; work on other streams must not begin before that. */
+static const char *finish(cudaError_t error)
+{
+    const char *wrong = text_of(error);
+    return wrong ? wrong : text_of(cudaStreamSynchronize(NULL));
+}
+
 const char *device_put(void *to, const void *from, size_t bytes)
 {
-    return text_of(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
+    return finish(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
 }
 
 const char *device_get(void *to, const void *from, size_t bytes)
@@ -86,12 +93,12 @@ const char *device_get(void *to, const void *from, size_t bytes)
 
 const char *device_copy(void *to, const void *from, size_t bytes)
 {
-    return text_of(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToDevice));
+    return finish(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToDevice));
 }
 
 const char *device_fill(void *to, int byte, size_t bytes)
 {
-    return text_of(cudaMemset(to, byte, bytes));
+    return finish(cudaMemset(to, byte, bytes));
 }
 
 const char *device_wait(void)

@@ -15,7 +15,7 @@ struct expect_block {
 };
 
 /* The program has nothing useful to do without memory, and these amounts are small. */
-void *expect_memory(expect_scope *scope, size_t bytes)
+void *expect_room(expect_scope *scope, size_t bytes)
 {
     struct expect_block *b = calloc(1, sizeof *b + bytes);
     if (!b) {
@@ -38,7 +38,7 @@ void expect_free(expect_scope *scope)
 
 double *expect_array(expect_scope *scope, int64_t length)
 {
-    return expect_memory(scope, (size_t)length * sizeof(double) + sizeof(double));
+    return expect_room(scope, (size_t)length * sizeof(double) + sizeof(double));
 }
 
 void expect_fail(expect_scope *scope, const char *text)
@@ -50,10 +50,10 @@ void expect_fail(expect_scope *scope, const char *text)
 
 expect_call *expect_open(expect_scope *scope, const char *op, const void *args)
 {
-    expect_call *call = expect_memory(scope, sizeof *call);
+    expect_call *call = expect_room(scope, sizeof *call);
     call->scope = scope;
     call->op = weft_op_find(op);
-    call->args = expect_memory(scope, call->op->args_size);
+    call->args = expect_room(scope, call->op->args_size);
     memcpy(call->args, args, call->op->args_size);
     *(size_t *)call->args = call->op->args_size;
     return call;

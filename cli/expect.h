@@ -66,7 +66,7 @@ quantity expect_take(const expect_call *call, const char *name);
 quantity expect_got(const expect_call *call, const char *name);
 int expect_index(const expect_call *call, const char *name);
 int64_t expect_length(const expect_call *call, int arg);
-void *expect_memory(expect_scope *scope, size_t bytes); /* zeros; never NULL */
+void *expect_room(expect_scope *scope, size_t bytes); /* zeros; never NULL */
 void expect_free(expect_scope *scope);
 double *expect_array(expect_scope *scope, int64_t length); /* zeros */
 

@@ -98,7 +98,7 @@ void expect_add_result(expectation *e, const char *name, const weft_tensor *tens
     int64_t length = tensor_count(tensor);
     double unit = element_unit(tensor->dtype), tiny = element_tiny(tensor->dtype);
     if (e->num_results % 16 == 0) {
-        expect_result *list = expect_memory(s, (size_t)(e->num_results + 16) * sizeof *list);
+        expect_result *list = expect_room(s, (size_t)(e->num_results + 16) * sizeof *list);
         if (e->num_results) memcpy(list, e->result, (size_t)e->num_results * sizeof *list);
         e->result = list;
     }

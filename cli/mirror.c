@@ -29,45 +29,61 @@ void mirror_close(mirror *m)
 
 int mirror_add(mirror *m, const char *name, void *host, size_t bytes)
 {
-    if (m->count == MIRROR_MAX_BLOCKS) return -1;
-    mirror_block *b = &m->block[m->count];
-    *b = (mirror_block){.name = name, .host = host, .bytes = bytes};
-    b->offset = m->bytes + EDGE + (host ? (uintptr_t)host % 64 : 1);
-    m->bytes = (b->offset + bytes + EDGE + 255) / 256 * 256;
-    return m->count++;
+    char *begin = host, *end = begin + bytes;
+    if (!bytes) return 1;
+    for (int i = 0; host && i < m->count;) {
+        mirror_block *b = &m->block[i];
+        if (!b->host || end <= b->host || begin >= b->host + b->bytes) {
+            i++;
+            continue;
+        }
+        if (b->host + b->bytes > end) end = b->host + b->bytes;
+        if (b->host < begin) begin = b->host;
+        name = b->name;
+        *b = m->block[--m->count];
+        i = 0; /* the union may touch one that was passed over */
+    }
+    if (m->count == MIRROR_MAX_BLOCKS) return 0;
+    m->block[m->count++] =
+        (mirror_block){.name = name, .host = host ? begin : NULL, .bytes = host ? (size_t)(end - begin) : bytes};
+    return 1;
 }
 
-static const char *up_exact(mirror *m)
+const char *mirror_make(mirror *m)
 {
-    const char *wrong = NULL;
-    for (int i = 0; i < m->count && !wrong; i++) {
+    for (int i = 0; i < m->count; i++) {
         mirror_block *b = &m->block[i];
-        size_t skew = b->offset % 64;
+        size_t skew = b->host ? (uintptr_t)b->host % 64 : 1;
+        b->offset = m->bytes + EDGE + skew;
+        m->bytes = (b->offset + b->bytes + EDGE + 255) / 256 * 256;
+        if (!m->exact) continue;
         b->base = device_alloc(skew + b->bytes);
         if (!b->base) return "not enough memory on the device";
         b->device = b->base + skew;
-        if (b->host && b->bytes) wrong = device_put(b->device, b->host, b->bytes);
     }
-    return wrong;
+    if (m->exact) return NULL;
+    m->staging = malloc(m->bytes + 1);
+    if (!m->staging) return "not enough memory";
+    m->device = device_alloc(m->bytes);
+    if (!m->device) return "not enough memory on the device";
+    for (int i = 0; i < m->count; i++) m->block[i].device = m->device + m->block[i].offset;
+    return NULL;
 }
 
 const char *mirror_up(mirror *m)
 {
-    if (m->exact) return up_exact(m);
-    m->staging = malloc(m->bytes);
-    m->device = device_alloc(m->bytes);
-    if (!m->staging) return "not enough memory";
-    if (!m->device) return "not enough memory on the device";
-    memset(m->staging, SENTINEL, m->bytes);
-    for (int i = 0; i < m->count; i++) {
-        mirror_block *b = &m->block[i];
-        b->device = m->device + b->offset;
-        if (b->host)
+    const char *wrong = NULL;
+    if (!m->exact) memset(m->staging, SENTINEL, m->bytes);
+    for (int i = 0; i < m->count && !wrong; i++) {
+        const mirror_block *b = &m->block[i];
+        if (m->exact && b->host)
+            wrong = device_put(b->device, b->host, b->bytes);
+        else if (!m->exact && b->host)
             memcpy(m->staging + b->offset, b->host, b->bytes);
-        else
+        else if (!m->exact)
             memset(m->staging + b->offset, UNTOUCHED, b->bytes);
     }
-    return device_put(m->device, m->staging, m->bytes);
+    return wrong || m->exact ? wrong : device_put(m->device, m->staging, m->bytes);
 }
 
 static int intact(const char *p, size_t bytes)
@@ -78,27 +94,34 @@ static int intact(const char *p, size_t bytes)
 }
 
 /* Constants may lie where the host must not write: only what has changed is written. */
-static const char *fetch(const mirror_block *b)
+static void put_back(const mirror_block *b, const char *data)
 {
-    char *copy = malloc(b->bytes);
-    const char *wrong = copy ? device_get(copy, b->device, b->bytes) : "not enough memory";
-    if (!wrong && memcmp(b->host, copy, b->bytes)) memcpy(b->host, copy, b->bytes);
-    free(copy);
+    if (memcmp(b->host, data, b->bytes)) memcpy(b->host, data, b->bytes);
+}
+
+static const char *down_exact(mirror *m)
+{
+    const char *wrong = NULL;
+    for (int i = 0; i < m->count && !wrong; i++) {
+        const mirror_block *b = &m->block[i];
+        if (!b->host) continue;
+        char *copy = malloc(b->bytes);
+        wrong = copy ? device_get(copy, b->device, b->bytes) : "not enough memory";
+        if (!wrong) put_back(b, copy);
+        free(copy);
+    }
     return wrong;
 }
 
 const char *mirror_down(mirror *m)
 {
-    const char *wrong = m->exact ? NULL : device_get(m->staging, m->device, m->bytes), *beside = NULL;
+    if (m->exact) return down_exact(m);
+    const char *wrong = device_get(m->staging, m->device, m->bytes), *beside = NULL;
     for (int i = 0; i < m->count && !wrong; i++) {
-        mirror_block *b = &m->block[i];
-        if (m->exact) {
-            if (b->host && b->bytes) wrong = fetch(b);
-            continue;
-        }
+        const mirror_block *b = &m->block[i];
         const char *data = m->staging + b->offset;
-        if (b->host && memcmp(b->host, data, b->bytes)) memcpy(b->host, data, b->bytes);
-        if (!beside && (!intact(data - EDGE, EDGE) || !intact(data + b->bytes, EDGE))) beside = b->name;
+        if (b->host) put_back(b, data);
+        if (!intact(data - EDGE, EDGE) || !intact(data + b->bytes, EDGE)) beside = b->name;
     }
     if (wrong || !beside) return wrong;
     snprintf(m->text, sizeof m->text, "memory around %s was written on the device", beside);
@@ -109,7 +132,8 @@ void *mirror_at(const mirror *m, const void *host)
 {
     for (int i = 0; i < m->count; i++) {
         const mirror_block *b = &m->block[i];
-        if (b->host && (const char *)host >= b->host && (const char *)host < b->host + b->bytes)
+        if (!host && !b->host) return b->device;
+        if (host && b->host && (const char *)host >= b->host && (const char *)host < b->host + b->bytes)
             return b->device + ((const char *)host - b->host);
     }
     return NULL;

@@ -75,12 +75,6 @@ static const struct scalars *scalars_of(const char *op)
     return NULL;
 }
 
-weft_dropout *problem_dropout(const weft_op_info *op, void *args)
-{
-    const struct scalars *s = scalars_of(op->name);
-    return s && s->dropout ? (void *)((char *)args + s->dropout) : NULL;
-}
-
 static void set_scalars(const problem_spec *spec, const char *op, char *args)
 {
     const struct scalars *s = scalars_of(op);
@@ -142,7 +136,7 @@ static int find_arg(const weft_op_info *op, const char *name)
     return -1;
 }
 
-weft_tensor *problem_tensor(const weft_arg_info *info, void *args)
+static weft_tensor *tensor_at(const weft_arg_info *info, void *args)
 {
     void *field = (char *)args + info->offset;
     return info->kind == WEFT_ARG_GRAD ? &((weft_grad *)field)->to : (weft_tensor *)field;
@@ -190,7 +184,7 @@ static void make_group(problem *p, const weft_op_info *op, int64_t site, void *a
         const weft_arg_info *info = &op->args[i];
         if (!there[i]) continue;
         problem_arg *arg = &p->arg[p->num_args++];
-        *arg = (problem_arg){info, problem_tensor(info, args), info->kind == WEFT_ARG_GRAD && spec->add};
+        *arg = (problem_arg){info, tensor_at(info, args), info->kind == WEFT_ARG_GRAD && spec->add};
         *arg->tensor = make_tensor(spec, info);
         if (arg->add) ((weft_grad *)((char *)args + info->offset))->add = 1;
     }

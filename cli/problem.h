@@ -62,10 +62,6 @@ int problem_is_normal(const problem_arg *arg);
 /* Changes the number of tokens of the call; at most what it was made with. */
 void problem_slice(problem *p, int64_t tokens);
 
-/* The tensor of an argument in an args struct, and the struct's dropout or NULL. */
-weft_tensor *problem_tensor(const weft_arg_info *info, void *args);
-weft_dropout *problem_dropout(const weft_op_info *op, void *args);
-
 /* Dtype of a class of arguments. */
 weft_dtype problem_dtype(const problem_spec *spec, weft_arg_type type);
 

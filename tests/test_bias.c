@@ -39,18 +39,18 @@ static void check(const problem *p, const arg *a, const arg *exact, weft_exec ex
     }
     if (plain.count < 2000) return;
     if (drifts(&plain, &mean, &error))
-        test_failed("%s on %s: %s: the mean error is %.4f +- %.4f ulp", problem_text(p), weft_isa_name(exec.isa),
-                    a->name, mean, error);
+        test_failed("%s on %s: %s: the mean error is %.4f +- %.4f ulp", problem_text(p), exec_name(exec), a->name,
+                    mean, error);
     if (drifts(&outward, &mean, &error))
         test_failed("%s on %s: %s: the mean error away from zero is %.4f +- %.4f ulp", problem_text(p),
-                    weft_isa_name(exec.isa), a->name, mean, error);
+                    exec_name(exec), a->name, mean, error);
 }
 
 static void rounding_has_no_drift(void **state)
 {
     (void)state;
-    weft_isa isas[4];
-    int count = grid_isas(isas);
+    weft_exec execs[GRID_EXECS];
+    int count = grid_execs(execs, 2);
     for (int32_t i = 0; i < weft_op_count(); i++) {
         const char *op = weft_op_at(i)->name;
         if (!truth_knows(op)) continue;
@@ -68,7 +68,7 @@ static void rounding_has_no_drift(void **state)
             problem *exact = problem_twin(p, false);
             problem_must_run(exact, on_ref());
             for (int e = -1; e < count; e++) {
-                weft_exec exec = e < 0 ? on_ref() : on_cpu(isas[e], 2);
+                weft_exec exec = e < 0 ? on_ref() : execs[e];
                 problem_must_run(p, exec);
                 for (int k = 0; k < p->num_args; k++)
                     if (arg_is_output(&p->arg[k]) && p->arg[k].view->dtype == narrow)

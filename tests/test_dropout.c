@@ -84,9 +84,21 @@ static double agreement(const mask *a, const mask *b)
     return sum / (double)size_of(a);
 }
 
+/* The reference, the CPU and the GPU. */
+enum { BACKENDS = 3 };
+static weft_exec backend(int e)
+{
+    return e == 0 ? on_ref() : e == 1 ? on_cpu(WEFT_ISA_BEST, 2) : on_cuda(0);
+}
+
+static int backends(void)
+{
+    return test_on_cuda() ? BACKENDS : BACKENDS - 1;
+}
+
 static weft_exec best(void)
 {
-    return on_cpu(WEFT_ISA_BEST, 2);
+    return backend(backends() - 1);
 }
 
 static void rate_and_scale(void **state)
@@ -94,9 +106,9 @@ static void rate_and_scale(void **state)
     (void)state;
     static const double ps[] = {0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.999};
     for (int i = 0; i < 7; i++)
-        for (int e = 0; e < 2; e++) {
+        for (int e = 0; e < backends(); e++) {
             weft_dropout d = {.p = ps[i], .seed = 1234, .site = (uint64_t)i};
-            mask m = draw(&d, 64, 4, 130, e ? best() : on_ref());
+            mask m = draw(&d, 64, 4, 130, backend(e));
             double n = (double)size_of(&m), deviation = sqrt(ps[i] * (1 - ps[i]) / n);
             if (!(fabs(kept(&m) - (1 - ps[i])) <= 5 * deviation))
                 test_failed("p = %g: kept %g of %g elements", ps[i], kept(&m), n);
@@ -149,8 +161,8 @@ static void every_coordinate_counts(void **state)
     (void)state;
     static uint64_t steps[3] = {0, 1, (uint64_t)1 << 40};
     const weft_dropout base = {.p = 0.4, .seed = 10, .site = 20, .step = &steps[0], .token_base = 30};
-    for (int e = 0; e < 2; e++) {
-        weft_exec exec = e ? best() : on_ref();
+    for (int e = 0; e < backends(); e++) {
+        weft_exec exec = backend(e);
         mask m = draw(&base, 40, 4, 60, exec);
         for (int v = 0; v < 8; v++) {
             weft_dropout d = base;
@@ -185,17 +197,18 @@ static void every_coordinate_counts(void **state)
 static void the_same_everywhere(void **state)
 {
     (void)state;
-    weft_isa isas[4];
-    int count = grid_isas(isas);
+    weft_exec execs[GRID_EXECS];
+    int count = grid_execs(execs, 2);
     for (int v = 0; v < 12; v++) {
         weft_dropout d = {
             .p = v & 1 ? 0.3 : 0.5, .seed = 3 + (uint64_t)v, .site = 8, .token_base = v * 7, .shared = v / 2 & 1};
         int64_t channels[] = {1, 3, 16, 33, 64, 257}, streams[] = {4, 3, 8};
         mask want = draw(&d, 9, streams[v % 3], channels[v % 6], on_ref());
         for (int e = 0; e < count; e++) {
-            mask got = draw(&d, 9, streams[v % 3], channels[v % 6], on_cpu(isas[e], 1 + v % 3));
+            if (execs[e].backend == WEFT_BACKEND_CPU) execs[e].threads = 1 + v % 3;
+            mask got = draw(&d, 9, streams[v % 3], channels[v % 6], execs[e]);
             if (agreement(&got, &want) != 1)
-                test_failed("%s draws another mask than the reference", weft_isa_name(isas[e]));
+                test_failed("%s draws another mask than the reference", exec_name(execs[e]));
             free(got.value);
         }
         free(want.value);
@@ -207,8 +220,8 @@ static void shared_masks(void **state)
 {
     (void)state;
     weft_dropout d = {.p = 0.5, .seed = 5, .shared = 1};
-    for (int e = 0; e < 2; e++) {
-        mask m = draw(&d, 30, 4, 50, e ? best() : on_ref());
+    for (int e = 0; e < backends(); e++) {
+        mask m = draw(&d, 30, 4, 50, backend(e));
         for (int64_t t = 0; t < 30; t++)
             for (int64_t k = 0; k < 200; k++)
                 if (m.value[t * 200 + k] != m.value[t * 200 + k % 50]) {
@@ -254,8 +267,8 @@ static void the_same_in_backward_and_replay(void **state)
     (void)state;
     const int64_t tokens = 12, n = 4, channels = 37, row = n * channels;
     for (int shared = 0; shared < 2; shared++)
-        for (int e = 0; e < 2; e++) {
-            weft_exec exec = e ? best() : on_ref();
+        for (int e = 0; e < backends(); e++) {
+            weft_exec exec = backend(e);
             weft_dropout d = {.p = 0.5, .seed = 21, .site = 2, .token_base = 3, .shared = shared};
             mask m = draw(&d, tokens, n, channels, exec);
             for (int64_t o = 0; o < n; o++) {
@@ -331,9 +344,9 @@ static void the_same_in_backward_and_replay(void **state)
 static void off(void **state)
 {
     (void)state;
-    for (int e = 0; e < 2; e++) {
+    for (int e = 0; e < backends(); e++) {
         weft_dropout d = {.p = 0, .seed = 5, .site = 6, .token_base = 7, .shared = 1};
-        mask m = draw(&d, 8, 4, 40, e ? best() : on_ref());
+        mask m = draw(&d, 8, 4, 40, backend(e));
         if (kept(&m) != 1 || m.value[0] != 1) test_failed("p = 0 drops or scales something");
         free(m.value);
     }

@@ -78,8 +78,8 @@ static void poison_case(const spec *s, weft_exec exec, rng *r)
 static void poison_stays_in_its_token(void **state)
 {
     (void)state;
-    weft_isa isas[4];
-    int count = grid_isas(isas);
+    weft_exec execs[GRID_EXECS];
+    int count = grid_execs(execs, 1);
     for (int32_t i = 0; i < weft_op_count(); i++) {
         rng r = {rng_name(7, weft_op_at(i)->name)};
         for (int v = 0; v < (test_quick() ? 2 : 8); v++) {
@@ -94,7 +94,7 @@ static void poison_stays_in_its_token(void **state)
             weft_mhc_preset_numerics((weft_mhc_preset)(v % WEFT_PRESET_COUNT), &s.numerics);
             s.stream_layout = (layout)(v / 4);
             s.wide = v & 1 ? s.act : WEFT_F32;
-            for (int e = 0; e < count; e++) poison_case(&s, on_cpu(isas[e], 1), &r);
+            for (int e = 0; e < count; e++) poison_case(&s, execs[e], &r);
         }
     }
     test_verdict();
@@ -104,8 +104,8 @@ static void poison_stays_in_its_token(void **state)
 static void poisoned_phi_row(void **state)
 {
     (void)state;
-    weft_isa isas[4];
-    int count = grid_isas(isas);
+    weft_exec execs[GRID_EXECS];
+    int count = grid_execs(execs, 1);
     for (int e = 0; e < count; e++)
         for (int v = 0; v < 12; v++) {
             spec s = {.op = "mhc_project_fwd",
@@ -117,7 +117,7 @@ static void poisoned_phi_row(void **state)
                       .param = acts[v / 3 % 3],
                       .param_layout = (layout)(v & 1)};
             problem *clean = problem_make(&s), *bad = problem_make(&s);
-            weft_exec exec = on_cpu(isas[e], 1);
+            weft_exec exec = execs[e];
             int64_t row = v * 5 % 24, width = s.streams * s.channels;
             problem_must_run(clean, exec);
             arg_set(problem_arg(bad, "phi"), row * width + v * 3 % width, poisons[v % 3]);
@@ -128,7 +128,7 @@ static void poisoned_phi_row(void **state)
                 double got = arg_get(h, k), want = arg_get(was, k);
                 if (k % 24 == row ? isfinite(got) : got != want)
                     test_failed("%s on %s: poison in row %d of phi: h[%d, %d] is %g", problem_text(bad),
-                                weft_isa_name(isas[e]), (int)row, (int)(k / 24), (int)(k % 24), got);
+                                exec_name(exec), (int)row, (int)(k / 24), (int)(k % 24), got);
             }
             for (int64_t t = 0; t < s.tokens; t++)
                 if (arg_get(problem_arg(bad, "ms"), t) != arg_get(problem_arg(clean, "ms"), t))
@@ -143,15 +143,17 @@ static void poisoned_phi_row(void **state)
 
 static void compare_everywhere(problem *p)
 {
-    weft_isa isas[4];
-    int count = grid_isas(isas);
+    weft_exec execs[GRID_EXECS];
+    int count = grid_execs(execs, 1);
     bool chained = chain_knows(p->spec.op);
     truth t = {0};
     problem_seal(p);
     if (!chained) t = truth_make(p);
     for (int e = 0; e < count; e++) {
-        weft_exec exec = on_cpu(isas[e], 1);
-        if (chained) {
+        weft_exec exec = execs[e];
+        if (chained && exec.backend == WEFT_BACKEND_CUDA && strstr(p->spec.op, "_bwd")) {
+            grid_compare_expectation(p, exec);
+        } else if (chained) {
             chain_compare(p, exec);
         } else {
             problem_must_run(p, exec);

@@ -156,13 +156,13 @@ static void random_floats(void **state)
     test_verdict();
 }
 
-/* The CPU backend converts with its own instructions: every pattern through a copy-like operator, and floats of
+/* The fast backends convert with their own instructions: every pattern through a copy-like operator, and floats of
  * every exponent through one that only narrows. */
 static void kernels_convert_alike(void **state)
 {
     (void)state;
-    weft_isa isas[4];
-    int count = grid_isas(isas);
+    weft_exec execs[GRID_EXECS];
+    int count = grid_execs(execs, 1);
     for (int k = 0; k < 2; k++)
         for (int e = 0; e < count; e++)
             for (int channels = 256; channels <= 257; channels++) {
@@ -178,12 +178,12 @@ static void kernels_convert_alike(void **state)
                 uint16_t *data = x->view->data;
                 for (int64_t i = 0; i < x->elements; i++) data[i] = (uint16_t)i;
                 problem_seal(p);
-                problem_must_run(p, on_cpu(isas[e], 1));
+                problem_must_run(p, execs[e]);
                 const uint16_t *out = u->view->data;
                 for (int64_t i = 0; i < u->elements; i++) {
                     bool both_nan = isnan(t->widen(data[i])) && isnan(t->widen(out[i]));
                     if (out[i] != data[i] && !both_nan)
-                        test_failed("%s on %s: pattern %04x came back as %04x", t->name, weft_isa_name(isas[e]),
+                        test_failed("%s on %s: pattern %04x came back as %04x", t->name, exec_name(execs[e]),
                                     data[i], out[i]);
                 }
                 problem_free(p);
@@ -207,12 +207,12 @@ static void kernels_convert_alike(void **state)
                     memcpy(&in[i], &bits, 4);
                 }
                 problem_seal(p);
-                problem_must_run(p, on_cpu(isas[e], 1));
+                problem_must_run(p, execs[e]);
                 out = d_x->view->data;
                 for (int64_t i = 0; i < d_u->elements; i++) {
                     uint16_t want = t->narrow(in[i]);
                     if (out[i] != want && !(isnan(in[i]) && isnan(t->widen(out[i]))))
-                        test_failed("%s on %s: %.9g became %04x, want %04x", t->name, weft_isa_name(isas[e]),
+                        test_failed("%s on %s: %.9g became %04x, want %04x", t->name, exec_name(execs[e]),
                                     (double)in[i], out[i], want);
                 }
                 problem_free(p);

@@ -26,17 +26,6 @@ static size_t spread(arg *a, char **region)
     return bytes;
 }
 
-static weft_status call(problem *p, weft_exec exec)
-{
-    size_t bytes = 0;
-    weft_status status = p->workspace(&exec, p->args, &bytes);
-    exec.workspace = malloc(bytes + 1);
-    exec.workspace_bytes = bytes;
-    if (status == WEFT_OK) status = p->call(&exec, p->args);
-    free(exec.workspace);
-    return status;
-}
-
 static void far_apart(const char *op, weft_dtype act, layout order, weft_exec exec)
 {
     spec s = {
@@ -56,7 +45,7 @@ static void far_apart(const char *op, weft_dtype act, layout order, weft_exec ex
             *a->view = keep;
             continue;
         }
-        if (call(p, exec) != WEFT_OK) {
+        if (problem_call(p, exec) != WEFT_OK) {
             test_failed("%s: %s spread out: %s", op, a->name, weft_last_error());
         } else {
             pack got = problem_pack(p);

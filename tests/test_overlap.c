@@ -24,16 +24,13 @@ static bool same_shape(const weft_tensor *a, const weft_tensor *b)
     return true;
 }
 
-/* Runs with whatever pointers the args hold now. */
-static weft_status call(problem *p, weft_exec exec)
+/* The reference, the CPU and, where there is one, the GPU. */
+static int backends(weft_exec execs[3])
 {
-    size_t bytes = 0;
-    weft_status status = p->workspace(&exec, p->args, &bytes);
-    exec.workspace = malloc(bytes + 1);
-    exec.workspace_bytes = bytes;
-    if (status == WEFT_OK) status = p->call(&exec, p->args);
-    free(exec.workspace);
-    return status;
+    execs[0] = on_ref();
+    execs[1] = on_cpu(WEFT_ISA_BEST, 1);
+    execs[2] = on_cuda(0);
+    return test_on_cuda() ? 3 : 2;
 }
 
 /* Puts `in` into a fresh region with room for `out` on both sides, and `out` `shift` bytes from it. */
@@ -47,7 +44,7 @@ static void overlap_case(problem *p, weft_exec exec, arg *out, arg *in, int64_t 
     memcpy(copy, region, size);
     in->view->data = middle;
     out->view->data = middle + shift;
-    weft_status status = call(p, exec);
+    weft_status status = problem_call(p, exec);
     const char *text = weft_last_error();
     if (status != WEFT_ERR_OVERLAP)
         test_failed("%s: %s %s %s: got \"%s\", want \"%s\"", p->op->name, out->name, what, in->name,
@@ -67,8 +64,9 @@ static void overlap_case(problem *p, weft_exec exec, arg *out, arg *in, int64_t 
 static void overlaps_are_refused(void **state)
 {
     (void)state;
-    const weft_exec execs[] = {on_ref(), on_cpu(WEFT_ISA_BEST, 1)};
-    for (int e = 0; e < 2; e++)
+    weft_exec execs[3];
+    int count = backends(execs);
+    for (int e = 0; e < count; e++)
         for (int32_t k = 0; k < weft_op_count(); k++) {
             spec s = small(weft_op_at(k)->name);
             problem *p = problem_make(&s);
@@ -106,7 +104,7 @@ static void transposed_views_are_not_in_place(void **state)
             *out->view = *in->view;
             out->view->stride[1] = in->view->stride[2];
             out->view->stride[2] = in->view->stride[1];
-            weft_status status = call(p, on_ref());
+            weft_status status = problem_call(p, on_ref());
             if (status != WEFT_ERR_OVERLAP)
                 test_failed("%s: %s transposed over %s: got \"%s\"", p->op->name, out->name, in->name,
                             weft_status_name(status));
@@ -121,8 +119,8 @@ static void transposed_views_are_not_in_place(void **state)
 static void in_place_gives_the_same_bits(void **state)
 {
     (void)state;
-    weft_isa isas[4];
-    int count = grid_isas(isas), seen = 0;
+    weft_exec execs[GRID_EXECS];
+    int count = grid_execs(execs, 2), seen = 0;
     static const weft_dtype acts[] = {WEFT_F32, WEFT_BF16, WEFT_F16};
     static const int64_t channels[] = {5, 16, 50, 300};
     for (int32_t k = 0; k < weft_op_count(); k++)
@@ -141,14 +139,14 @@ static void in_place_gives_the_same_bits(void **state)
                 arg *out = &p->arg[i], *in = out->info->in_place ? problem_arg(p, out->info->in_place) : NULL;
                 if (!in || !same_shape(out->view, in->view)) continue;
                 for (int e = -1; e < count; e++) {
-                    weft_exec exec = e < 0 ? on_ref() : on_cpu(isas[e], 2);
+                    weft_exec exec = e < 0 ? on_ref() : execs[e];
                     seen++;
                     problem_must_run(p, exec);
                     pack apart = problem_pack(p);
                     problem_reset(p);
                     weft_tensor keep = *out->view;
                     *out->view = *in->view;
-                    weft_status status = call(p, exec);
+                    weft_status status = problem_call(p, exec);
                     if (status != WEFT_OK) {
                         test_failed("%s: in place over %s: %s", problem_text(p), in->name, weft_last_error());
                     } else {
@@ -171,8 +169,9 @@ static void in_place_gives_the_same_bits(void **state)
 static void interleaved_slices_are_taken(void **state)
 {
     (void)state;
-    const weft_exec execs[] = {on_ref(), on_cpu(WEFT_ISA_BEST, 1)};
-    for (int e = 0; e < 2; e++)
+    weft_exec execs[3];
+    int count = backends(execs);
+    for (int e = 0; e < count; e++)
         for (int32_t k = 0; k < weft_op_count(); k++) {
             spec s = small(weft_op_at(k)->name);
             problem *p = problem_make(&s);
@@ -192,7 +191,7 @@ static void interleaved_slices_are_taken(void **state)
                     in->view->stride[0] = out->view->stride[0] = row_in + row_out;
                     arg_fill(in, values);
                     arg_fill(out, before);
-                    weft_status status = call(p, execs[e]);
+                    weft_status status = problem_call(p, execs[e]);
                     if (status != WEFT_OK) {
                         test_failed("%s: %s and %s interleaved: %s", p->op->name, out->name, in->name,
                                     weft_last_error());
@@ -215,6 +214,8 @@ static void interleaved_slices_are_taken(void **state)
 static void inputs_may_repeat(void **state)
 {
     (void)state;
+    weft_exec execs[3];
+    int count = backends(execs);
     for (int32_t k = 0; k < weft_op_count(); k++) {
         spec s = small(weft_op_at(k)->name);
         problem *p = problem_make(&s);
@@ -223,8 +224,9 @@ static void inputs_may_repeat(void **state)
             if (arg_is_output(a)) continue;
             weft_tensor keep = *a->view;
             for (int d = 0; d < a->view->ndim; d++) a->view->stride[d] = 0;
-            if (call(p, on_ref()) != WEFT_OK || call(p, on_cpu(WEFT_ISA_BEST, 1)) != WEFT_OK)
-                test_failed("%s: %s with all strides 0: %s", p->op->name, a->name, weft_last_error());
+            for (int e = 0; e < count; e++)
+                if (problem_call(p, execs[e]) != WEFT_OK)
+                    test_failed("%s: %s with all strides 0: %s", p->op->name, a->name, weft_last_error());
             *a->view = keep;
             problem_reset(p);
         }

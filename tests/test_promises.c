@@ -54,6 +54,15 @@ static void threads_one(const spec *s)
         expect_run(p, on_cpu(WEFT_ISA_BEST, threads[i]), &want, "another number of threads");
     expect_run(p, on_cpu(WEFT_ISA_BEST, 1), &want, "a second run");
     pack_free(&want);
+    if (test_on_cuda()) {
+        /* multiprocessors to plan for: fewer and more than there are */
+        static const int multiprocessors[] = {1, 7, 64, 132, 200};
+        want = run(p, on_cuda(0));
+        for (int i = 0; i < 5; i++)
+            expect_run(p, on_cuda(multiprocessors[i]), &want, "another number of multiprocessors");
+        expect_run(p, on_cuda(0), &want, "a second run on the GPU");
+        pack_free(&want);
+    }
     pack ref = run(p, on_ref());
     expect_run(p, on_ref(), &ref, "a second run of the reference");
     pack_free(&ref);
@@ -164,12 +173,7 @@ static void expect_token(const problem *small, int64_t at, const problem *whole,
 
 static void call_plain(problem *p, weft_exec exec)
 {
-    size_t bytes = 0;
-    if (p->workspace(&exec, p->args, &bytes) != WEFT_OK) test_failed("%s", weft_last_error());
-    exec.workspace = malloc(bytes + 1);
-    exec.workspace_bytes = bytes;
-    if (p->call(&exec, p->args) != WEFT_OK) test_failed("%s", weft_last_error());
-    free(exec.workspace);
+    if (problem_call(p, exec) != WEFT_OK) test_failed("%s", weft_last_error());
 }
 
 /* A copy of a problem has views into its own args struct. */
@@ -187,10 +191,10 @@ static void repoint(problem *copy)
 static void batch_one(const spec *s)
 {
     static const int64_t ranges[][2] = {{0, 1}, {17, 18}, {63, 130}, {1, 300}, {299, 300}, {120, 121}, {5, 22}};
-    weft_isa isas[4];
-    int count = grid_isas(isas);
+    weft_exec execs[GRID_EXECS];
+    int count = grid_execs(execs, 2);
     for (int e = 0; e < count; e++) {
-        weft_exec exec = on_cpu(isas[e], 2);
+        weft_exec exec = execs[e];
         problem *whole = problem_make(s);
         problem_must_run(whole, exec);
         for (size_t r = 0; r < sizeof ranges / sizeof *ranges; r++) {
@@ -242,6 +246,24 @@ static void batch_position(void **state)
     for_each_op(batch_one, batch, test_quick() ? 1 : 3);
 }
 
+static void large_one(const spec *s, const int64_t ranges[3][2], weft_exec exec)
+{
+    problem *whole = problem_make(s), *part = problem_make(s);
+    problem_must_run(whole, exec);
+    for (int r = 0; r < 3; r++) {
+        problem view = *part; /* shares the memory, has its own sizes */
+        memcpy(view.args = malloc(part->op->args_size), part->args, part->op->args_size);
+        repoint(&view);
+        narrow_to(&view, ranges[r][0], ranges[r][1]);
+        call_plain(&view, exec);
+        for (int64_t t = ranges[r][0]; t < ranges[r][1]; t += 7)
+            expect_token(&view, t - ranges[r][0], whole, t, "in a large batch");
+        free(view.args);
+    }
+    problem_free(part);
+    problem_free(whole);
+}
+
 /* Outputs of more than 8 MiB are written past the caches and long batches are cut into macro tiles: neither may
  * show. */
 static void large_batch(void **state)
@@ -269,20 +291,8 @@ static void large_batch(void **state)
             s.layers = 2;
             weft_exec exec = on_cpu(WEFT_ISA_BEST, 2);
             if (v > 0 && weft_cpu_isa() >= WEFT_ISA_AVX2) exec.isa = WEFT_ISA_AVX2;
-            problem *whole = problem_make(&s), *part = problem_make(&s);
-            problem_must_run(whole, exec);
-            for (int r = 0; r < 3; r++) {
-                problem view = *part; /* shares the memory, has its own sizes */
-                memcpy(view.args = malloc(part->op->args_size), part->args, part->op->args_size);
-                repoint(&view);
-                narrow_to(&view, ranges[r][0], ranges[r][1]);
-                call_plain(&view, exec);
-                for (int64_t t = ranges[r][0]; t < ranges[r][1]; t += 7)
-                    expect_token(&view, t - ranges[r][0], whole, t, "in a large batch");
-                free(view.args);
-            }
-            problem_free(part);
-            problem_free(whole);
+            large_one(&s, ranges, exec);
+            if (v == 0 && test_on_cuda()) large_one(&s, ranges, on_cuda(0));
         }
     test_verdict();
 }
@@ -344,9 +354,8 @@ static void avx2_and_avx512(void **state)
 }
 
 /* An output that is not wanted does not change the others. */
-static void outputs_one(const spec *s)
+static void outputs_on(const spec *s, weft_exec exec)
 {
-    weft_exec exec = on_cpu(WEFT_ISA_BEST, 2);
     char where[80];
     problem *all = problem_make(s);
     problem_must_run(all, exec);
@@ -369,6 +378,12 @@ static void outputs_one(const spec *s)
         problem_free(less);
     }
     problem_free(all);
+}
+
+static void outputs_one(const spec *s)
+{
+    if (test_on_cpu()) outputs_on(s, on_cpu(WEFT_ISA_BEST, 2));
+    if (test_on_cuda()) outputs_on(s, on_cuda(0));
 }
 
 static void unwanted_outputs(void **state)
@@ -436,8 +451,8 @@ static void many_callers(void **state)
 static void no_tokens(void **state)
 {
     (void)state;
-    const weft_exec execs[] = {on_ref(), on_cpu(WEFT_ISA_BEST, 2)};
-    for (int e = 0; e < 2; e++)
+    const weft_exec execs[] = {on_ref(), on_cpu(WEFT_ISA_BEST, 2), on_cuda(0)};
+    for (int e = 0; e < (test_on_cuda() ? 3 : 2); e++)
         for (int32_t i = 0; i < weft_op_count(); i++)
             for (int add = 0; add < 2; add++) {
                 spec s = {.op = weft_op_at(i)->name, .tokens = 0, .streams = 4, .channels = 20, .add = add};

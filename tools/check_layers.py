@@ -24,13 +24,19 @@ ALLOWED = {
     "src/cuda": {"cuda", "core"},
 }
 
+# The CUDA runtime is known to the backend and to one file of the program.
+CUDA = re.compile(r"^(cuda\w*|cooperative_groups\w*|cub/.*|mma|nv/.*)(\.h|\.cuh)?$")
+CUDA_FOLDER, CUDA_FILE = "src/cuda", "cli/device.c"
+
 INTRINSICS = re.compile(r"^(\w*mmintrin|x86intrin|arm_neon|arm_sve)\.h$")
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.M)
 
 
-def problem(folder, bracket, name):
-    """Why this include is not allowed in this folder, or None."""
+def problem(folder, file, bracket, name):
+    """Why this include is not allowed in this file of this folder, or None."""
     if bracket == "<":
+        if CUDA.match(name) and folder != CUDA_FOLDER and file != CUDA_FILE:
+            return f"CUDA headers belong in {CUDA_FOLDER} and {CUDA_FILE}"
         if name.startswith("weft/"):
             return None if (ROOT / "include" / name).is_file() else "no such public header"
         if folder == "include/weft" and name.removesuffix(".h") not in C_STANDARD:
@@ -59,7 +65,7 @@ def main():
             files += 1
             text = path.read_text(encoding="utf-8")
             for match in INCLUDE.finditer(text):
-                why = problem(folder, *match.groups())
+                why = problem(folder, path.relative_to(ROOT).as_posix(), *match.groups())
                 if why:
                     line = text.count("\n", 0, match.start()) + 1
                     print(f"{path.relative_to(ROOT)}:{line}: {match.group(2)}: {why}")

@@ -1,5 +1,119 @@
-/* SPDX-License-Identifier: Apache-2.0 */
-#include "core/kernel.h"
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Learned head contraction [M9] as a chain of launches: projection to n rows, gates, aggregate. */
+#include "cuda/common/chain.h"
+#include "cuda/head_gates.h"
+#include "cuda/mhc_project.cuh"
 
-const weft_kernel weft_cuda_mhc_head_fwd[] = {{}};
-const weft_kernel weft_cuda_mhc_head_bwd[] = {{}};
+static size_t larger(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+/* The projection of the head has n rows. */
+static weft_call with_rows(const weft_call *call)
+{
+    weft_call c = *call;
+    c.rows = call->streams;
+    return c;
+}
+
+static weft_tensor take2(weft_arena *arena, int64_t tokens, int64_t width)
+{
+    return weft_dense2(weft_arena_take(arena, (size_t)(tokens * width) * 4), WEFT_F32, tokens, width);
+}
+
+/* ---- forward ------------------------------------------------------------------------------------------------------------ */
+
+struct fwd_chain {
+    weft_mhc_project_fwd_args project;
+    weft_mhc_aggregate_fwd_args aggregate;
+    void *room;
+};
+
+static fwd_chain fwd_lay_out(weft_arena *arena, const weft_call *call, const weft_mhc_head_fwd_args *a)
+{
+    const weft_call inner = with_rows(call);
+    fwd_chain c = {};
+    c.project.x = a->x, c.project.phi = a->phi, c.project.norm_weight = a->norm_weight;
+    c.project.h = weft_has(&a->h) ? a->h : take2(arena, call->tokens, call->streams);
+    c.project.ms = a->ms;
+    if (!weft_has(&a->ms))
+        c.project.ms = weft_dense1(weft_arena_take(arena, (size_t)call->tokens * 4), WEFT_F32, call->tokens);
+    c.aggregate.x = a->x, c.aggregate.pre = take2(arena, call->tokens, call->streams), c.aggregate.u = a->u;
+    c.room = weft_arena_take(arena, larger(chain_bytes(&inner, weft_cuda_mhc_project_fwd, &c.project),
+                                           chain_bytes(call, weft_cuda_mhc_aggregate_fwd, &c.aggregate)));
+    return c;
+}
+
+static weft_status fwd(const weft_call *call, const void *args)
+{
+    const weft_mhc_head_fwd_args *a = (const weft_mhc_head_fwd_args *)args;
+    const weft_call inner = with_rows(call);
+    weft_arena arena = cuda_arena(call);
+    const fwd_chain c = fwd_lay_out(&arena, call, a);
+    WEFT_TRY(chain_run(&inner, weft_cuda_mhc_project_fwd, &c.project, c.room));
+    WEFT_TRY(weft_cuda_head_gates_fwd(call, a, &c.project.h, &c.project.ms, &c.aggregate.pre));
+    return chain_run(call, weft_cuda_mhc_aggregate_fwd, &c.aggregate, c.room);
+}
+
+static size_t fwd_workspace(const weft_call *call, const void *args)
+{
+    weft_arena arena = cuda_arena(call);
+    fwd_lay_out(&arena, call, (const weft_mhc_head_fwd_args *)args);
+    return weft_arena_bytes(&arena);
+}
+
+/* ---- backward ------------------------------------------------------------------------------------------------------------ */
+
+struct bwd_chain {
+    weft_mhc_aggregate_bwd_args aggregate;
+    weft_mhc_project_bwd_args project;
+    weft_tensor gate;
+    void *room;
+};
+
+static bwd_chain bwd_lay_out(weft_arena *arena, const weft_call *call, const weft_mhc_head_bwd_args *a)
+{
+    const weft_call inner = with_rows(call);
+    bwd_chain c = {};
+    c.gate = take2(arena, call->tokens, call->streams);
+    c.aggregate.x = a->x, c.aggregate.pre = c.gate, c.aggregate.d_u = a->d_u;
+    c.aggregate.d_pre.to = take2(arena, call->tokens, call->streams);
+    c.project.x = a->x, c.project.phi = a->phi, c.project.norm_weight = a->norm_weight;
+    c.project.d_h = take2(arena, call->tokens, call->streams);
+    c.project.d_ms = weft_dense1(weft_arena_take(arena, (size_t)call->tokens * 4), WEFT_F32, call->tokens);
+    c.project.d_x = a->d_x, c.project.d_phi = a->d_phi, c.project.d_norm_weight = a->d_norm_weight;
+    size_t most = larger(weft_cuda_project_bwd_bytes(&inner, &c.project),
+                         chain_bytes(call, weft_cuda_mhc_aggregate_bwd, &c.aggregate));
+    c.room = weft_arena_take(arena, larger(most, weft_cuda_head_gates_room(call, a)));
+    return c;
+}
+
+static weft_status bwd(const weft_call *call, const void *args)
+{
+    const weft_mhc_head_bwd_args *a = (const weft_mhc_head_bwd_args *)args;
+    weft_arena arena = cuda_arena(call);
+    const bwd_chain c = bwd_lay_out(&arena, call, a);
+    weft_exec exec = *call->exec;
+    weft_call inner = with_rows(call);
+    exec.workspace = c.room;
+    inner.exec = &exec;
+    /* d_gate needs x and d_u only; the gates themselves come with the next link. */
+    WEFT_TRY(chain_run(call, weft_cuda_mhc_aggregate_bwd, &c.aggregate, c.room));
+    WEFT_TRY(
+        weft_cuda_head_gates_bwd(call, a, &c.aggregate.d_pre.to, &c.gate, &c.project.d_h, &c.project.d_ms, c.room));
+    project_extra extra = {};
+    extra.pre = c.gate, extra.du = a->d_u;
+    return weft_cuda_project_bwd(&inner, &c.project, &extra);
+}
+
+static size_t bwd_workspace(const weft_call *call, const void *args)
+{
+    weft_arena arena = cuda_arena(call);
+    bwd_lay_out(&arena, call, (const weft_mhc_head_bwd_args *)args);
+    return weft_arena_bytes(&arena);
+}
+
+const weft_kernel weft_cuda_mhc_head_fwd[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {}};
+const weft_kernel weft_cuda_mhc_head_bwd[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {}};

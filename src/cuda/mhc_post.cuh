@@ -19,7 +19,8 @@ template <int N> struct alignas(N == 2 ? 8 : 16) coefs {
 
 /* What a thread holds of a token at once: `batch` tiles of `width` channels, as they lie in memory. */
 template <class T, int N, stream_layout L> struct post_tile {
-    static constexpr int width = stream_tile<T, N, L>::width;
+    /* Eight streams in half vectors: backward holds two such tiles and 72 sums. */
+    static constexpr int width = L == LAYOUT_NC && N == 8 ? 4 : stream_tile<T, N, L>::width;
     static constexpr int words = N * width * (int)sizeof(T) / 4;
     static constexpr int batch = words >= 16 ? 1 : 16 / words; /* 64 bytes of streams before the first wait */
     static constexpr int pair = width < 2 ? 1 : 2;             /* channels that are unpacked at a time */
@@ -285,7 +286,7 @@ static __device__ __forceinline__ bool any_along_channels(const view &v)
 
 static __device__ __forceinline__ float any_factor(const weft_mask &m, int64_t token, int o, int64_t c)
 {
-    return weft_mask_keep(&m, token, o, c) ? (float)m.scale : 0.0f;
+    return keep_bits<1>(m, token, o, c) ? (float)m.scale : 0.0f;
 }
 
 /* y[o] of one channel; w: row o of the mix, x: the channel's column, `pitch` apart. */

@@ -15,26 +15,23 @@ int32_t weft_cuda_project_row_tiles(int64_t rows)
 
 /* Candidates from large to small: a large tile reads phi less often, a split fills the machine. The cost is the number of
  * rounds the machine makes times the work of a block, plus what a split costs in partial sums. */
-weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns, int32_t row_tiles, int32_t sms)
+weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns, int32_t row_tiles, bool large,
+                                                 int32_t sms)
 {
-    static const int32_t tiles[] = {256, 128, 32}, splits[] = {1, 4, 16};
-    const int64_t unit = (int64_t)PROJECT_GROUPS * PROJECT_UNIT, most_partial = (int64_t)16 << 20;
-    weft_project_fwd_plan best = {.group_columns = ceil_div(columns, unit) * PROJECT_UNIT};
+    static const int32_t tiles[] = {256, 128}, splits[] = {1, 4, 16, 64};
+    const int64_t most_partial = (int64_t)16 << 20;
+    weft_project_fwd_plan best = {0};
     double best_cost = 0;
-    for (int i = 0; i < 3; i++)
-        for (int k = 0; k < 3; k++) {
-            /* At 80 rows a thread has no registers for two tiles of tokens. */
-            if (tiles[i] == 256 && row_tiles > 3) continue;
+    for (int i = large ? 0 : 1; i < 2; i++)
+        for (int k = 0; k < 4; k++) {
             if (splits[k] > 1 && tokens > most_partial / (splits[k] * (row_tiles * 8 + 1) * 4)) continue;
-            int64_t blocks = ceil_div(tokens, tiles[i]) * splits[k];
-            /* A block moves its tokens and phi, in bytes a column; phi comes from L2, at about half the cost. Partial
-             * sums: 2 x 4 bytes a row, token and split. A block takes a while to get going. */
-            double work = (tiles[i] * 2.0 + row_tiles * 8 * 4 * 0.5) * (double)columns / splits[k] + 20000.0;
-            double resident = tiles[i] == 32 ? 4.0 * sms : sms;
-            double rounds = (double)ceil_div(blocks, (int64_t)resident) * (tiles[i] == 32 ? 4.0 : 1.0);
-            if (tiles[i] == 32 && blocks < (int64_t)resident) rounds = 1.0 + 3.0 * (double)blocks / resident;
-            double partial = splits[k] > 1 ? (double)tokens * splits[k] * row_tiles * 8 * 8 / sms + 60000.0 : 0;
-            double cost = rounds * work + partial;
+            if (splits[k] > 1 && splits[k] > ceil_div(columns, PROJECT_STAGE)) continue;
+            const int64_t blocks = ceil_div(tokens, tiles[i]) * splits[k];
+            /* A block moves its tokens and phi, in bytes; phi comes from L2, at about half the cost. It takes a while to
+             * get going, and so does the sum over splits. */
+            const double work = (tiles[i] * 2.0 + row_tiles * 8 * 4 * 0.5) * (double)columns / splits[k] + 40e3;
+            const double sums = (double)(tokens * splits[k]) * (row_tiles * 8 + 1) * 8 / sms + 60e3;
+            const double cost = (double)ceil_div(blocks, sms) * work + (splits[k] > 1 ? sums : 0);
             if (best.blocks == 0 || cost < best_cost) {
                 best_cost = cost;
                 best.tile_tokens = tiles[i];
@@ -45,18 +42,32 @@ weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns
     return best;
 }
 
-/* Enough blocks to fill any GPU a few times, as few partial sums as that allows: each is a copy of phi. */
+/* Candidates by the number of partial sums, each a copy of phi. The result depends on that number, so it is chosen for a
+ * nominal GPU and not for the one at hand. */
 weft_project_bwd_plan weft_cuda_project_bwd_plan(int64_t tokens, int64_t columns, int64_t rows,
                                                  int32_t block_columns)
 {
-    const int64_t budget = (int64_t)24 << 20, stage = 32;
-    int64_t across = ceil_div(columns, block_columns), most = budget / (rows * columns * 4), splits = 1;
-    if (most < 1) most = 1;
-    while (splits * 2 <= most && ceil_div(tokens, splits) > 2048) splits *= 2;
-    while (splits * 2 <= most && across * splits < 256 && ceil_div(tokens, splits) > 256) splits *= 2;
-    weft_project_bwd_plan p = {.block_columns = block_columns};
-    p.split_tokens = ceil_div(ceil_div(tokens > 0 ? tokens : 1, splits), stage) * stage;
-    p.splits = (int32_t)ceil_div(tokens > 0 ? tokens : 1, p.split_tokens);
-    p.blocks = across * p.splits;
-    return p;
+    const int64_t budget = (int64_t)24 << 20, stage = 32, at_once = 264;
+    const int64_t across = ceil_div(columns, block_columns), steps = ceil_div(tokens > 0 ? tokens : 1, stage);
+    int64_t most = budget / (rows * columns * 4);
+    weft_project_bwd_plan best = {0};
+    double best_cost = 0;
+    if (most > 64) most = 64;
+    for (int64_t splits = 1; splits == 1 || splits <= most; splits++) {
+        const int64_t per_split = ceil_div(steps, splits), used = ceil_div(steps, per_split);
+        if (used != splits) continue;
+        /* In units of a block's step of 32 tokens: about six to begin and end, and the partial sums, written and read,
+         * against 2 x 2 bytes for a token and column. */
+        const double rounds = (double)ceil_div(across * used, at_once);
+        const double partial = (double)used * (double)rows * 8 / (4.0 * (double)stage) * (double)across / at_once;
+        const double cost = rounds * ((double)per_split + 6) + partial;
+        if (best.blocks == 0 || cost < best_cost) {
+            best_cost = cost;
+            best.splits = (int32_t)used;
+            best.split_tokens = per_split * stage;
+            best.blocks = across * used;
+        }
+    }
+    best.block_columns = block_columns;
+    return best;
 }

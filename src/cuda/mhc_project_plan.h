@@ -13,23 +13,35 @@ extern "C" {
 #endif
 
 enum {
-    PROJECT_GROUPS = 16,  /* a token's sum over its columns: 4 sums of 4 groups of columns, each in order */
-    PROJECT_SUPER = 4,    /* groups in a row that are summed first */
-    PROJECT_UNIT = 128,   /* columns of a group are a multiple of this */
+    PROJECT_LEAVES =
+        64, /* ranges of columns that a token's sum begins with; they are summed by fours, three times */
+    PROJECT_FAN = 4,
+    PROJECT_STAGE = 64,   /* columns that a leaf is a multiple of */
     PROJECT_TILE_ROWS = 8 /* rows of phi in a tensor-core tile */
 };
 
+#ifdef __CUDACC__
+#define PROJECT_HD __host__ __device__
+#else
+#define PROJECT_HD
+#endif
+
+/* First stage of a leaf; leaf PROJECT_LEAVES is the end. Decides the order of sums, by the columns alone. */
+PROJECT_HD static inline int64_t weft_project_leaf(int64_t stages, int64_t leaf)
+{
+    return stages * leaf / PROJECT_LEAVES;
+}
+
+/* None of this decides the result. */
 typedef struct weft_project_fwd_plan {
-    /* These decide the result. */
-    int64_t group_columns;
-    /* These do not. */
     int32_t tile_tokens; /* tokens of a block: 32, 128 or 256 */
-    int32_t splits;      /* blocks that share the columns of a token: 1, 4 or 16 */
+    int32_t splits;      /* blocks that share the columns of a token: 1, 4, 16 or 64 */
     int64_t blocks;
 } weft_project_fwd_plan;
 
-/* row_tiles: tiles of 8 rows of phi. */
-weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns, int32_t row_tiles, int32_t sms);
+/* row_tiles: tiles of 8 rows of phi; large: a kernel with tiles of 256 tokens exists. */
+weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns, int32_t row_tiles, bool large,
+                                                 int32_t sms);
 
 typedef struct weft_project_bwd_plan {
     int32_t block_columns; /* of a block */

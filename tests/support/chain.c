@@ -372,7 +372,7 @@ void chain_compare(problem *p, weft_exec exec)
     for (int i = 0; chains[i].op; i++)
         if (strcmp(chains[i].op, s->op) == 0) chains[i].run(&c, copy->args);
     pack chained = problem_pack(copy);
-    pack_expect_same(p, &fused, &chained, weft_isa_name(exec.isa));
+    pack_expect_same(p, &fused, &chained, exec_name(exec));
     pack_free(&fused);
     pack_free(&chained);
     chain_free(&c);

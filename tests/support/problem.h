@@ -5,7 +5,10 @@
  *
  * Every buffer lies between guards. Guards, the gaps of strided views and outputs before the call are filled with
  * bit patterns that are NaN in every dtype, so what is read by mistake shows in the results and what is written by
- * mistake shows in the guards. */
+ * mistake shows in the guards.
+ *
+ * Memory is always the host's. For the CUDA backend a run sends it to the device, guards and all, and fetches it back
+ * (image.h of the program). */
 #ifndef WEFT_TESTS_PROBLEM_H
 #define WEFT_TESTS_PROBLEM_H
 
@@ -77,9 +80,15 @@ typedef struct problem {
     arg arg[MAX_ARGS];
 } problem;
 
-/* An exec for the reference, and one for the CPU backend. */
+/* An exec for the reference, one for the CPU backend, one for the GPU that plans for so many multiprocessors. */
 weft_exec on_ref(void);
 weft_exec on_cpu(weft_isa isa, int threads);
+weft_exec on_cuda(int multiprocessors);
+/* "cpu/avx2", "cuda": for messages. */
+const char *exec_name(weft_exec exec);
+/* Is there a GPU, and does WEFT_TEST_BACKENDS ("cpu", "cuda" or both, the default) not leave it out? */
+bool test_on_cuda(void);
+bool test_on_cpu(void);
 
 problem *problem_make(const spec *s);
 void problem_free(problem *p);
@@ -127,6 +136,8 @@ weft_status problem_run(problem *p, weft_exec exec);
 void problem_must_run(problem *p, weft_exec exec);
 /* Calls an operator by name with a workspace of its own; anything but WEFT_OK is a failure of the test. */
 void run_plain(const char *op, weft_exec exec, const void *args);
+/* Calls with whatever pointers the args hold, without the checks of problem_run. */
+weft_status problem_call(problem *p, weft_exec exec);
 /* True where no byte of any argument differs from the sealed state. */
 bool problem_untouched(const problem *p);
 

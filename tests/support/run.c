@@ -9,6 +9,7 @@
 
 #include <cmocka.h>
 
+#include "support/device.h"
 #include "support/memory.h"
 
 /* ---- failures ------------------------------------------------------------------------------------------------ */
@@ -55,6 +56,35 @@ weft_exec on_ref(void)
 weft_exec on_cpu(weft_isa isa, int threads)
 {
     return (weft_exec){.backend = WEFT_BACKEND_CPU, .isa = isa, .threads = threads};
+}
+
+weft_exec on_cuda(int multiprocessors)
+{
+    return (weft_exec){.backend = WEFT_BACKEND_CUDA, .threads = multiprocessors};
+}
+
+const char *exec_name(weft_exec exec)
+{
+    static _Thread_local char text[32];
+    if (exec.backend != WEFT_BACKEND_CPU) return weft_backend_name(exec.backend);
+    snprintf(text, sizeof text, "%s/%s", weft_backend_name(exec.backend), weft_isa_name(exec.isa));
+    return text;
+}
+
+static bool wanted(const char *backend)
+{
+    const char *list = getenv("WEFT_TEST_BACKENDS");
+    return !list || !*list || strstr(list, backend);
+}
+
+bool test_on_cpu(void)
+{
+    return wanted("cpu");
+}
+
+bool test_on_cuda(void)
+{
+    return wanted("cuda") && weft_backend_available(WEFT_BACKEND_CUDA);
 }
 
 /* Guards are poisoned under AddressSanitizer, so looking at a whole block needs them open. */
@@ -127,11 +157,36 @@ static void check_surroundings(const problem *p, const arg *a)
     free(copy);
 }
 
-weft_status problem_run(problem *p, weft_exec exec)
+/* From host memory to host memory on the device; what went wrong beside the call is a failure of the test. */
+static weft_status call_on_device(const char *text, const weft_op_info *op, weft_exec exec, const void *args,
+                                  const image_range *around, int num_around)
+{
+    char wrong[200];
+    weft_status status = image_call(op, &exec, args, around, num_around, wrong, sizeof wrong);
+    if (wrong[0]) test_failed("%s on %s: %s", text, exec_name(exec), wrong);
+    return status;
+}
+
+int problem_ranges(const problem *p, image_range *around)
+{
+    int count = 0;
+    for (int i = 0; i < p->num_args; i++)
+        if (p->arg[i].block)
+            around[count++] = (image_range){p->arg[i].name, p->arg[i].block, p->arg[i].block_bytes};
+    return count;
+}
+
+static weft_status run_on_device(problem *p, weft_exec exec)
+{
+    image_range around[MAX_ARGS];
+    int count = problem_ranges(p, around);
+    return call_on_device(problem_text(p), p->op, exec, p->args, around, count);
+}
+
+static weft_status run_on_host(problem *p, weft_exec exec)
 {
     size_t bytes = 0;
     char *work = NULL;
-    problem_reset(p);
     weft_status status = p->workspace(&exec, p->args, &bytes);
     if (status != WEFT_OK) return status;
     work = must_alloc(bytes + 2 * GUARD);
@@ -149,6 +204,13 @@ weft_status problem_run(problem *p, weft_exec exec)
             break;
         }
     free(work);
+    return status;
+}
+
+weft_status problem_run(problem *p, weft_exec exec)
+{
+    problem_reset(p);
+    weft_status status = exec.backend == WEFT_BACKEND_CUDA ? run_on_device(p, exec) : run_on_host(p, exec);
     open_guards(p, true);
     for (int i = 0; i < p->num_args; i++)
         if (p->arg[i].block) check_surroundings(p, &p->arg[i]);
@@ -160,23 +222,34 @@ void problem_must_run(problem *p, weft_exec exec)
 {
     weft_status status = problem_run(p, exec);
     if (status != WEFT_OK)
-        test_failed("%s on %s/%s: %s: %s", problem_text(p), weft_backend_name(exec.backend),
-                    weft_isa_name(exec.isa), weft_status_name(status), weft_last_error());
+        test_failed("%s on %s: %s: %s", problem_text(p), exec_name(exec), weft_status_name(status),
+                    weft_last_error());
     else if (weft_last_error()[0] != '\0')
         test_failed("%s: success left the error \"%s\"", problem_text(p), weft_last_error());
 }
 
-void run_plain(const char *op, weft_exec exec, const void *args)
+static weft_status call_plain(const char *text, const weft_op_info *op, weft_exec exec, const void *args)
 {
-    const weft_op_info *info = weft_op_find(op);
     size_t bytes = 0;
-    weft_status status = weft_op_workspace(info, &exec, args, &bytes);
+    if (exec.backend == WEFT_BACKEND_CUDA) return call_on_device(text, op, exec, args, NULL, 0);
+    weft_status status = weft_op_workspace(op, &exec, args, &bytes);
     exec.workspace = must_alloc(bytes + 1);
     exec.workspace_bytes = bytes;
     fill_pattern(exec.workspace, bytes);
-    if (status == WEFT_OK) status = weft_op_call(info, &exec, args);
-    if (status != WEFT_OK) test_failed("%s: %s", op, weft_last_error());
+    if (status == WEFT_OK) status = weft_op_call(op, &exec, args);
     free(exec.workspace);
+    return status;
+}
+
+void run_plain(const char *op, weft_exec exec, const void *args)
+{
+    weft_status status = call_plain(op, weft_op_find(op), exec, args);
+    if (status != WEFT_OK) test_failed("%s on %s: %s", op, exec_name(exec), weft_last_error());
+}
+
+weft_status problem_call(problem *p, weft_exec exec)
+{
+    return call_plain(problem_text(p), p->op, exec, p->args);
 }
 
 /* ---- bitwise comparison -------------------------------------------------------------------------------------- */

@@ -15,25 +15,31 @@ static __device__ __forceinline__ float warp_sum(float v)
     return v;
 }
 
+/* The steps of warp_sums from `half` on. A recursion, and a choice between values: as a loop over steps, or with a choice
+ * between elements, the compiler keeps v in local memory. */
+template <int HALF, int STEP, int M> static __device__ __forceinline__ void warp_sums_from(float (&v)[M])
+{
+    if constexpr (HALF > 0) {
+        const bool upper = (threadIdx.x & STEP) != 0;
+#pragma unroll
+        for (int k = 0; k < HALF; k++) {
+            const float low = v[k], high = v[k + HALF];
+            v[k] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, STEP);
+        }
+        warp_sums_from<HALF / 2, STEP / 2>(v);
+    } else if constexpr (STEP > 0) {
+        v[0] += __shfl_xor_sync(0xffffffffu, v[0], STEP);
+        warp_sums_from<0, STEP / 2>(v);
+    }
+}
+
 /* Sums M values over the lanes of a warp with about M + log shuffles instead of 5 M: at each step a lane keeps one half
  * of its values and hands the other half to its partner. Afterwards lane l holds in v[0] the sum number
  * owner_index<M>(l); M is a power of two up to 32. With M < 32 several lanes hold the same sum. */
 template <int M> static __device__ __forceinline__ void warp_sums(float (&v)[M])
 {
     static_assert(M >= 1 && M <= 32 && (M & (M - 1)) == 0, "a power of two");
-    const int lane = threadIdx.x & 31;
-    int step = 16;
-#pragma unroll
-    for (int half = M / 2; half > 0; half >>= 1, step >>= 1) {
-        const bool upper = (lane & step) != 0;
-#pragma unroll
-        for (int k = 0; k < half; k++) {
-            float give = upper ? v[k] : v[k + half], keep = upper ? v[k + half] : v[k];
-            v[k] = keep + __shfl_xor_sync(0xffffffffu, give, step);
-        }
-    }
-#pragma unroll
-    for (; step > 0; step >>= 1) v[0] += __shfl_xor_sync(0xffffffffu, v[0], step);
+    warp_sums_from<M / 2, 16>(v);
 }
 
 /* Which sum a lane holds after warp_sums<M>. */

@@ -1,0 +1,13 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * For the tests that look at the device itself. */
+#ifndef WEFT_TESTS_DEVICE_H
+#define WEFT_TESTS_DEVICE_H
+
+#include "image.h"
+#include "support/problem.h"
+
+/* The blocks of a problem, guards and all, for image_open; at most MAX_ARGS. Returns how many. */
+int problem_ranges(const problem *p, image_range *around);
+
+#endif

@@ -1,0 +1,669 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What only a GPU can show: capture as a graph, streams, memory of the wrong side, errors of the device, tensors of more
+ * than 2^32 elements. The comparison with the reference is in the suites of the operators. */
+#include "support/suite.h"
+
+#if WEFT_HAVE_CUDA
+
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "device.h"
+#include "support/device.h"
+
+static const weft_dtype acts[] = {WEFT_F32, WEFT_BF16, WEFT_F16};
+
+static void need_gpu(void)
+{
+    if (test_on_cuda()) return;
+    fprintf(stderr, "  skipped: no GPU\n");
+    skip();
+}
+
+static void must(cudaError_t error, const char *what)
+{
+    if (error == cudaSuccess) return;
+    (void)cudaGetLastError();
+    fail_msg("%s: %s", what, cudaGetErrorString(error));
+}
+
+/* Wide rows take the fast kernels, odd ones the general ones. */
+static spec variant(const char *op, int v)
+{
+    static uint64_t step = 5;
+    spec s = {.op = op,
+              .tokens = v == 1 ? 70 : 37,
+              .streams = v == 2 ? 3 : 4,
+              .channels = v == 2   ? 50
+                          : v == 1 ? 1024
+                                   : 256,
+              .act = v == 2   ? WEFT_F16
+                     : v == 1 ? WEFT_BF16
+                              : WEFT_F32,
+              .stream_layout = (layout)(v == 1)};
+    s.wide = v ? s.act : WEFT_F32;
+    s.param_layout = s.stream_layout;
+    s.dropout = (weft_dropout){.p = 0.25, .seed = 8, .site = 3, .step = &step, .token_base = 40};
+    return s;
+}
+
+static pack run_pack(problem *p, weft_exec exec)
+{
+    problem_must_run(p, exec);
+    return problem_pack(p);
+}
+
+static void expect_run(problem *p, const pack *got, const char *what)
+{
+    pack want = run_pack(p, on_cuda(0));
+    pack_expect_same(p, got, &want, what);
+    pack_free(&want);
+}
+
+/* ---- graphs -------------------------------------------------------------------------------------------------- */
+
+typedef struct recording {
+    cudaStream_t stream;
+    cudaGraphExec_t graph;
+    image image;
+} recording;
+
+/* The call, as a graph; false where that went wrong. */
+static bool record(recording *r, problem *p)
+{
+    image_range around[MAX_ARGS];
+    int count = problem_ranges(p, around);
+    weft_exec exec = on_cuda(0);
+    cudaGraph_t graph = NULL;
+    *r = (recording){0};
+    must(cudaStreamCreateWithFlags(&r->stream, cudaStreamNonBlocking), "a stream");
+    weft_status status = image_open(&r->image, p->op, &exec, p->args, around, count);
+    if (status != WEFT_OK || r->image.wrong[0]) {
+        test_failed("%s: %s", problem_text(p), status != WEFT_OK ? weft_last_error() : r->image.wrong);
+        return false;
+    }
+    r->image.exec.stream = r->stream;
+    must(cudaStreamBeginCapture(r->stream, cudaStreamCaptureModeGlobal), "begin of the capture");
+    status = weft_op_call(p->op, &r->image.exec, r->image.args);
+    cudaError_t end = cudaStreamEndCapture(r->stream, &graph);
+    if (status != WEFT_OK)
+        test_failed("%s: captured: %s", problem_text(p), weft_last_error());
+    else if (end != cudaSuccess)
+        test_failed("%s: the capture ended with: %s", problem_text(p), cudaGetErrorString(end));
+    (void)cudaGetLastError();
+    if (status == WEFT_OK && end == cudaSuccess) {
+        must(cudaGraphInstantiateWithFlags(&r->graph, graph, 0), "a graph");
+        must(cudaGraphDestroy(graph), "a graph");
+    }
+    return r->graph != NULL;
+}
+
+static void erase(recording *r)
+{
+    if (r->graph) must(cudaGraphExecDestroy(r->graph), "a graph");
+    must(cudaStreamDestroy(r->stream), "a stream");
+    image_close(&r->image);
+}
+
+/* Other values in the same places, and another step of the dropout. */
+static void change(problem *p, uint64_t *step)
+{
+    problem_reset(p);
+    *step += ((uint64_t)1 << 33) + 1;
+    for (int i = 0; i < p->num_args; i++) {
+        arg *a = &p->arg[i];
+        if (!a->block || (arg_is_output(a) && !arg_adds(a)) || a->elements == 0) continue;
+        double *values = arg_values(a), first = values[0];
+        for (int64_t k = 0; k + 1 < a->elements; k++) values[k] = values[k + 1];
+        values[a->elements - 1] = first;
+        arg_fill(a, values);
+        free(values);
+    }
+    problem_seal(p);
+}
+
+/* Captured before anything ran eagerly: nothing may need a first call outside. Replayed, then replayed on changed data. */
+static void graphs(void **state)
+{
+    (void)state;
+    need_gpu();
+    for (int32_t i = 0; i < weft_op_count(); i++)
+        for (int v = 0; v < 3; v++) {
+            spec s = variant(weft_op_at(i)->name, v);
+            uint64_t step = 77;
+            s.dropout.step = &step;
+            problem *p = problem_make(&s);
+            recording r;
+            if (record(&r, p))
+                for (int round = 0; round < 3; round++) {
+                    if (round == 2) change(p, &step);
+                    problem_reset(p);
+                    if (!image_put(&r.image)) test_failed("%s: %s", problem_text(p), r.image.wrong);
+                    must(cudaGraphLaunch(r.graph, r.stream), "a replay");
+                    if (!image_get(&r.image)) test_failed("%s: replayed: %s", problem_text(p), r.image.wrong);
+                    pack got = problem_pack(p);
+                    expect_run(p, &got, round == 2 ? "replayed with other data" : "replayed");
+                    pack_free(&got);
+                }
+            erase(&r);
+            problem_free(p);
+        }
+    test_verdict();
+}
+
+/* ---- streams ------------------------------------------------------------------------------------------------- */
+
+enum { STREAMS = 8 };
+
+static void streams_at_once(void **state)
+{
+    (void)state;
+    need_gpu();
+    image *images = calloc(STREAMS, sizeof *images);
+    cudaStream_t stream[STREAMS];
+    for (int k = 0; k < STREAMS; k++) must(cudaStreamCreateWithFlags(&stream[k], cudaStreamNonBlocking), "stream");
+    for (int32_t first = 0; first < weft_op_count(); first += STREAMS / 2) {
+        problem *p[STREAMS];
+        bool ready = true;
+        for (int k = 0; k < STREAMS; k++) {
+            /* every operator on two streams */
+            spec s = variant(weft_op_at((first + k / 2) % weft_op_count())->name, k % 3);
+            image_range around[MAX_ARGS];
+            weft_exec exec = on_cuda(0);
+            p[k] = problem_make(&s);
+            weft_status status =
+                image_open(&images[k], p[k]->op, &exec, p[k]->args, around, problem_ranges(p[k], around));
+            if (status != WEFT_OK || images[k].wrong[0]) {
+                test_failed("%s: %s", problem_text(p[k]), status != WEFT_OK ? weft_last_error() : images[k].wrong);
+                ready = false;
+            }
+            images[k].exec.stream = stream[k];
+        }
+        for (int round = 0; round < 3 && ready; round++) {
+            for (int k = 0; k < STREAMS; k++)
+                if (!image_put(&images[k])) test_failed("%s", images[k].wrong);
+            for (int k = 0; k < STREAMS; k++)
+                if (weft_op_call(p[k]->op, &images[k].exec, images[k].args) != WEFT_OK)
+                    test_failed("%s", weft_last_error());
+            for (int k = 0; k < STREAMS; k++) {
+                if (!image_get(&images[k])) test_failed("%s: %s", problem_text(p[k]), images[k].wrong);
+                pack got = problem_pack(p[k]);
+                expect_run(p[k], &got, "beside other streams");
+                pack_free(&got);
+                problem_reset(p[k]);
+            }
+        }
+        for (int k = 0; k < STREAMS; k++) {
+            image_close(&images[k]);
+            problem_free(p[k]);
+        }
+    }
+    for (int k = 0; k < STREAMS; k++) must(cudaStreamDestroy(stream[k]), "stream");
+    free(images);
+    test_verdict();
+}
+
+typedef struct caller {
+    pthread_t thread;
+    int number;
+    bool failed;
+} caller;
+
+enum { CALLERS = 4 };
+static pack expected[64];
+
+static void *call_all(void *arg_)
+{
+    caller *c = arg_;
+    cudaStream_t stream;
+    if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) {
+        c->failed = true;
+        return NULL;
+    }
+    for (int32_t k = 0; k < weft_op_count(); k++) {
+        int32_t i = (k + c->number * 7) % weft_op_count();
+        spec s = variant(weft_op_at(i)->name, 1);
+        problem *p = problem_make(&s);
+        weft_exec exec = on_cuda(0);
+        exec.stream = stream;
+        pack got = run_pack(p, exec);
+        pack_expect_same(p, &got, &expected[i], "called from several threads");
+        pack_free(&got);
+        problem_free(p);
+    }
+    (void)cudaStreamDestroy(stream);
+    return NULL;
+}
+
+static void many_callers(void **state)
+{
+    (void)state;
+    need_gpu();
+    caller callers[CALLERS] = {{0}};
+    for (int32_t i = 0; i < weft_op_count(); i++) {
+        spec s = variant(weft_op_at(i)->name, 1);
+        problem *p = problem_make(&s);
+        expected[i] = run_pack(p, on_cuda(0));
+        problem_free(p);
+    }
+    for (int i = 0; i < CALLERS; i++) {
+        callers[i].number = i;
+        if (pthread_create(&callers[i].thread, NULL, call_all, &callers[i]) != 0) fail_msg("no thread");
+    }
+    for (int i = 0; i < CALLERS; i++) {
+        pthread_join(callers[i].thread, NULL);
+        if (callers[i].failed) test_failed("caller %d got no stream", i);
+    }
+    for (int32_t i = 0; i < weft_op_count(); i++) pack_free(&expected[i]);
+    test_verdict();
+}
+
+/* ---- precision ----------------------------------------------------------------------------------------------- */
+
+/* exec.precision = tf32 loses bits where it says so, and only in the projection of f32 streams. */
+static void tf32(void **state)
+{
+    (void)state;
+    need_gpu();
+    for (int32_t i = 0; i < weft_op_count(); i++)
+        for (int v = 0; v < 4; v++) {
+            spec s = {.op = weft_op_at(i)->name,
+                      .tokens = v & 1 ? 65 : 33,
+                      .streams = 4,
+                      .channels = v & 1 ? 512 : 130,
+                      .act = v < 3 ? WEFT_F32 : WEFT_BF16};
+            weft_exec exec = on_cuda(0);
+            exec.precision = WEFT_PRECISION_TF32;
+            problem *p = problem_make(&s);
+            grid_compare_expectation(p, exec);
+            if (s.act != WEFT_F32 || !problem_arg(p, "phi")) {
+                pack got = problem_pack(p);
+                expect_run(p, &got, "tf32 where it has no say");
+                pack_free(&got);
+            }
+            problem_free(p);
+        }
+    test_verdict();
+}
+
+/* ---- bad input ----------------------------------------------------------------------------------------------- */
+
+static void expect_refused(const problem *p, image *im, const char *name, const char *what)
+{
+    weft_status status = weft_op_call(p->op, &im->exec, im->args);
+    const char *text = weft_last_error();
+    if (status != WEFT_ERR_ARGUMENT)
+        test_failed("%s: %s is %s: got \"%s\" (%s)", p->op->name, name, what, weft_status_name(status), text);
+    else if (!strstr(text, p->op->name) || !strstr(text, name) || !strstr(text, "got"))
+        test_failed("%s: %s is %s: message \"%s\"", p->op->name, name, what, text);
+    cudaError_t left = cudaGetLastError();
+    if (left != cudaSuccess)
+        test_failed("%s: %s is %s: left behind: %s", p->op->name, name, what, cudaGetErrorName(left));
+}
+
+static weft_tensor *image_tensor(image *im, const arg *a)
+{
+    char *base = a->layer < 0 ? im->args : (char *)&im->layers[a->layer];
+    return (weft_tensor *)(void *)(base + a->info->offset);
+}
+
+static void host_memory_is_refused(void **state)
+{
+    (void)state;
+    need_gpu();
+    int pageable = 0;
+    must(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, 0), "an attribute");
+    if (pageable) {
+        fprintf(stderr, "  skipped: this GPU reads the host's memory\n");
+        skip();
+    }
+    for (int32_t i = 0; i < weft_op_count(); i++) {
+        spec s = variant(weft_op_at(i)->name, 0);
+        image_range around[MAX_ARGS];
+        weft_exec exec = on_cuda(0);
+        problem *p = problem_make(&s);
+        image *im = calloc(1, sizeof *im);
+        if (image_open(im, p->op, &exec, p->args, around, problem_ranges(p, around)) != WEFT_OK || im->wrong[0]) {
+            test_failed("%s: %s %s", problem_text(p), weft_last_error(), im->wrong);
+        } else {
+            for (int k = 0; k < p->num_args; k++) {
+                const arg *a = &p->arg[k];
+                if (!a->block || a->elements == 0) continue;
+                weft_tensor *t = image_tensor(im, a);
+                void *keep = t->data;
+                t->data = a->view->data;
+                expect_refused(p, im, a->name, "host memory");
+                t->data = keep;
+            }
+            if (im->exec.workspace_bytes) {
+                void *keep = im->exec.workspace;
+                im->exec.workspace = malloc(im->exec.workspace_bytes);
+                expect_refused(p, im, "exec.workspace", "host memory");
+                free(im->exec.workspace);
+                im->exec.workspace = keep;
+            }
+            if (!image_get(im)) test_failed("%s", im->wrong);
+            if (!problem_untouched(p)) test_failed("%s: refused, but something was written", problem_text(p));
+        }
+        image_close(im);
+        free(im);
+        problem_free(p);
+    }
+    test_verdict();
+}
+
+static void other_devices_are_refused(void **state)
+{
+    (void)state;
+    need_gpu();
+    const int ordinals[] = {device_count(), 99, -1, INT32_MAX, INT32_MIN};
+    for (int32_t i = 0; i < weft_op_count(); i++)
+        for (int k = 0; k < 5; k++) {
+            spec s = variant(weft_op_at(i)->name, 0);
+            problem *p = problem_make(&s);
+            weft_exec exec = on_cuda(0);
+            size_t bytes = 0;
+            exec.device = ordinals[k];
+            if (p->call(&exec, p->args) != WEFT_ERR_ARGUMENT || !strstr(weft_last_error(), "exec.device"))
+                test_failed("%s: device %d: %s", p->op->name, ordinals[k], weft_last_error());
+            if (p->workspace(&exec, p->args, &bytes) != WEFT_ERR_ARGUMENT)
+                test_failed("%s_workspace: device %d: %s", p->op->name, ordinals[k], weft_last_error());
+            problem_free(p);
+        }
+    test_verdict();
+}
+
+/* Without a workspace, or with one byte too few: refused, and nothing is written. */
+static void small_workspaces_are_refused(void **state)
+{
+    (void)state;
+    need_gpu();
+    for (int32_t i = 0; i < weft_op_count(); i++) {
+        spec s = variant(weft_op_at(i)->name, 1);
+        image_range around[MAX_ARGS];
+        weft_exec exec = on_cuda(0);
+        problem *p = problem_make(&s);
+        image *im = calloc(1, sizeof *im);
+        weft_status status = image_open(im, p->op, &exec, p->args, around, problem_ranges(p, around));
+        if (status == WEFT_OK && !im->wrong[0] && im->exec.workspace_bytes) {
+            im->exec.workspace_bytes--;
+            if (weft_op_call(p->op, &im->exec, im->args) != WEFT_ERR_WORKSPACE)
+                test_failed("%s: a workspace that is too small: %s", p->op->name, weft_last_error());
+            if (!image_get(im)) test_failed("%s", im->wrong);
+            if (!problem_untouched(p)) test_failed("%s: refused, but something was written", problem_text(p));
+        }
+        image_close(im);
+        free(im);
+        problem_free(p);
+    }
+    test_verdict();
+}
+
+/* ---- an error that stays --------------------------------------------------------------------------------------- */
+
+/* A fault ruins a process's device for good, so this runs in one of its own: a row far outside of all memory, which no
+ * check can see, then a call that is in order. */
+static int after_a_fault(void)
+{
+    char *memory = device_alloc(1 << 20);
+    weft_exec exec = on_cuda(0);
+    if (!memory) return 10;
+    weft_tensor x = weft_dense3(memory, WEFT_F32, 2, 4, 64), u = weft_dense2(memory + (1 << 19), WEFT_F32, 2, 64);
+    u.stride[0] = (int64_t)1 << 40;
+    if (weft_mhc_expand_fwd(&exec, WEFT_ARGS(weft_mhc_expand_fwd_args, .u = u, .x = x)) != WEFT_OK) return 11;
+    if (!device_wait()) return 12;
+    u.stride[0] = 64;
+    if (weft_mhc_expand_fwd(&exec, WEFT_ARGS(weft_mhc_expand_fwd_args, .u = u, .x = x)) != WEFT_ERR_DEVICE)
+        return 13;
+    fprintf(stderr, "  after a fault: %s\n", weft_last_error());
+    return strstr(weft_last_error(), "mhc_expand_fwd") && strstr(weft_last_error(), "CUDA") ? 0 : 14;
+}
+
+static void an_error_that_stays(void **state)
+{
+    (void)state;
+    need_gpu();
+    static const char *const reasons[] = {"no memory on the device", "the faulty call was refused",
+                                          "the faulty call did not fault", "the next call is no device error",
+                                          "the sentence does not say what happened"};
+    int code = 0;
+    pid_t child = fork();
+    if (child == 0) {
+        setenv("WEFT_TEST_FAULT", "1", 1);
+        execl("/proc/self/exe", "test_cuda", (char *)NULL);
+        _exit(99);
+    }
+    if (child < 0 || waitpid(child, &code, 0) != child) fail_msg("no child process");
+    code = WIFEXITED(code) ? WEXITSTATUS(code) : -1;
+    if (code) fail_msg("code %d: %s", code, code >= 10 && code < 15 ? reasons[code - 10] : "the child failed");
+}
+
+/* ---- many tokens ----------------------------------------------------------------------------------------------- */
+
+/* A period that no power of two is a multiple of: an index that wraps around finds other values. */
+enum { PERIOD = 67, SLICE = 5 };
+
+typedef struct crowd {
+    problem *p; /* PERIOD tokens in host memory */
+    int64_t tokens;
+    void *args;
+    void *memory[MAX_ARGS], *slice[MAX_ARGS];
+} crowd;
+
+static size_t row_bytes(const arg *a)
+{
+    return (size_t)a->view->stride[0] * weft_dtype_size(a->view->dtype);
+}
+
+static weft_tensor *tensor_in(void *args, const arg *a)
+{
+    return (weft_tensor *)(void *)((char *)args + a->info->offset);
+}
+
+/* The period again and again, in whole periods. */
+static const char *fill(char *data, const void *period, size_t bytes, size_t all)
+{
+    const char *wrong = device_put(data, period, bytes < all ? bytes : all);
+    for (size_t done = bytes; done < all && !wrong;) {
+        size_t more = all - done < done ? all - done : done;
+        wrong = device_copy(data + done, data, more);
+        done += more;
+    }
+    return wrong;
+}
+
+static const char *crowd_make(crowd *c, const spec *s, int64_t tokens)
+{
+    spec small = *s;
+    small.tokens = PERIOD;
+    *c = (crowd){.p = problem_make(&small), .tokens = tokens};
+    c->args = malloc(c->p->op->args_size);
+    memcpy(c->args, c->p->args, c->p->op->args_size);
+    const char *wrong = NULL;
+    for (int i = 0; i < c->p->num_args && !wrong; i++) {
+        const arg *a = &c->p->arg[i];
+        if (!a->block) continue;
+        size_t period =
+            arg_by_token(a) ? PERIOD * row_bytes(a) : (size_t)a->elements * weft_dtype_size(a->view->dtype);
+        size_t all = arg_by_token(a) ? (size_t)tokens * row_bytes(a) : period;
+        if (!(c->memory[i] = device_alloc(all)) || !(c->slice[i] = device_alloc(period)))
+            return "not enough memory on the device";
+        wrong = fill(c->memory[i], a->view->data, period, all);
+        if (!wrong) wrong = fill(c->slice[i], a->view->data, period, period);
+        tensor_in(c->args, a)->data = c->memory[i];
+        if (arg_by_token(a)) tensor_in(c->args, a)->shape[0] = tokens;
+    }
+    return wrong;
+}
+
+static void crowd_free(crowd *c)
+{
+    for (int i = 0; i < c->p->num_args; i++) {
+        device_free(c->memory[i]);
+        device_free(c->slice[i]);
+    }
+    free(c->args);
+    problem_free(c->p);
+}
+
+static bool crowd_call(const crowd *c, const void *args)
+{
+    weft_exec exec = on_cuda(0);
+    weft_status status = weft_op_workspace(c->p->op, &exec, args, &exec.workspace_bytes);
+    exec.workspace = device_alloc(exec.workspace_bytes);
+    if (status == WEFT_OK && exec.workspace) status = weft_op_call(c->p->op, &exec, args);
+    const char *wrong = exec.workspace ? device_wait() : "not enough memory for the workspace";
+    device_free(exec.workspace);
+    if (status != WEFT_OK || wrong)
+        test_failed("%s with %lld tokens: %s", c->p->op->name, (long long)c->tokens,
+                    status != WEFT_OK ? weft_last_error() : wrong);
+    return status == WEFT_OK && !wrong;
+}
+
+/* Tokens from `first` on by themselves. */
+static void crowd_slice(crowd *c, int64_t first)
+{
+    void *keep = c->p->args, *args = malloc(c->p->op->args_size);
+    memcpy(args, c->args, c->p->op->args_size);
+    for (int i = 0; i < c->p->num_args; i++) {
+        const arg *a = &c->p->arg[i];
+        if (!a->block) continue;
+        weft_tensor *t = tensor_in(args, a);
+        if (arg_by_token(a)) t->shape[0] = SLICE;
+        if (arg_is_output(a))
+            t->data = c->slice[i];
+        else if (arg_by_token(a))
+            t->data = (char *)t->data + (size_t)first * row_bytes(a);
+    }
+    c->p->args = args;
+    fields_token_base(c->p, c->p->spec.dropout.token_base + first);
+    c->p->args = keep;
+    if (crowd_call(c, args))
+        for (int i = 0; i < c->p->num_args; i++) {
+            const arg *a = &c->p->arg[i];
+            if (!a->block || !arg_is_output(a) || !arg_by_token(a)) continue;
+            size_t bytes = SLICE * row_bytes(a), size = weft_dtype_size(a->view->dtype);
+            char *want = malloc(bytes), *got = malloc(bytes);
+            const char *wrong = device_get(want, c->slice[i], bytes);
+            if (!wrong) wrong = device_get(got, (char *)c->memory[i] + (size_t)first * row_bytes(a), bytes);
+            if (wrong) test_failed("%s", wrong);
+            for (size_t k = 0; k < bytes && !wrong; k += size) {
+                double g = value_load(got + k, a->view->dtype), w = value_load(want + k, a->view->dtype);
+                if (memcmp(got + k, want + k, size) == 0 || (isnan(g) && isnan(w))) continue;
+                test_failed("%s: token %lld of %lld: %s: got %.9g, want %.9g as by itself", c->p->op->name,
+                            (long long)(first + (int64_t)(k / row_bytes(a))), (long long)c->tokens, a->name, g, w);
+                break;
+            }
+            for (size_t k = 0; k < bytes && !wrong; k += size)
+                if (isnan(value_load(want + k, a->view->dtype))) {
+                    test_failed("%s: %s was not written", c->p->op->name, a->name);
+                    break;
+                }
+            free(want), free(got);
+        }
+    free(args);
+}
+
+static void crowd_check(const spec *s, int64_t tokens)
+{
+    crowd c;
+    const char *wrong = crowd_make(&c, s, tokens);
+    int64_t row = s->streams * s->channels;
+    const int64_t firsts[] = {0,
+                              tokens / 2,
+                              (((int64_t)1 << 31) + row - 1) / row,
+                              (((int64_t)1 << 32) + row - 1) / row,
+                              (((int64_t)1 << 32) / 2 + row - 1) / row - 2, /* bytes of 16-bit elements */
+                              65535,
+                              262143,
+                              tokens - SLICE};
+    if (wrong) {
+        fprintf(stderr, "  %s with %lld tokens of %lld channels: skipped, %s\n", s->op, (long long)tokens,
+                (long long)s->channels, wrong);
+    } else if (crowd_call(&c, c.args)) {
+        for (size_t k = 0; k < sizeof firsts / sizeof *firsts; k++)
+            if (firsts[k] + SLICE <= tokens) crowd_slice(&c, firsts[k]);
+    }
+    crowd_free(&c);
+}
+
+static void many_tokens(void **state)
+{
+    (void)state;
+    need_gpu();
+    for (int32_t i = 0; i < weft_op_count(); i++)
+        for (int v = 0; v < 2; v++) {
+            spec s = {.op = weft_op_at(i)->name, .streams = v ? 3 : 4, .channels = v ? 5 : 64, .act = acts[v]};
+            s.wide = s.act;
+            s.dropout = (weft_dropout){.p = 0.1, .seed = 3, .token_base = 9};
+            if (strcmp(s.op, "mhc_replay_fwd") == 0) continue; /* a chain of the others */
+            crowd_check(&s, 300000);
+        }
+    test_verdict();
+}
+
+/* More elements than 32 bits count, in every tensor with streams. */
+static void many_elements(void **state)
+{
+    (void)state;
+    need_gpu();
+    static const struct {
+        const char *op;
+        int64_t channels;
+    } ops[] = {{"mhc_aggregate_fwd", 4096}, {"mhc_aggregate_bwd", 4096}, {"mhc_post_fwd", 4096},
+               {"mhc_post_bwd", 4096},      {"mhc_expand_fwd", 4096},    {"mhc_expand_bwd", 4096},
+               {"mhc_contract_fwd", 4096},  {"mhc_contract_bwd", 4096},  {"mhc_project_fwd", 4096},
+               {"mhc_project_bwd", 4096},   {"mhc_head_fwd", 4096},      {"mhc_head_bwd", 4096},
+               {"mhc_pre_fwd", 4096},       {"mhc_pre_bwd", 4096},       {"mhc_boundary_fwd", 4096},
+               {"mhc_boundary_bwd", 4096},  {"rmsnorm_fwd", 16384},      {"rmsnorm_bwd", 16384}};
+    if (test_quick()) {
+        fprintf(stderr, "  skipped: WEFT_TEST_QUICK\n");
+        skip();
+    }
+    for (size_t i = 0; i < sizeof ops / sizeof *ops; i++)
+        for (int v = 0; v < 2; v++) {
+            spec s = {
+                .op = ops[i].op, .streams = 4, .channels = ops[i].channels, .act = WEFT_BF16, .wide = WEFT_BF16};
+            s.stream_layout = s.param_layout = (layout)v;
+            crowd_check(&s, 300000);
+        }
+    test_verdict();
+}
+
+int main(void)
+{
+    if (getenv("WEFT_TEST_FAULT")) return after_a_fault();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(graphs), /* first: nothing has run before it */
+        cmocka_unit_test(streams_at_once),
+        cmocka_unit_test(many_callers),
+        cmocka_unit_test(tf32),
+        cmocka_unit_test(host_memory_is_refused),
+        cmocka_unit_test(other_devices_are_refused),
+        cmocka_unit_test(small_workspaces_are_refused),
+        cmocka_unit_test(an_error_that_stays),
+        cmocka_unit_test(many_tokens),
+        cmocka_unit_test(many_elements),
+    };
+    return suite_run("cuda", tests);
+}
+
+#else
+
+static void none(void **state)
+{
+    (void)state;
+    fprintf(stderr, "  skipped: this build has no CUDA backend\n");
+    skip();
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(none)};
+    return suite_run("cuda", tests);
+}
+
+#endif
