@@ -40,17 +40,17 @@ static void read_sizes(expect_scope *s, const weft_op_info *op, const void *args
     }
 }
 
-/* Which arithmetic the backend may use. The projection of bf16 streams may run on bf16 units: a float32 factor is
+/* Which arithmetic the backend may use. The projection of 16-bit streams may run on bf16 units: a float32 factor is
  * then two bf16 numbers, and an AMX tile adds up its products two at a time, all in one place. A tensor core adds 16
  * products and the sum so far in one go, each of the 17 cut off (not rounded) at 2^-23 of the largest: two units for
- * each, once for the high and once for the low part; over channels in 16 partial sums. */
+ * each, once for each of up to three products of high and low parts; over channels in 16 partial sums. */
 static void read_arithmetic(expect_scope *s, const weft_exec *exec, const weft_op_info *op, const void *args)
 {
     weft_dtype phi = WEFT_NONE, gain = WEFT_NONE;
     weft_isa isa = exec->isa == WEFT_ISA_BEST ? weft_cpu_isa() : exec->isa;
     int cuda = exec->backend == WEFT_BACKEND_CUDA;
     s->unit = ldexp(1, exec->backend == WEFT_BACKEND_REF ? -52 : -24);
-    s->per_term = cuda ? 2.0 * 17 * 2 / 16 : 1;
+    s->per_term = cuda ? 2.0 * 17 * 3 / 16 : 1;
     s->lanes = cuda ? (int64_t)(16 / s->per_term) : 16;
     if (exec->backend == WEFT_BACKEND_REF) return;
     for (int i = 0; i < op->num_args; i++) {
@@ -58,8 +58,8 @@ static void read_arithmetic(expect_scope *s, const weft_exec *exec, const weft_o
         if (!strcmp(op->args[i].name, "norm_weight")) gain = expect_tensor(&op->args[i], args)->dtype;
     }
     if (phi == WEFT_NONE) return;
-    if (s->act == WEFT_BF16) {
-        s->exact_phi = phi == WEFT_BF16 && gain == WEFT_NONE;
+    if (s->act == WEFT_BF16 || (s->act == WEFT_F16 && cuda)) {
+        s->exact_phi = s->act == WEFT_BF16 && phi == WEFT_BF16 && gain == WEFT_NONE;
         s->split = ldexp(1, -16);
         if (!cuda && isa == WEFT_ISA_AMX) s->lanes = 2;
     }

@@ -55,9 +55,18 @@ struct backward_args {
     columns k;
     view d_x, base, pre, du;
     int64_t tokens, x_stride, split_tokens;
-    int32_t across;  /* blocks side by side over the columns */
+    int32_t across; /* blocks side by side over the columns */
+    bool
+        d_x_plain; /* d_x, and base where there is one, have rows in the order of x that can be written 16 bytes at a time */
     bool du_vectors; /* a lane's columns are channels of one stream, and du can be read in one go */
 };
+
+static __device__ __forceinline__ int64_t offset_of(const view &v, const columns &k, int64_t token, uint32_t column)
+{
+    uint32_t stream, channel;
+    column_at(k, column, stream, channel);
+    return token * v.stride[0] + stream * v.stride[1] + channel * v.stride[2];
+}
 
 /* v = (base +) pre du + v, in that order: what an aggregate and this projection would leave in an fp32 buffer. */
 template <class T, int E>
@@ -65,7 +74,12 @@ static __device__ __forceinline__ void join_extra(float (&v)[E], const backward_
                                                   uint32_t column)
 {
     float sum[E] = {};
-    if (has(p.base)) get_wide<T, E>(sum, p.base, token * p.base.stride[0] + column);
+    if (has(p.base) && p.d_x_plain) {
+        get_wide<T, E>(sum, p.base, token * p.base.stride[0] + column);
+    } else if (has(p.base)) {
+#pragma unroll
+        for (int e = 0; e < E; e++) sum[e] = get(p.base, offset_of(p.base, p.k, token, column + e));
+    }
     if (has(p.du)) {
         uint32_t stream, channel;
         column_at(p.k, column, stream, channel);
@@ -251,7 +265,13 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
 #pragma unroll
                     for (int e = 0; e < 2; e++) v[2 * q + e] = fmaf(coef, x[2 * q + e], acc[q][half * 2 + e]);
                 if constexpr (EXTRA) join_extra<T>(v, p, token, (uint32_t)column);
-                put_wide<T, WIDTH>(p.d_x, token * p.d_x.stride[0] + column, v);
+                if (p.d_x_plain) {
+                    put_wide<T, WIDTH>(p.d_x, token * p.d_x.stride[0] + column, v);
+                } else {
+#pragma unroll
+                    for (int e = 0; e < WIDTH; e++)
+                        put(p.d_x, offset_of(p.d_x, p.k, token, (uint32_t)column + e), v[e]);
+                }
             }
         }
         slot = slot + 1 == STAGES ? 0 : slot + 1;
@@ -350,6 +370,11 @@ static bwd_room bwd_lay_out(weft_arena *arena, const weft_call *call, const weft
     return r;
 }
 
+static bool fits(const weft_tensor *t, stream_layout order)
+{
+    return !weft_has(t) || rows_are_plain(t, order);
+}
+
 template <class T>
 static weft_status tensor_cores(const weft_call *call, const weft_mhc_project_bwd_args *a,
                                 const project_extra *extra, const bwd_room &room, const weft_project_bwd_plan *plan,
@@ -375,6 +400,7 @@ static weft_status tensor_cores(const weft_call *call, const weft_mhc_project_bw
                        .x_stride = a->x.stride[0],
                        .split_tokens = plan->split_tokens,
                        .across = (int32_t)((k.count + plan->block_columns - 1) / plan->block_columns),
+                       .d_x_plain = fits(&a->d_x.to, order) && (!extra || fits(&extra->base, order)),
                        .du_vectors = false};
     if (extra) {
         p.pre = view_of(&extra->pre), p.du = view_of(&extra->du), p.base = view_of(&extra->base);
@@ -398,9 +424,8 @@ weft_status weft_cuda_project_bwd(const weft_call *call, const weft_mhc_project_
     weft_arena arena = cuda_arena(call);
     const bwd_room room = bwd_lay_out(&arena, call, a, &plan);
     const stream_layout order = row_order(&a->x);
-    const bool plain = room.dh && call->tokens > 0 && rows_are_plain(&a->x, order) &&
-                       (!weft_has(&a->d_x.to) || rows_are_plain(&a->d_x.to, order)) &&
-                       (!extra || !weft_has(&extra->base) || rows_are_plain(&extra->base, order));
+    /* What the result is must not depend on where it goes, so the inputs alone decide. */
+    const bool plain = room.dh && call->tokens > 0 && rows_are_plain(&a->x, order);
     if (plain && call->dtype == WEFT_BF16) return tensor_cores<bf16>(call, a, extra, room, &plan, order);
     if (plain && call->dtype == WEFT_F16) return tensor_cores<f16>(call, a, extra, room, &plan, order);
     return weft_cuda_project_any_bwd(call, a, extra, room.partial, &plan);

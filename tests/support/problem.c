@@ -149,7 +149,7 @@ static void set_strides(weft_tensor *t, const weft_arg_info *info, const choice 
 {
     int order[WEFT_MAX_DIMS], last = t->ndim - 1;
     for (int d = 0; d < t->ndim; d++) order[d] = d;
-    if (c->order == LAYOUT_CN && t->ndim >= 2 && info->dim[last] == WEFT_DIM_CHANNELS) {
+    if (c->order == LAYOUT_CN && t->ndim >= 3 && info->dim[last] == WEFT_DIM_CHANNELS) {
         order[last] = last - 1;
         order[last - 1] = last;
     }

@@ -82,7 +82,7 @@ static arithmetic arithmetic_of(const problem *p, weft_exec exec)
     if (exec.backend == WEFT_BACKEND_CUDA) {
         /* A warp's tree, then its warps one after the other. exp and log are good to 2 ulp, four roundings each. */
         a = (arithmetic){.tree = 24, .sigmoid = 8, .root = 8, .sinkhorn = 11};
-        a.tensor_cores = p->spec.act == WEFT_BF16;
+        a.tensor_cores = p->spec.act != WEFT_F32;
     } else {
         /* Tiles of 32 channels. */
         a.amx = isa == WEFT_ISA_AMX && p->spec.act == WEFT_BF16 && p->spec.channels % 32 == 0;
@@ -97,9 +97,9 @@ static double roundings(const problem *p, const arithmetic *how, const char *nam
     double n = (double)p->spec.streams, tokens = (double)p->spec.tokens, rows = (double)p->spec.rows;
     double lanes = ceil((double)p->spec.channels / 16);
     /* A tensor core adds 16 products and the sum so far in one go and cuts each of the 17 off at 2^-23 of the largest,
-     * once for the high and once for the low part of a factor: 17 * 2 * 2 / 16 units for each term. */
+     * once for each of up to three products of high and low parts: 17 * 2 * 3 / 16 units for each term. */
     if (starts(p->op->name, "mhc_project") && how->tensor_cores) {
-        const double term = 4.25;
+        const double term = 17 * 2 * 3 / 16.0;
         if (strcmp(name, "h") == 0) return term * n * (lanes + 1) + 32;
         if (strcmp(name, "d_x") == 0) return term * (rows + 16) + 4;
         if (strcmp(name, "d_phi") == 0) return term * (tokens + 16) + 6;
@@ -122,7 +122,8 @@ static void bound_products(const truth *t, const problem *p, int index, const ar
     const arg *a = &p->arg[index], *m = &t->magnitude->arg[index];
     double k = roundings(p, how, a->name) * U;
     /* bf16 units: a factor is split into a high and a low part, which keeps 16 to 17 bits of it. Forward that is phi,
-     * and on AMX a sum runs through the channels in one lane; in backward on tensor cores d_h too. */
+     * and on AMX a sum runs through the channels in one lane; in backward on tensor cores d_h too. f16 streams are
+     * exact in two parts; what is left out there, the product of two low parts, is a quarter of this bound. */
     if ((how->amx || how->tensor_cores) && is(p, "mhc_project_fwd") && strcmp(a->name, "h") == 0) k += 0x1p-16;
     if (how->tensor_cores && is(p, "mhc_project_bwd")) k += (strcmp(a->name, "d_x") == 0 ? 2 : 1) * 0x1p-16;
     double *mag = arg_values(m);
