@@ -11,11 +11,15 @@
  *     MM_EXP MM_LOG MM_SQRT MM_MAX(a, b) MM_FMA(a, b, c)
  *     MM_GT(a, b, x, y)       a > b ? x : y, per lane;      MM_EQ(a, b, x, y) likewise
  * and where the defaults below do not serve:
+ *     MM_RECIPROCAL(x)        1/x where x is a positive normal number far from infinity, or NaN
  *     MM_UNROLL               in front of loops over a matrix: unroll it, so that its elements can be registers
  *     MM_WALK_BACK            1: Sinkhorn's backward keeps divisors instead of matrices (see sk_walks); 0 by default
  *     MM_HISTORY              handle of the memory in which Sinkhorn's backward keeps its steps: a real *
  *     MM_AT(h, i)             its i-th real, an lvalue;    MM_FROM(h, i)   the handle of what begins there
  * Arrays are indexed [a * n + b]; n and rule are constants wherever speed matters. */
+#ifndef MM_RECIPROCAL
+#define MM_RECIPROCAL(x) ((scalar)1 / (x))
+#endif
 #ifndef MM_UNROLL
 #define MM_UNROLL
 #endif
@@ -47,7 +51,7 @@ MM_FN void MM(sigmoid)(real z, real *s, real *t)
 {
     real zero = MM_SET(0);
     real e = MM_EXP(MM_GT(z, zero, -z, z)); /* of -|z|; NaN stays */
-    real big = (scalar)1 / (e + (scalar)1), small = e * big;
+    real big = MM_RECIPROCAL(e + (scalar)1), small = e * big;
     *s = MM_GT(z, zero, big, small);
     *t = MM_GT(z, zero, small, big);
 }
@@ -74,7 +78,7 @@ MM_FN void MM(sk_reciprocals)(real *r, const real *d, int n, scalar eps, int rul
 {
     MM_UNROLL for (int k = 0; k < (shared ? n / 4 * 4 : 0); k += 4)
     {
-        real ab = d[k] * d[k + 1], cd = d[k + 2] * d[k + 3], all = (scalar)1 / (ab * cd);
+        real ab = d[k] * d[k + 1], cd = d[k + 2] * d[k + 3], all = MM_RECIPROCAL(ab * cd);
         real over_ab = all * cd, over_cd = all * ab;
         r[k] = over_ab * d[k + 1];
         r[k + 1] = over_ab * d[k];
@@ -188,7 +192,7 @@ MM_FN void MM(sk_start)(const real *z, real *p, int n, int rule)
         if (rule == WEFT_SINKHORN_SOFTMAX_EPS) {
             s = p[a * n];
             MM_UNROLL for (int b = 1; b < n; b++) s = s + p[a * n + b];
-            s = (scalar)1 / s;
+            s = MM_RECIPROCAL(s);
             MM_UNROLL for (int b = 0; b < n; b++) p[a * n + b] = p[a * n + b] * s;
         }
     }
@@ -271,9 +275,9 @@ MM_FN void MM(sinkhorn_fwd)(real *z, MM_HISTORY hist, bool keep, int n, int iter
         MM_UNROLL for (int i = 0; i < nn; i++) MM_AT(hist, i) = z[i];
     }
     if (keep) hist = MM_FROM(hist, MM(sk_head)(n, rule));
-    /* Sharing a division needs the product of four divisors to stay a normal number. They are at least eps and not much
-     * above n, except where threshold has no divisor at all. */
-    if (n >= 4 && rule != WEFT_SINKHORN_THRESHOLD && eps >= (scalar)1e-9)
+    /* Sharing a division needs the product of four divisors to stay a normal number. They are at least eps and at most
+     * n + eps, except where threshold has no divisor at all. */
+    if (n >= 4 && rule != WEFT_SINKHORN_THRESHOLD && eps >= (scalar)1e-9 && eps <= (scalar)1e6)
         MM(sk_rounds)(z, hist, keep, n, iters, eps, rule, true);
     else
         MM(sk_rounds)(z, hist, keep, n, iters, eps, rule, false);

@@ -1,5 +1,50 @@
-/* SPDX-License-Identifier: Apache-2.0 */
-#include "core/kernel.h"
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Gates [M2], one token per thread and one launch a pass. mhc_coef runs the same kernels with Sinkhorn behind them. */
+#include "cuda/gates.cuh"
 
-const weft_kernel weft_cuda_mhc_scale_fwd[] = {{}};
-const weft_kernel weft_cuda_mhc_scale_bwd[] = {{}};
+static gates_fwd_call fwd_call(const void *args)
+{
+    const weft_mhc_scale_fwd_args *a = (const weft_mhc_scale_fwd_args *)args;
+    return {&a->numerics, &a->h, &a->ms, &a->alpha, &a->beta, &a->pre, &a->post, &a->logits};
+}
+
+static gates_bwd_call bwd_call(const void *args)
+{
+    const weft_mhc_scale_bwd_args *a = (const weft_mhc_scale_bwd_args *)args;
+    return {&a->numerics, &a->h,        &a->ms,  &a->alpha, &a->beta,    &a->d_pre,
+            &a->d_post,   &a->d_logits, &a->d_h, &a->d_ms,  &a->d_alpha, &a->d_beta};
+}
+
+static weft_status fwd(const weft_call *call, const void *args)
+{
+    gates_fwd_call a = fwd_call(args);
+    return gates_fwd_run<false>(call, "gates", &a);
+}
+
+static weft_status bwd(const weft_call *call, const void *args)
+{
+    gates_bwd_call a = bwd_call(args);
+    return gates_bwd_run<false>(call, "gradient of the gates", &a);
+}
+
+static size_t fwd_workspace(const weft_call *call, const void *args)
+{
+    gates_fwd_call a = fwd_call(args);
+    weft_cuda_coef_plan plan;
+    float *rooms;
+    weft_arena arena = gates_fwd_lay_out<false>(call, &a, &plan, &rooms);
+    return weft_arena_bytes(&arena);
+}
+
+static size_t bwd_workspace(const weft_call *call, const void *args)
+{
+    gates_bwd_call a = bwd_call(args);
+    weft_cuda_coef_plan plan;
+    float *rooms, *partial;
+    weft_arena arena = gates_bwd_lay_out<false>(call, &a, &plan, &rooms, &partial);
+    return weft_arena_bytes(&arena);
+}
+
+const weft_kernel weft_cuda_mhc_scale_fwd[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {}};
+const weft_kernel weft_cuda_mhc_scale_bwd[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {}};
