@@ -83,27 +83,6 @@ backward_channels(float (&d_x)[N][P], float (&d_f)[P], float (&sum)[N + N * N], 
     }
 }
 
-/* The usual case: everything in the activation type, nothing to add to, no bias, no dropout. g becomes d_x and f
- * becomes d_f, in the registers they came in. */
-template <class T, int N, stream_layout L>
-static __device__ __forceinline__ void
-backward_tile(const typename post_tile<T, N, L>::streams &x, typename post_tile<T, N, L>::streams &g,
-              typename post_tile<T, N, L>::row &f, const coefs<N> &k, float (&sum)[N + N * N])
-{
-    constexpr int W = post_tile<T, N, L>::width, P = post_tile<T, N, L>::pair;
-#pragma unroll
-    for (int k0 = 0; k0 < W; k0 += P) {
-        float xs[N][P], gs[N][P], d_x[N][P], fb[P], d_f[P];
-        unpack_pair<T, N, L, P>(xs, x, k0);
-        unpack_pair<T, N, L, P>(gs, g, k0);
-#pragma unroll
-        for (int q = 0; q < P; q++) fb[q] = element<T>(f.word, k0 + q);
-        backward_channels<N, P>(d_x, d_f, sum, xs, gs, gs, fb, k);
-        pack_pair<T, N, L, P>(g, d_x, k0);
-        pack_row<T, W, P>(f, d_f, k0);
-    }
-}
-
 /* A chunk's sum of d_f over its tokens, in shared or global memory; each element has one thread. */
 template <int V> static __device__ __forceinline__ void add_to_row(float *row, const float (&d_f)[V], bool first)
 {
@@ -117,7 +96,36 @@ template <int V> static __device__ __forceinline__ void add_to_row(float *row, c
     *(floats *)row = sum;
 }
 
-/* Everything else, V channels at a time from memory to memory. `row` is where the chunk sums d_f, or NULL. */
+/* The usual case: everything in the activation type, nothing to add to, no dropout; MODE is PLAIN or BIASED. g becomes
+ * d_x and f becomes d_f, in the registers they came in. `row` is where the chunk sums d_f, or NULL. */
+template <class T, int N, stream_layout L, post_mode MODE>
+static __device__ __forceinline__ void
+backward_tile(const typename post_tile<T, N, L>::streams &x, typename post_tile<T, N, L>::streams &g,
+              typename post_tile<T, N, L>::row &f, const coefs<N> &k, float (&sum)[N + N * N], const view &bias,
+              int64_t c, float *row, bool first)
+{
+    constexpr int W = post_tile<T, N, L>::width, P = post_tile<T, N, L>::pair;
+#pragma unroll
+    for (int k0 = 0; k0 < W; k0 += P) {
+        float xs[N][P], gs[N][P], d_x[N][P], fb[P], d_f[P];
+        unpack_pair<T, N, L, P>(xs, x, k0);
+        unpack_pair<T, N, L, P>(gs, g, k0);
+#pragma unroll
+        for (int q = 0; q < P; q++) fb[q] = element<T>(f.word, k0 + q);
+        if constexpr (MODE == BIASED) {
+            float b[P];
+            get_param<P>(b, bias, c + k0);
+#pragma unroll
+            for (int q = 0; q < P; q++) fb[q] = fb[q] + b[q];
+        }
+        backward_channels<N, P>(d_x, d_f, sum, xs, gs, gs, fb, k);
+        if (MODE == BIASED && row) add_to_row<P>(row + c + k0, d_f, first);
+        pack_pair<T, N, L, P>(g, d_x, k0);
+        pack_row<T, W, P>(f, d_f, k0);
+    }
+}
+
+/* Everything else, V channels at a time from memory to memory. */
 template <class T, int N, stream_layout L, int V>
 static __device__ __forceinline__ void backward_any_tile(const bwd_params &p, const weft_mask &mask, int64_t token,
                                                          int64_t c, const coefs<N> &k, float (&sum)[N + N * N],
@@ -171,7 +179,8 @@ static __device__ __forceinline__ void team_barrier(int team)
         __syncthreads();
 }
 
-template <class T, int N, stream_layout L, bool USUAL>
+/* MODE FULL: whatever the call has. The others: see backward_tile. All sum in the same order. */
+template <class T, int N, stream_layout L, post_mode MODE>
 static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
     bwd_streams(const __grid_constant__ bwd_params p)
 {
@@ -184,14 +193,14 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
     float *const rows = (float *)room + p.rows_at + mine * p.row_floats;
     const int64_t step = (int64_t)p.team * W, c0 = (int64_t)t * W;
     weft_mask mask = {};
-    if constexpr (!USUAL) mask = weft_mask_open(&p.dropout, p.channels);
+    if constexpr (MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
 
     for (int64_t chunk = (int64_t)blockIdx.x * p.per_block + mine; chunk < p.chunks;
          chunk += (int64_t)gridDim.x * p.per_block) {
         const int64_t begin = chunk * p.chunk_tokens;
         const int64_t end = begin + p.chunk_tokens < p.tokens ? begin + p.chunk_tokens : p.tokens;
         float *row = NULL;
-        if constexpr (!USUAL)
+        if constexpr (MODE != PLAIN)
             if (p.partial) row = p.row_floats ? rows : p.partial + chunk * p.channels;
 
         for (int64_t token = begin; token < end; token++) {
@@ -199,7 +208,7 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
 #pragma unroll
             for (int e = 0; e < M; e++) sum[e] = 0.0f;
 
-            if constexpr (USUAL) {
+            if constexpr (MODE != FULL) {
                 const T *x_row = (const T *)p.x.data + token * p.x.stride[0];
                 const T *g_row = (const T *)p.d_y.data + token * p.d_y.stride[0];
                 const T *f_row = (const T *)p.f.data + token * p.f.stride[0];
@@ -223,7 +232,8 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
 #pragma unroll
                     for (int b = 0; b < K; b++)
                         if (c + b * step < p.channels) {
-                            backward_tile<T, N, L>(x[b], g[b], f[b], k, sum);
+                            backward_tile<T, N, L, MODE>(x[b], g[b], f[b], k, sum, p.bias, c + b * step, row,
+                                                         token == begin);
                             if (has(p.d_x)) store_tile<T, N, L>(d_x_row, p.d_x.stride[1], c + b * step, g[b]);
                             if (has(p.d_f)) store_raw(d_f_row + c + b * step, f[b]);
                         }
@@ -247,7 +257,7 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
                 put_sum(p, N, token, e, total);
             }
         }
-        if (!USUAL && row && p.row_floats)
+        if (MODE != PLAIN && row && p.row_floats)
             for (int64_t c = c0; c < p.channels; c += step)
 #pragma unroll
                 for (int q = 0; q < W; q++) p.partial[chunk * p.channels + c + q] = row[c + q];
@@ -423,8 +433,8 @@ template <class T> static weft_status run_any(const weft_call *call, const void 
     return finish(call, a, &p);
 }
 
-template <class T, int N, stream_layout L, bool USUAL>
-static weft_status run_streams(const weft_call *call, const weft_mhc_post_bwd_args *a)
+template <class T, int N, stream_layout L, post_mode MODE>
+static weft_status run_mode(const weft_call *call, const weft_mhc_post_bwd_args *a)
 {
     constexpr int M = N + N * N;
     bwd_params p = params_of(call, a);
@@ -439,7 +449,7 @@ static weft_status run_streams(const weft_call *call, const weft_mhc_post_bwd_ar
     if (call->tokens > 0) {
         launch_shape s = {dim3(grid_of((p.chunks + plan.per_block - 1) / plan.per_block)), (unsigned)plan.block};
         s.shared = sizeof(float) * (size_t)(p.rows_at + plan.per_block * p.row_floats);
-        WEFT_TRY(launch(call, "post", bwd_streams<T, N, L, USUAL>, s, p));
+        WEFT_TRY(launch(call, "post", bwd_streams<T, N, L, MODE>, s, p));
     }
     return finish(call, a, &p);
 }
@@ -459,24 +469,31 @@ template <class T, int N, stream_layout L> static bool fits(const weft_mhc_post_
            whole(&a->d_y, unit) && whole(&a->d_x.to, unit) && whole(&a->f, W) && whole(&a->d_f.to, W);
 }
 
-/* Nothing for which USUAL has no code; a gradient that is not wanted is only a store less. */
-static bool usual(const weft_call *call, const weft_mhc_post_bwd_args *a)
+/* FULL unless everything is in the activation type; a gradient that is not wanted is only a store less. */
+static post_mode mode_of(const weft_call *call, const weft_mhc_post_bwd_args *a)
 {
     const weft_grad *grads[] = {&a->d_x, &a->d_f};
     for (const weft_grad *g : grads)
-        if (weft_has(&g->to) && (g->add || g->to.dtype != call->dtype)) return false;
-    return a->d_y.dtype == call->dtype && weft_has(&a->d_post.to) && weft_has(&a->d_res.to) &&
-           post_mode_of(&a->bias, &a->dropout) == PLAIN;
+        if (weft_has(&g->to) && (g->add || g->to.dtype != call->dtype)) return FULL;
+    if (a->d_y.dtype != call->dtype || !weft_has(&a->d_post.to) || !weft_has(&a->d_res.to)) return FULL;
+    return post_mode_of(&a->bias, &a->dropout);
+}
+
+template <class T, int N, stream_layout L>
+static weft_status run_streams(const weft_call *call, const weft_mhc_post_bwd_args *a)
+{
+    switch (mode_of(call, a)) {
+    case PLAIN: return run_mode<T, N, L, PLAIN>(call, a);
+    case BIASED: return run_mode<T, N, L, BIASED>(call, a);
+    default: return run_mode<T, N, L, FULL>(call, a);
+    }
 }
 
 template <class T, int N> static weft_status run(const weft_call *call, const void *args)
 {
     const weft_mhc_post_bwd_args *a = (const weft_mhc_post_bwd_args *)args;
-    const bool plain = usual(call, a);
-    if (fits<T, N, LAYOUT_NC>(a))
-        return plain ? run_streams<T, N, LAYOUT_NC, true>(call, a) : run_streams<T, N, LAYOUT_NC, false>(call, a);
-    if (fits<T, N, LAYOUT_CN>(a))
-        return plain ? run_streams<T, N, LAYOUT_CN, true>(call, a) : run_streams<T, N, LAYOUT_CN, false>(call, a);
+    if (fits<T, N, LAYOUT_NC>(a)) return run_streams<T, N, LAYOUT_NC>(call, a);
+    if (fits<T, N, LAYOUT_CN>(a)) return run_streams<T, N, LAYOUT_CN>(call, a);
     return run_any<T>(call, args);
 }
 
