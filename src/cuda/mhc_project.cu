@@ -8,10 +8,8 @@
  * the order of x's columns where phi itself is not there to be copied: a norm weight, another order, another dtype.
  *
  * The order of a token's sum depends on K = n*C alone: 64 leaves of columns, each summed by the tensor cores from left to
- * right, then by fours three times. A split hands on whole subtrees. */
+ * right, then by eights twice. A split hands on whole subtrees. */
 #include "cuda/mhc_project.cuh"
-
-enum { WARPS = 8 };
 
 /* ---- psi as fp32 rows -------------------------------------------------------------------------------------------------- */
 
@@ -38,169 +36,145 @@ struct project_args {
     float mean;        /* 1 / K */
 };
 
-/* A block owns ROWS tokens and the columns of its split, a warp MT * 16 of these tokens. Each warp has a ring of stages of
+/* A block owns WARPS * 16 tokens and the columns of its split, a warp 16 of these tokens. Each warp has a ring of stages of
  * 64 columns of its own x and waits for nobody, with its 16-byte pieces swapped by the row number so that neither the copy
  * nor ldmatrix meets a bank twice. psi is shared: chunks of CHUNK stages, taken apart into the registers' order while the
  * chunk before is multiplied, one barrier a chunk. One 16-byte piece per (step of 16 columns, tile of 8 rows, lane): hi and
  * lo of B's two registers.
- * In lockstep, with a barrier a stage, a stage took 2260 cycles where memory leaves 2090. */
-template <class T, int NT, int MT, int STAGES, int CHUNK>
+ * Tried: all warps in lockstep, a barrier a stage, and 8 warps of 32 tokens; both leave two warps to a scheduler, which
+ * wait 4.6 cycles an instruction, and take 2300 cycles a stage where memory leaves 2090. */
+template <class T, int NT, int WARPS, int STAGES, int CHUNK>
 __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_args p)
 {
-    constexpr int STEPS = PROJECT_STAGE / 16, ROWS = WARPS * MT * 16, THREADS = WARPS * 32;
-    constexpr int STAGE_BYTES = MT * 16 * PROJECT_STAGE * 2, CHUNK_PIECES = CHUNK * STEPS * NT * 32;
-    constexpr int OWN = (CHUNK_PIECES + THREADS - 1) / THREADS; /* pieces of a chunk that a thread takes apart */
-    constexpr bool AHEAD = NT <= 3;                             /* registers to fetch them ahead */
+    constexpr int STEPS = PROJECT_STAGE / 16, THREADS = WARPS * 32, STAGE_BYTES = 16 * PROJECT_STAGE * 2;
+    constexpr int CHUNK_PIECES = CHUNK * STEPS * NT * 32, OWN = CHUNK_PIECES / THREADS; /* pieces of a thread */
+    constexpr bool AHEAD =
+        NT == 1 || (NT == 3 && (WARPS == 8 || number<T>::dtype == WEFT_BF16)); /* registers to fetch them ahead */
+    static_assert(CHUNK_PIECES % THREADS == 0, "every thread takes the same number of pieces apart");
     extern __shared__ __align__(128) char shared[];
 
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int split = (int)(blockIdx.x % (unsigned)p.splits), leaves = PROJECT_LEAVES / p.splits;
-    const int64_t token0 = (int64_t)(blockIdx.x / (unsigned)p.splits) * ROWS + warp * MT * 16;
+    const int64_t token0 = ((int64_t)(blockIdx.x / (unsigned)p.splits) * WARPS + warp) * 16;
     const int64_t stages = (p.columns + PROJECT_STAGE - 1) / PROJECT_STAGE;
-    const int64_t first = weft_project_leaf(stages, leaves * split),
-                  last = weft_project_leaf(stages, leaves * (split + 1));
+    const int64_t first = weft_project_leaf(stages, leaves * split);
+    const int count = (int)(weft_project_leaf(stages, leaves * (split + 1)) - first);
     uint4 *const taken = (uint4 *)(shared + WARPS * STAGES * STAGE_BYTES);
     const uint32_t ring = shared_address(shared) + warp * STAGES * STAGE_BYTES;
 
-    /* Lane l copies piece l % 8 of rows l / 8, l / 8 + 4, ... */
-    const T *const x_from = (const T *)p.x + (token0 + (lane >> 3)) * p.x_stride + (lane & 7) * 8;
-    const uint32_t x_to[2] = {(uint32_t)(lane >> 3) * 128 + (((lane & 7) ^ (lane >> 3)) << 4),
-                              (uint32_t)(lane >> 3) * 128 + (((lane & 7) ^ (lane >> 3) ^ 4) << 4)};
+    /* Lane l copies piece l % 8 of rows l / 8, l / 8 + 4, l / 8 + 8, l / 8 + 12. */
+    const T *const x_from =
+        (const T *)p.x + (token0 + (lane >> 3)) * p.x_stride + first * PROJECT_STAGE + (lane & 7) * 8;
     const int64_t rows_left = p.tokens - token0 - (lane >> 3);
-    auto load_x = [&](int64_t stage, int slot) {
-        const bool inside = stage * PROJECT_STAGE + (lane & 7) * 8 < p.columns;
-        const T *from = x_from + stage * PROJECT_STAGE;
+    const uint32_t x_to = ring + (lane >> 3) * 128 + (((lane & 7) ^ (lane >> 3)) << 4);
+    auto load_x = [&](int stage, int slot) {
+        const bool inside = (first + stage) * PROJECT_STAGE + (lane & 7) * 8 < p.columns;
 #pragma unroll
-        for (int i = 0; i < MT * 4; i++) {
+        for (int i = 0; i < 4; i++) {
             const bool valid = inside && i * 4 < rows_left;
-            copy_async(ring + slot * STAGE_BYTES + i * 512 + x_to[i & 1], valid ? from + i * 4 * p.x_stride : p.x,
+            const T *from = x_from + i * 4 * p.x_stride + stage * PROJECT_STAGE;
+            copy_async((x_to ^ (i & 1 ? 64 : 0)) + slot * STAGE_BYTES + i * 512, valid ? (const void *)from : p.x,
                        valid);
         }
     };
     /* The four numbers of a piece: columns 2t, 2t + 1, 2t + 8, 2t + 9 of its step, row g of its tile. */
-    auto fetch = [&](float2(&v)[2], int64_t stage, int piece) {
-        const int l = piece & 31, row = piece / 32 % NT * 8 + (l >> 2);
-        const int64_t column = stage * PROJECT_STAGE + piece / 32 / NT * 16 + 2 * (l & 3);
-        const float *from = p.psi + row * p.psi_stride + column;
+    auto fetch = [&](float2(&v)[2], int stage, int piece) {
+        const int row = piece / 32 % NT * 8 + (lane >> 2);
+        const int64_t column = (first + stage) * PROJECT_STAGE + piece / 32 / NT * 16 + 2 * (lane & 3);
+        const float2 *from = (const float2 *)(p.psi + row * p.psi_stride + column);
         v[0] = v[1] = make_float2(0.0f, 0.0f);
-        if (row >= p.rows || piece >= CHUNK_PIECES) return;
-        if (column < p.columns) v[0] = make_float2(from[0], from[1]);
-        if (column + 8 < p.columns) v[1] = make_float2(from[8], from[9]);
+        if (row < p.rows && column < p.columns) v[0] = from[0];
+        if (row < p.rows && column + 8 < p.columns) v[1] = from[4];
     };
     auto take_apart = [&](int buffer, int piece, const float2(&v)[2]) {
         uint4 to;
         split2(to.x, to.z, v[0].x, v[0].y);
         split2(to.y, to.w, v[1].x, v[1].y);
-        if (CHUNK_PIECES % THREADS == 0 || piece < CHUNK_PIECES) taken[buffer * CHUNK_PIECES + piece] = to;
+        taken[buffer * CHUNK_PIECES + piece] = to;
     };
 
     /* x does not depend on the kernel before this one; psi may. */
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-        if (first + s < last) load_x(first + s, s);
+        if (s < count) load_x(s, s);
         copy_commit();
     }
     wait_for_previous();
     let_next_begin();
+    float2 ahead[AHEAD ? OWN : 1][2];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-        float2 v[2];
-        fetch(v, first, i * THREADS + tid);
-        take_apart(0, i * THREADS + tid, v);
+        fetch(ahead[0], 0, i * THREADS + tid);
+        take_apart(0, i * THREADS + tid, ahead[0]);
     }
 
-    /* With many rows the two upper levels, which are rarely touched, live in shared memory. */
-    constexpr bool DEEP = NT > 3;
-    float *const deep = (float *)(taken + 2 * CHUNK_PIECES) + tid;
-    float leaf[MT][NT][4] = {}, four[MT][NT][4] = {}, sixteen_[DEEP ? 1 : MT][DEEP ? 1 : NT][4] = {},
-          total_[DEEP ? 1 : MT][DEEP ? 1 : NT][4] = {};
-    auto sixteen = [&](int m, int q, int e) -> float & {
-        return DEEP ? deep[(q * 4 + e) * THREADS] : sixteen_[DEEP ? 0 : m][DEEP ? 0 : q][e];
-    };
-    auto total = [&](int m, int q, int e) -> float & {
-        return DEEP ? deep[((NT + q) * 4 + e) * THREADS] : total_[DEEP ? 0 : m][DEEP ? 0 : q][e];
-    };
-    for (int i = 0; i < (DEEP ? 2 * NT * 4 : 0); i++) deep[i * THREADS] = 0.0f;
-    float leaf_sq[MT][2] = {}, four_sq[MT][2] = {}, sixteen_sq[MT][2] = {}, total_sq[MT][2] = {};
+    /* Three levels of the sum: a leaf, eight of them, all. */
+    float leaf[NT][4] = {}, eight[NT][4] = {}, total[NT][4] = {};
+    float leaf_sq[2] = {}, eight_sq[2] = {}, total_sq[2] = {};
     int slot = 0, index = leaves * split;
-    int64_t leaf_end = weft_project_leaf(stages, index + 1);
-    while (leaf_end == first && index < leaves * (split + 1)) leaf_end = weft_project_leaf(stages, ++index + 1);
-    for (int64_t chunk = first; chunk < last; chunk += CHUNK) {
-        const int buffer = (int)((chunk - first) / CHUNK) & 1;
-        const bool more = chunk + CHUNK < last;
-        float2 ahead[AHEAD ? OWN : 1][2];
+    int leaf_end = (int)(weft_project_leaf(stages, index + 1) - first);
+    while (leaf_end == 0 && index < leaves * (split + 1))
+        leaf_end = (int)(weft_project_leaf(stages, ++index + 1) - first);
+    for (int chunk = 0; chunk < count; chunk += CHUNK) {
+        const int buffer = chunk / CHUNK & 1;
+        const bool more = chunk + CHUNK < count;
         __syncthreads();
         if (AHEAD && more) {
 #pragma unroll
             for (int i = 0; i < OWN; i++) fetch(ahead[AHEAD ? i : 0], chunk + CHUNK, i * THREADS + tid);
         }
 #pragma unroll 1
-        for (int s = 0; s < CHUNK && chunk + s < last; s++) {
-            const int64_t stage = chunk + s;
+        for (int stage = chunk; stage < chunk + CHUNK && stage < count; stage++) {
             copy_wait<STAGES - 2>();
             __syncwarp();
-            if (stage + STAGES - 1 < last) load_x(stage + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
+            if (stage + STAGES - 1 < count) load_x(stage + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
             copy_commit();
-            const uint4 *psi = taken + buffer * CHUNK_PIECES + s * (STEPS * NT * 32) + lane;
+            const uint4 *psi = taken + buffer * CHUNK_PIECES + (stage - chunk) * (STEPS * NT * 32) + lane;
             const uint32_t x_at = ring + slot * STAGE_BYTES + (lane & 15) * 128;
             slot = slot + 1 == STAGES ? 0 : slot + 1;
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
-                uint32_t hi[MT][4], lo[MT][4];
+                uint32_t a[4], hi[4], lo[4];
+                ldmatrix4(a, x_at + (((step * 2 + (lane >> 4)) ^ (lane & 7)) << 4));
 #pragma unroll
-                for (int m = 0; m < MT; m++) {
-                    uint32_t a[4];
-                    ldmatrix4(a, x_at + m * 2048 + (((step * 2 + (lane >> 4)) ^ (lane & 7)) << 4));
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        float v0, v1;
-                        widen2(v0, v1, a[e], T());
-                        leaf_sq[m][e & 1] = fmaf(v0, v0, leaf_sq[m][e & 1]);
-                        leaf_sq[m][e & 1] = fmaf(v1, v1, leaf_sq[m][e & 1]);
-                        split_pair(hi[m][e], lo[m][e], a[e], T());
-                    }
+                for (int e = 0; e < 4; e++) {
+                    float v0, v1;
+                    widen2(v0, v1, a[e], T());
+                    leaf_sq[e & 1] = fmaf(v0, v0, leaf_sq[e & 1]);
+                    leaf_sq[e & 1] = fmaf(v1, v1, leaf_sq[e & 1]);
+                    split_pair(hi[e], lo[e], a[e], T());
                 }
 #pragma unroll
                 for (int q = 0; q < NT; q++) {
                     const uint4 b = psi[(step * NT + q) * 32];
-#pragma unroll
-                    for (int m = 0; m < MT; m++)
-                        mma16(leaf[m][q], hi[m][0], hi[m][1], hi[m][2], hi[m][3], b.x, b.y);
-#pragma unroll
-                    for (int m = 0; m < MT; m++)
-                        mma16(leaf[m][q], hi[m][0], hi[m][1], hi[m][2], hi[m][3], b.z, b.w);
-                    if constexpr (number<T>::dtype == WEFT_F16) {
-#pragma unroll
-                        for (int m = 0; m < MT; m++)
-                            mma16(leaf[m][q], lo[m][0], lo[m][1], lo[m][2], lo[m][3], b.x, b.y);
-                    }
+                    mma16(leaf[q], hi[0], hi[1], hi[2], hi[3], b.x, b.y);
+                    mma16(leaf[q], hi[0], hi[1], hi[2], hi[3], b.z, b.w);
+                    if constexpr (number<T>::dtype == WEFT_F16)
+                        mma16(leaf[q], lo[0], lo[1], lo[2], lo[3], b.x, b.y);
                 }
             }
             /* The end of a leaf, and of the empty ones behind it where there are fewer stages than leaves. */
             while (stage + 1 == leaf_end && index < leaves * (split + 1)) {
                 index++;
-                leaf_end = weft_project_leaf(stages, index + 1);
-                const bool full4 = index % PROJECT_FAN == 0, full16 = index % (PROJECT_FAN * PROJECT_FAN) == 0;
+                leaf_end = (int)(weft_project_leaf(stages, index + 1) - first);
 #pragma unroll
-                for (int m = 0; m < MT; m++) {
-#pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        float v = leaf_sq[m][e];
-                        v += __shfl_xor_sync(0xffffffffu, v, 1);
-                        v += __shfl_xor_sync(0xffffffffu, v, 2);
-                        four_sq[m][e] += v, leaf_sq[m][e] = 0.0f;
-                        if (full4) sixteen_sq[m][e] += four_sq[m][e], four_sq[m][e] = 0.0f;
-                        if (full16) total_sq[m][e] += sixteen_sq[m][e], sixteen_sq[m][e] = 0.0f;
-                    }
-#pragma unroll
-                    for (int q = 0; q < NT; q++)
-#pragma unroll
-                        for (int e = 0; e < 4; e++) {
-                            four[m][q][e] += leaf[m][q][e], leaf[m][q][e] = 0.0f;
-                            if (full4) sixteen(m, q, e) += four[m][q][e], four[m][q][e] = 0.0f;
-                            if (full16) total(m, q, e) += sixteen(m, q, e), sixteen(m, q, e) = 0.0f;
-                        }
+                for (int e = 0; e < 2; e++) {
+                    float v = leaf_sq[e];
+                    v += __shfl_xor_sync(0xffffffffu, v, 1);
+                    v += __shfl_xor_sync(0xffffffffu, v, 2);
+                    eight_sq[e] += v, leaf_sq[e] = 0.0f;
                 }
+#pragma unroll
+                for (int q = 0; q < NT; q++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) eight[q][e] += leaf[q][e], leaf[q][e] = 0.0f;
+                if (index % PROJECT_FAN) continue;
+#pragma unroll
+                for (int e = 0; e < 2; e++) total_sq[e] += eight_sq[e], eight_sq[e] = 0.0f;
+#pragma unroll
+                for (int q = 0; q < NT; q++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) total[q][e] += eight[q][e], eight[q][e] = 0.0f;
             }
         }
         if (!more) continue;
@@ -211,59 +185,52 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
         }
     }
 
-    /* A split holds its subtree at the level it is cut at; the other levels are empty. */
+    /* A split holds its subtree at the level it is cut at; the other level is empty. */
 #pragma unroll
-    for (int m = 0; m < MT; m++)
+    for (int half = 0; half < 2; half++) {
+        const int64_t token = token0 + (lane >> 2) + half * 8;
+        if (token >= p.tokens) continue;
+        float *out = p.partial ? p.partial + (split * p.tokens + token) * (p.rows + 1) : NULL;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int64_t token = token0 + m * 16 + (lane >> 2) + half * 8;
-            if (token >= p.tokens) continue;
-            float *out = p.partial ? p.partial + (split * p.tokens + token) * (p.rows + 1) : NULL;
+        for (int q = 0; q < NT; q++)
 #pragma unroll
-            for (int q = 0; q < NT; q++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int row = q * 8 + (lane & 3) * 2 + e, at = half * 2 + e;
-                    if (row >= p.rows) continue;
-                    const float v = total(m, q, at) + (sixteen(m, q, at) + four[m][q][at]);
-                    if (out)
-                        out[row] = v;
-                    else
-                        put(p.h, token * p.h.stride[0] + row * p.h.stride[1], v);
-                }
-            if ((lane & 3) == 0) {
-                const float v = total_sq[m][half] + (sixteen_sq[m][half] + four_sq[m][half]);
+            for (int e = 0; e < 2; e++) {
+                const int row = q * 8 + (lane & 3) * 2 + e;
+                const float v = total[q][half * 2 + e] + eight[q][half * 2 + e];
+                if (row >= p.rows) continue;
                 if (out)
-                    out[p.rows] = v;
-                else if (has(p.ms))
-                    put(p.ms, token * p.ms.stride[0], v * p.mean);
+                    out[row] = v;
+                else
+                    put(p.h, token * p.h.stride[0] + row * p.h.stride[1], v);
             }
+        if ((lane & 3) == 0) {
+            const float v = total_sq[half] + eight_sq[half];
+            if (out)
+                out[p.rows] = v;
+            else if (has(p.ms))
+                put(p.ms, token * p.ms.stride[0], v * p.mean);
         }
+    }
 }
 
-/* Adds the partial sums of a token in the order that one block would have added them. Four lanes share a sum, each with a
- * quarter of the partial sums on its way at once. */
+/* Adds the partial sums of a token in the order that one block would have added them. Eight lanes share a sum, each with
+ * an eighth of the partial sums on its way at once. */
 template <int SPLITS> __global__ void gather_kernel(const project_args p)
 {
-    constexpr int FOURS = SPLITS >= 16 ? 4 : 1, LEAVES = SPLITS >= 64 ? 4 : 1;
-    const int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 4, step = p.tokens * (p.rows + 1);
-    const int quarter = threadIdx.x & 3;
-    float v[FOURS * LEAVES] = {};
+    constexpr int EACH = SPLITS / PROJECT_FAN;
+    const int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / PROJECT_FAN,
+                  step = p.tokens * (p.rows + 1);
+    const int part = threadIdx.x % PROJECT_FAN;
+    float v[EACH] = {}, eight = 0.0f, total = 0.0f;
     wait_for_previous();
 #pragma unroll
-    for (int s = 0; s < FOURS * LEAVES; s++)
-        if (i < step) v[s] = p.partial[(quarter * FOURS * LEAVES + s) * step + i];
-    float sixteen = 0.0f, total = 0.0f;
+    for (int s = 0; s < EACH; s++)
+        if (i < step) v[s] = p.partial[(part * EACH + s) * step + i];
 #pragma unroll
-    for (int f = 0; f < FOURS; f++) {
-        float four = 0.0f;
+    for (int s = 0; s < EACH; s++) eight += v[s];
 #pragma unroll
-        for (int l = 0; l < LEAVES; l++) four += v[f * LEAVES + l];
-        sixteen += four;
-    }
-#pragma unroll
-    for (int s = 0; s < 4; s++) total += __shfl_sync(0xffffffffu, sixteen, s, 4);
-    if (i >= step || quarter) return;
+    for (int s = 0; s < PROJECT_FAN; s++) total += __shfl_sync(0xffffffffu, eight, s, PROJECT_FAN);
+    if (i >= step || part) return;
     const int64_t token = i / (p.rows + 1);
     const int row = (int)(i % (p.rows + 1));
     if (row < p.rows)
@@ -274,16 +241,14 @@ template <int SPLITS> __global__ void gather_kernel(const project_args p)
 
 /* ---- launch ------------------------------------------------------------------------------------------------------------ */
 
-template <class T, int NT, int MT, int STAGES, int CHUNK>
+template <class T, int NT, int WARPS, int STAGES, int CHUNK>
 static weft_status launch_project(const weft_call *call, const project_args &p, int64_t blocks)
 {
-    constexpr size_t x = (size_t)WARPS * STAGES * MT * 16 * PROJECT_STAGE * 2;
-    constexpr size_t psi = 2 * CHUNK * PROJECT_STAGE / 16 * NT * 512,
-                     deep = NT > 3 ? 2 * NT * 4 * WARPS * 32 * 4 : 0;
-    constexpr size_t bytes = x + psi + deep;
+    constexpr size_t bytes =
+        (size_t)WARPS * STAGES * 16 * PROJECT_STAGE * 2 + 2 * CHUNK * PROJECT_STAGE / 16 * NT * 512;
     static_assert(bytes <= 227 * 1024, "more shared memory than a block has");
     return launch(
-        call, "projection", project_kernel<T, NT, MT, STAGES, CHUNK>,
+        call, "projection", project_kernel<T, NT, WARPS, STAGES, CHUNK>,
         {.grid = (unsigned)blocks, .block = WARPS * 32, .shared = bytes, .order = p.psi_is_ready ? AFTER : OVERLAP},
         p);
 }
@@ -292,40 +257,36 @@ template <class T>
 static weft_status launch_tiles(const weft_call *call, const project_args &p, const weft_project_fwd_plan *plan,
                                 int32_t row_tiles)
 {
-    if constexpr (number<T>::dtype == WEFT_BF16) {
-        if (plan->tile_tokens == 256 && row_tiles == 1) return launch_project<T, 1, 2, 5, 4>(call, p, plan->blocks);
-        if (plan->tile_tokens == 256) return launch_project<T, 3, 2, 5, 4>(call, p, plan->blocks);
-    }
-    switch (row_tiles) {
-    case 1: return launch_project<T, 1, 1, 5, 4>(call, p, plan->blocks);
-    case 3: return launch_project<T, 3, 1, 5, 4>(call, p, plan->blocks);
-    default: return launch_project<T, 10, 1, 5, 1>(call, p, plan->blocks);
+    switch (row_tiles * 1000 + plan->tile_tokens) {
+    case 1256: return launch_project<T, 1, 16, 6, 4>(call, p, plan->blocks);
+    case 1128: return launch_project<T, 1, 8, 8, 4>(call, p, plan->blocks);
+    case 3256: return launch_project<T, 3, 16, 5, 4>(call, p, plan->blocks);
+    case 3128: return launch_project<T, 3, 8, 8, 4>(call, p, plan->blocks);
+    default: return launch_project<T, 10, 8, 7, 1>(call, p, plan->blocks);
     }
 }
 
 static weft_status launch_gather(const weft_call *call, const project_args &p)
 {
-    const launch_shape shape = {
-        .grid = grid_of((p.tokens * (p.rows + 1) * 4 + 127) / 128), .block = 128, .shared = 0, .order = OVERLAP};
-    switch (p.splits) {
-    case 4: return launch(call, "sums", gather_kernel<4>, shape, p);
-    case 16: return launch(call, "sums", gather_kernel<16>, shape, p);
-    default: return launch(call, "sums", gather_kernel<64>, shape, p);
-    }
+    const launch_shape shape = {.grid = grid_of((p.tokens * (p.rows + 1) * PROJECT_FAN + 127) / 128),
+                                .block = 128,
+                                .shared = 0,
+                                .order = OVERLAP};
+    if (p.splits == PROJECT_FAN) return launch(call, "sums", gather_kernel<PROJECT_FAN>, shape, p);
+    return launch(call, "sums", gather_kernel<PROJECT_LEAVES>, shape, p);
 }
 
-/* phi can stand for psi: fp32 rows in the order of x's columns, which a copy of 16 bytes can reach. */
+/* phi can stand for psi: fp32 rows in the order of x's columns, aligned to pairs. */
 static bool phi_is_psi(const weft_tensor *phi, const weft_tensor *norm, stream_layout order)
 {
     return phi->dtype == WEFT_F32 && !weft_has(norm) && row_order(phi) == order &&
-           (phi->stride[0] % 4 == 0 || phi->shape[0] == 1) && (uintptr_t)phi->data % 16 == 0;
+           (phi->stride[0] % 2 == 0 || phi->shape[0] == 1) && (uintptr_t)phi->data % 8 == 0;
 }
 
-/* f16 needs the registers of a second tile of tokens for its lo parts, and 80 rows need them for the sums. */
+/* 80 rows leave no room for 16 warps. */
 static weft_project_fwd_plan plan_of(const weft_call *call, int32_t tiles)
 {
-    return weft_cuda_project_fwd_plan(call->tokens, call->streams * call->channels, tiles,
-                                      tiles <= 3 && call->dtype == WEFT_BF16, call->sms);
+    return weft_cuda_project_fwd_plan(call->tokens, call->streams * call->channels, tiles, tiles <= 3, call->sms);
 }
 
 struct fwd_room {

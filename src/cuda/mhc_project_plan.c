@@ -18,12 +18,12 @@ int32_t weft_cuda_project_row_tiles(int64_t rows)
 weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns, int32_t row_tiles, bool large,
                                                  int32_t sms)
 {
-    static const int32_t tiles[] = {256, 128}, splits[] = {1, 4, 16, 64};
+    static const int32_t tiles[] = {256, 128}, splits[] = {1, PROJECT_FAN, PROJECT_LEAVES};
     const int64_t most_partial = (int64_t)16 << 20;
     weft_project_fwd_plan best = {0};
     double best_cost = 0;
     for (int i = large ? 0 : 1; i < 2; i++)
-        for (int k = 0; k < 4; k++) {
+        for (int k = 0; k < 3; k++) {
             if (splits[k] > 1 && tokens > most_partial / (splits[k] * (row_tiles * 8 + 1) * 4)) continue;
             if (splits[k] > 1 && splits[k] > ceil_div(columns, PROJECT_STAGE)) continue;
             const int64_t blocks = ceil_div(tokens, tiles[i]) * splits[k];
