@@ -62,29 +62,37 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
     uint4 *const taken = (uint4 *)(shared + WARPS * STAGES * STAGE_BYTES);
     const uint32_t ring = shared_address(shared) + warp * STAGES * STAGE_BYTES;
 
-    /* Lane l copies piece l % 8 of rows l / 8, l / 8 + 4, l / 8 + 8, l / 8 + 12. */
-    const T *const x_from =
-        (const T *)p.x + (token0 + (lane >> 3)) * p.x_stride + first * PROJECT_STAGE + (lane & 7) * 8;
-    const int64_t rows_left = p.tokens - token0 - (lane >> 3);
+    /* Lane l copies piece l % 8 of rows l / 8, l / 8 + 4, l / 8 + 8, l / 8 + 12. Rows behind the last token repeat it: a copy
+     * must cost no more than the address it adds to. */
+    const char *x_from[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int64_t token = token0 + i * 4 + (lane >> 3);
+        x_from[i] = (const char *)p.x + ((token < p.tokens ? token : p.tokens - 1) * p.x_stride +
+                                         first * PROJECT_STAGE + (lane & 7) * 8) *
+                                            (int64_t)sizeof(T);
+    }
     const uint32_t x_to = ring + (lane >> 3) * 128 + (((lane & 7) ^ (lane >> 3)) << 4);
-    auto load_x = [&](int stage, int slot) {
-        const bool inside = (first + stage) * PROJECT_STAGE + (lane & 7) * 8 < p.columns;
+    const int inside = (int)((p.columns - (lane & 7) * 8 + PROJECT_STAGE - 1) / PROJECT_STAGE - first); /* stages */
+    int next = 0; /* stage to load */
+    auto load_x = [&](uint32_t slot_offset) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const bool valid = inside && i * 4 < rows_left;
-            const T *from = x_from + i * 4 * p.x_stride + stage * PROJECT_STAGE;
-            copy_async((x_to ^ (i & 1 ? 64 : 0)) + slot * STAGE_BYTES + i * 512, valid ? (const void *)from : p.x,
-                       valid);
+            copy_async((x_to ^ (i & 1 ? 64 : 0)) + slot_offset + i * 512, x_from[i], next < inside);
+            x_from[i] += PROJECT_STAGE * sizeof(T);
         }
+        next++;
     };
     /* The four numbers of a piece: columns 2t, 2t + 1, 2t + 8, 2t + 9 of its step, row g of its tile. */
+    const int last_column = (int)(p.columns - first * PROJECT_STAGE);
     auto fetch = [&](float2(&v)[2], int stage, int piece) {
         const int row = piece / 32 % NT * 8 + (lane >> 2);
-        const int64_t column = (first + stage) * PROJECT_STAGE + piece / 32 / NT * 16 + 2 * (lane & 3);
-        const float2 *from = (const float2 *)(p.psi + row * p.psi_stride + column);
+        const int column = stage * PROJECT_STAGE + piece / 32 / NT * 16 + 2 * (lane & 3);
+        const float2 *from =
+            (const float2 *)(p.psi + first * PROJECT_STAGE + (uint32_t)(row * (int)p.psi_stride + column));
         v[0] = v[1] = make_float2(0.0f, 0.0f);
-        if (row < p.rows && column < p.columns) v[0] = from[0];
-        if (row < p.rows && column + 8 < p.columns) v[1] = from[4];
+        if (row < p.rows && column < last_column) v[0] = from[0];
+        if (row < p.rows && column + 8 < last_column) v[1] = from[4];
     };
     auto take_apart = [&](int buffer, int piece, const float2(&v)[2]) {
         uint4 to;
@@ -96,7 +104,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
     /* x does not depend on the kernel before this one; psi may. */
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-        if (s < count) load_x(s, s);
+        if (s < count) load_x(s * STAGE_BYTES);
         copy_commit();
     }
     wait_for_previous();
@@ -111,7 +119,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
     /* Three levels of the sum: a leaf, eight of them, all. */
     float leaf[NT][4] = {}, eight[NT][4] = {}, total[NT][4] = {};
     float leaf_sq[2] = {}, eight_sq[2] = {}, total_sq[2] = {};
-    int slot = 0, index = leaves * split;
+    uint32_t slot = 0; /* in bytes */
+    int index = leaves * split;
     int leaf_end = (int)(weft_project_leaf(stages, index + 1) - first);
     while (leaf_end == 0 && index < leaves * (split + 1))
         leaf_end = (int)(weft_project_leaf(stages, ++index + 1) - first);
@@ -127,11 +136,11 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
         for (int stage = chunk; stage < chunk + CHUNK && stage < count; stage++) {
             copy_wait<STAGES - 2>();
             __syncwarp();
-            if (stage + STAGES - 1 < count) load_x(stage + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
+            if (next < count) load_x(slot == 0 ? (STAGES - 1) * STAGE_BYTES : slot - STAGE_BYTES);
             copy_commit();
             const uint4 *psi = taken + buffer * CHUNK_PIECES + (stage - chunk) * (STEPS * NT * 32) + lane;
-            const uint32_t x_at = ring + slot * STAGE_BYTES + (lane & 15) * 128;
-            slot = slot + 1 == STAGES ? 0 : slot + 1;
+            const uint32_t x_at = ring + slot + (lane & 15) * 128;
+            slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
                 uint32_t a[4], hi[4], lo[4];
@@ -257,11 +266,14 @@ template <class T>
 static weft_status launch_tiles(const weft_call *call, const project_args &p, const weft_project_fwd_plan *plan,
                                 int32_t row_tiles)
 {
-    switch (row_tiles * 1000 + plan->tile_tokens) {
-    case 1256: return launch_project<T, 1, 16, 6, 4>(call, p, plan->blocks);
-    case 1128: return launch_project<T, 1, 8, 8, 4>(call, p, plan->blocks);
-    case 3256: return launch_project<T, 3, 16, 5, 4>(call, p, plan->blocks);
-    case 3128: return launch_project<T, 3, 8, 8, 4>(call, p, plan->blocks);
+    if constexpr (number<T>::dtype == WEFT_BF16) {
+        if (plan->tile_tokens == 256 && row_tiles == 1)
+            return launch_project<T, 1, 16, 6, 4>(call, p, plan->blocks);
+        if (plan->tile_tokens == 256) return launch_project<T, 3, 16, 5, 4>(call, p, plan->blocks);
+    }
+    switch (row_tiles) {
+    case 1: return launch_project<T, 1, 8, 8, 4>(call, p, plan->blocks);
+    case 3: return launch_project<T, 3, 8, 8, 4>(call, p, plan->blocks);
     default: return launch_project<T, 10, 8, 7, 1>(call, p, plan->blocks);
     }
 }
@@ -280,13 +292,15 @@ static weft_status launch_gather(const weft_call *call, const project_args &p)
 static bool phi_is_psi(const weft_tensor *phi, const weft_tensor *norm, stream_layout order)
 {
     return phi->dtype == WEFT_F32 && !weft_has(norm) && row_order(phi) == order &&
-           (phi->stride[0] % 2 == 0 || phi->shape[0] == 1) && (uintptr_t)phi->data % 8 == 0;
+           (phi->stride[0] % 2 == 0 || phi->shape[0] == 1) && (uintptr_t)phi->data % 8 == 0 &&
+           phi->stride[0] < INT32_MAX / phi->shape[0];
 }
 
-/* 80 rows leave no room for 16 warps. */
+/* 80 rows, and the lo parts of f16, leave no room for 16 warps. */
 static weft_project_fwd_plan plan_of(const weft_call *call, int32_t tiles)
 {
-    return weft_cuda_project_fwd_plan(call->tokens, call->streams * call->channels, tiles, tiles <= 3, call->sms);
+    return weft_cuda_project_fwd_plan(call->tokens, call->streams * call->channels, tiles,
+                                      tiles <= 3 && call->dtype == WEFT_BF16, call->sms);
 }
 
 struct fwd_room {

@@ -51,7 +51,7 @@ static inline bool rows_are_plain(const weft_tensor *t, stream_layout order)
 {
     int64_t k = t->shape[1] * t->shape[2];
     return order != LAYOUT_ANY && row_order(t) == order && k % 8 == 0 &&
-           (t->stride[0] % 8 == 0 || t->shape[0] == 1) && (uintptr_t)t->data % 16 == 0;
+           (t->stride[0] % 8 == 0 || t->shape[0] == 1) && (uintptr_t)t->data % 16 == 0 && k < INT32_MAX / 80;
 }
 
 static inline columns columns_of(const weft_call *call, stream_layout order)
