@@ -150,18 +150,13 @@ static __device__ __forceinline__ void backward_any_tile(const bwd_params &p, co
             for (int q = 0; q < V; q++) fb[q] = fb[q] + bias[q];
         }
     }
+    uint32_t keep[N] = {};
+    if (mask.on) keep_tile<N, V>(keep, mask, token, c);
 #pragma unroll
     for (int o = 0; o < N; o++)
 #pragma unroll
-        for (int q = 0; q < V; q++) gm[o][q] = g[o][q];
-    if (mask.on) {
-        uint32_t keep[N];
-        keep_tile<N, V>(keep, mask, token, c);
-#pragma unroll
-        for (int o = 0; o < N; o++)
-#pragma unroll
-            for (int q = 0; q < V; q++) gm[o][q] = g[o][q] * (keep[o] >> q & 1 ? (float)mask.scale : 0.0f);
-    }
+        for (int q = 0; q < V; q++)
+            gm[o][q] = mask.on ? g[o][q] * (keep[o] >> q & 1 ? (float)mask.scale : 0.0f) : g[o][q];
     backward_channels<N, V>(d_x, d_f, sum, x, g, gm, fb, k);
     if (row) add_to_row<V>(row + c, d_f, first);
     if (has(p.d_x)) put_streams<T, N, V, L>(p.d_x, token, c, d_x);
@@ -267,7 +262,8 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
 /* Any n, any strides: the block that owns a token takes `count` channels at a time through shared memory. A sum belongs
  * to one thread, or to one in each of `slices` of the channels while threads are left for that. */
 template <class T>
-static __global__ void __launch_bounds__(POST_BLOCK) bwd_any(const __grid_constant__ bwd_params p, int n, int count)
+static __global__ void __launch_bounds__(POST_BLOCK, 3)
+    bwd_any(const __grid_constant__ bwd_params p, int n, int count)
 {
     constexpr int MOST = (WEFT_MAX_STREAMS * (WEFT_MAX_STREAMS + 1) + POST_BLOCK - 1) / POST_BLOCK;
     extern __shared__ float4 room[];
