@@ -49,8 +49,8 @@ static const check_case cases[] = {
     {   33,  128,  4, BF16, BF16, F32,  F32,  0, 0, 0, ALL,  PRESET(DEEPSEEK_V4), .quick = 1},
     {   17,   96,  4, F32,  F32,  F32,  F32,  1, 0, 1, ALL,  PRESET(TRANSFORMER_ENGINE), .quick = 1},
     {   29,   65,  2, F16,  F32,  F16,  BF16, 0, 3, 0, SOME, PRESET(MEGATRON_MAIN), .dropout = 0.25, .quick = 1},
-    {    1,  257,  8, BF16, F32,  BF16, BF16, 0, 1, 1, ALL,  PRESET(MEGATRON_DEV), .dropout = 0.5, .shared = 1},
-    {   61,   40,  3, F32,  F32,  F32,  F32,  0, 0, 0, SOME, PRESET(LIGER), .iters = 2, .eps = 0.05},
+    {    1,  257,  8, BF16, F32,  BF16, BF16, 0, 1, 1, ALL,  PRESET(MEGATRON_DEV), .dropout = 0.5, .shared = 1, .quick = 1},
+    {   61,   40,  3, F32,  F32,  F32,  F32,  0, 0, 0, SOME, PRESET(LIGER), .iters = 2, .eps = 0.05, .quick = 1},
     {    0,   64,  4, BF16, BF16, F32,  F32,  0, 0, 0, ALL,  PRESET(DEEPSEEK_V4)},
     {    0,   64,  4, BF16, F32,  F32,  BF16, 0, 0, 1, ALL,  PRESET(DEEPSEEK_V4)},
     {    5,   24, 32, F32,  F32,  F32,  F32,  0, 0, 0, ALL,  PRESET(MEGATRON_DSV4), RULE(THRESHOLD), .eps = 0.1},
@@ -65,10 +65,11 @@ static const check_case cases[] = {
     {   12,   33,  4, F32,  F32,  F32,  F32,  0, 0, 0, ALL,  PRESET(LIGER), .poison = 1},
     {   70, 1024,  4, BF16, BF16, F32,  F32,  1, 0, 0, ALL,  PRESET(TRANSFORMER_ENGINE), .gpu = 1, .quick = 1},
     {   37, 4096,  4, BF16, F32,  F32,  BF16, 0, 0, 1, ALL,  PRESET(DEEPSEEK_V4), .dropout = 0.1, .gpu = 1, .quick = 1},
-    {   33, 1280,  4, F16,  F16,  F32,  F32,  0, 0, 0, ALL,  PRESET(MEGATRON_DEV), .gpu = 1},
-    {    9, 2560,  4, F32,  F32,  F32,  F32,  0, 0, 0, ALL,  PRESET(LIGER), .gpu = 1},
-    {   21,  768,  2, BF16, BF16, F32,  F32,  1, 0, 1, SOME, PRESET(MEGATRON_MAIN), .gpu = 1},
-    {   13,  512,  8, BF16, BF16, F32,  F32,  0, 0, 0, ALL,  PRESET(DEEPSEEK_V4), .gpu = 1},
+    {   33, 1280,  4, F16,  F16,  F32,  F32,  0, 0, 0, ALL,  PRESET(MEGATRON_DEV), .gpu = 1, .quick = 1},
+    {    9, 2560,  4, F32,  F32,  F32,  F32,  0, 0, 0, ALL,  PRESET(LIGER), .gpu = 1, .quick = 1},
+    {   21,  768,  2, BF16, BF16, F32,  F32,  1, 0, 1, ALL,  PRESET(MEGATRON_MAIN), .gpu = 1, .quick = 1},
+    {   13,  512,  8, BF16, BF16, F32,  F32,  0, 0, 0, ALL,  PRESET(DEEPSEEK_V4), .gpu = 1, .quick = 1},
+    {  700,  256,  4, BF16, BF16, F32,  F32,  0, 0, 0, ALL,  PRESET(DEEPSEEK_V4), .gpu = 1, .quick = 1},
 };
 /* clang-format on */
 enum { NUM_CASES = sizeof cases / sizeof cases[0] };

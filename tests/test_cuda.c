@@ -261,6 +261,38 @@ static void many_callers(void **state)
     test_verdict();
 }
 
+/* ---- plans --------------------------------------------------------------------------------------------------- */
+
+/* How a call is cut depends on the multiprocessors planned for, its results do not. */
+static void plans(void **state)
+{
+    (void)state;
+    need_gpu();
+    static const int multiprocessors[] = {1, 2, 7, 64, 132, 200, 4096};
+    for (int32_t i = 0; i < weft_op_count(); i++)
+        for (int v = 0; v < 4; v++) {
+            spec s = {.op = weft_op_at(i)->name,
+                      .tokens = v == 2 ? 5 : 700,
+                      .streams = v == 3 ? 8 : 4,
+                      .channels = v == 2 ? 7168 : 256,
+                      .act = v == 3 ? WEFT_F32 : WEFT_BF16,
+                      .stream_layout = (layout)(v == 1),
+                      .param_layout = (layout)(v == 1)};
+            s.wide = s.act;
+            if (test_quick() && v) continue;
+            problem *p = problem_make(&s);
+            pack want = run_pack(p, on_cuda(0));
+            for (size_t k = 0; k < sizeof multiprocessors / sizeof *multiprocessors; k++) {
+                pack got = run_pack(p, on_cuda(multiprocessors[k]));
+                pack_expect_same(p, &got, &want, "planned for another number of multiprocessors");
+                pack_free(&got);
+            }
+            pack_free(&want);
+            problem_free(p);
+        }
+    test_verdict();
+}
+
 /* ---- precision ----------------------------------------------------------------------------------------------- */
 
 /* exec.precision = tf32 loses bits where it says so, and only in the projection of f32 streams. */
@@ -640,6 +672,7 @@ int main(void)
         cmocka_unit_test(graphs), /* first: nothing has run before it */
         cmocka_unit_test(streams_at_once),
         cmocka_unit_test(many_callers),
+        cmocka_unit_test(plans),
         cmocka_unit_test(tf32),
         cmocka_unit_test(host_memory_is_refused),
         cmocka_unit_test(other_devices_are_refused),
