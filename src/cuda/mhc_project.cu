@@ -7,8 +7,8 @@
  * registers. `gather` adds the partial sums where the columns of a token were split over blocks. `spread` lays psi out in
  * the order of x's columns where phi itself is not there to be copied: a norm weight, another order, another dtype.
  *
- * The order of a token's sum depends on K = n*C alone: 64 leaves of columns, each summed by the tensor cores from left to
- * right, then by eights twice. A split hands on whole subtrees. */
+ * The order of a token's sum depends on K = n*C alone: 256 leaves of columns, each summed by the tensor cores from left to
+ * right, then by four, by eight and by eight. A split hands on whole subtrees. */
 #include "cuda/mhc_project.cuh"
 
 /* ---- psi as fp32 rows -------------------------------------------------------------------------------------------------- */
@@ -28,7 +28,7 @@ __global__ void spread_kernel(float *to, weights w, columns k)
 struct project_args {
     const void *x;
     const float *psi; /* [rows], psi_stride apart */
-    float *partial;   /* [splits][tokens][rows + 1], or NULL: straight to h and ms */
+    float *partial;   /* [splits][tokens][rows + 4], or NULL: straight to h and ms */
     view h, ms;
     int64_t tokens, x_stride, psi_stride, columns;
     int32_t rows, splits;
@@ -47,10 +47,9 @@ template <class T, int NT, int WARPS, int STAGES, int CHUNK>
 __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_args p)
 {
     constexpr int STEPS = PROJECT_STAGE / 16, THREADS = WARPS * 32, STAGE_BYTES = 16 * PROJECT_STAGE * 2;
-    constexpr int CHUNK_PIECES = CHUNK * STEPS * NT * 32, OWN = CHUNK_PIECES / THREADS; /* pieces of a thread */
-    constexpr bool AHEAD =
-        NT == 1 || (NT == 3 && (WARPS == 8 || number<T>::dtype == WEFT_BF16)); /* registers to fetch them ahead */
-    static_assert(CHUNK_PIECES % THREADS == 0, "every thread takes the same number of pieces apart");
+    constexpr int CHUNK_PIECES = CHUNK * STEPS * NT * 32,
+                  OWN = (CHUNK_PIECES + THREADS - 1) / THREADS; /* of a thread */
+    constexpr bool AHEAD = NT <= 3;                             /* registers to fetch them ahead */
     extern __shared__ __align__(128) char shared[];
 
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -91,6 +90,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
         const float2 *from =
             (const float2 *)(p.psi + first * PROJECT_STAGE + (uint32_t)(row * (int)p.psi_stride + column));
         v[0] = v[1] = make_float2(0.0f, 0.0f);
+        if (CHUNK_PIECES % THREADS && piece >= CHUNK_PIECES) return;
         if (row < p.rows && column < last_column) v[0] = from[0];
         if (row < p.rows && column + 8 < last_column) v[1] = from[4];
     };
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
         uint4 to;
         split2(to.x, to.z, v[0].x, v[0].y);
         split2(to.y, to.w, v[1].x, v[1].y);
-        taken[buffer * CHUNK_PIECES + piece] = to;
+        if (CHUNK_PIECES % THREADS == 0 || piece < CHUNK_PIECES) taken[buffer * CHUNK_PIECES + piece] = to;
     };
 
     /* x does not depend on the kernel before this one; psi may. */
@@ -116,9 +116,17 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
         take_apart(0, i * THREADS + tid, ahead[0]);
     }
 
-    /* Three levels of the sum: a leaf, eight of them, all. */
-    float leaf[NT][4] = {}, eight[NT][4] = {}, total[NT][4] = {};
-    float leaf_sq[2] = {}, eight_sq[2] = {}, total_sq[2] = {};
+    /* Four levels of the sum. The last, which is hardly touched, lies in shared memory where registers are short. Squares
+     * stay apart by lane until the end. */
+    constexpr bool DEEP = WARPS == 16 || NT > 3;
+    float *const deep = (float *)(taken + 2 * CHUNK_PIECES) + tid;
+    float leaf[NT][4] = {}, four[NT][4] = {}, eight[NT][4] = {}, total_[DEEP ? 1 : NT][4] = {};
+    float leaf_sq[2] = {}, four_sq[2] = {}, eight_sq[2] = {}, total_sq[2] = {};
+    auto total = [&](int q, int e) -> float & {
+        return DEEP ? deep[(q * 4 + e) * THREADS] : total_[DEEP ? 0 : q][e];
+    };
+#pragma unroll
+    for (int i = 0; i < (DEEP ? NT * 4 : 0); i++) deep[i * THREADS] = 0.0f;
     uint32_t slot = 0; /* in bytes */
     int index = leaves * split;
     int leaf_end = (int)(weft_project_leaf(stages, index + 1) - first);
@@ -167,23 +175,25 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
                 index++;
                 leaf_end = (int)(weft_project_leaf(stages, index + 1) - first);
 #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float v = leaf_sq[e];
-                    v += __shfl_xor_sync(0xffffffffu, v, 1);
-                    v += __shfl_xor_sync(0xffffffffu, v, 2);
-                    eight_sq[e] += v, leaf_sq[e] = 0.0f;
-                }
+                for (int e = 0; e < 2; e++) four_sq[e] += leaf_sq[e], leaf_sq[e] = 0.0f;
 #pragma unroll
                 for (int q = 0; q < NT; q++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++) eight[q][e] += leaf[q][e], leaf[q][e] = 0.0f;
-                if (index % PROJECT_FAN) continue;
+                    for (int e = 0; e < 4; e++) four[q][e] += leaf[q][e], leaf[q][e] = 0.0f;
+                if (index % 4) continue;
+#pragma unroll
+                for (int e = 0; e < 2; e++) eight_sq[e] += four_sq[e], four_sq[e] = 0.0f;
+#pragma unroll
+                for (int q = 0; q < NT; q++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) eight[q][e] += four[q][e], four[q][e] = 0.0f;
+                if (index % (4 * PROJECT_FAN)) continue;
 #pragma unroll
                 for (int e = 0; e < 2; e++) total_sq[e] += eight_sq[e], eight_sq[e] = 0.0f;
 #pragma unroll
                 for (int q = 0; q < NT; q++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++) total[q][e] += eight[q][e], eight[q][e] = 0.0f;
+                    for (int e = 0; e < 4; e++) total(q, e) += eight[q][e], eight[q][e] = 0.0f;
             }
         }
         if (!more) continue;
@@ -194,58 +204,74 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
         }
     }
 
-    /* A split holds its subtree at the level it is cut at; the other level is empty. */
+    /* A split holds its subtree at the level it is cut at; the other levels are empty. */
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int64_t token = token0 + (lane >> 2) + half * 8;
+        float square = total_sq[half] + (eight_sq[half] + four_sq[half]);
+        if (p.partial && token < p.tokens)
+            p.partial[(split * p.tokens + token) * (p.rows + 4) + p.rows + (lane & 3)] = square;
+        square += __shfl_xor_sync(0xffffffffu, square, 1);
+        square += __shfl_xor_sync(0xffffffffu, square, 2);
         if (token >= p.tokens) continue;
-        float *out = p.partial ? p.partial + (split * p.tokens + token) * (p.rows + 1) : NULL;
+        if (!p.partial && has(p.ms) && (lane & 3) == 0) put(p.ms, token * p.ms.stride[0], square * p.mean);
 #pragma unroll
         for (int q = 0; q < NT; q++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const int row = q * 8 + (lane & 3) * 2 + e;
-                const float v = total[q][half * 2 + e] + eight[q][half * 2 + e];
+                const int row = q * 8 + (lane & 3) * 2 + e, at = half * 2 + e;
+                const float v = total(q, at) + (eight[q][at] + four[q][at]);
                 if (row >= p.rows) continue;
-                if (out)
-                    out[row] = v;
+                if (p.partial)
+                    p.partial[(split * p.tokens + token) * (p.rows + 4) + row] = v;
                 else
                     put(p.h, token * p.h.stride[0] + row * p.h.stride[1], v);
             }
-        if ((lane & 3) == 0) {
-            const float v = total_sq[half] + eight_sq[half];
-            if (out)
-                out[p.rows] = v;
-            else if (has(p.ms))
-                put(p.ms, token * p.ms.stride[0], v * p.mean);
-        }
     }
 }
 
 /* Adds the partial sums of a token in the order that one block would have added them. Eight lanes share a sum, each with
  * an eighth of the partial sums on its way at once. */
-template <int SPLITS> __global__ void gather_kernel(const project_args p)
+template <int SPLITS> __device__ float gather(const float *from, int64_t step, int part)
 {
-    constexpr int EACH = SPLITS / PROJECT_FAN;
-    const int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / PROJECT_FAN,
-                  step = p.tokens * (p.rows + 1);
-    const int part = threadIdx.x % PROJECT_FAN;
-    float v[EACH] = {}, eight = 0.0f, total = 0.0f;
-    wait_for_previous();
+    constexpr int EACH = SPLITS / PROJECT_FAN, FOURS = EACH >= PROJECT_FAN ? PROJECT_FAN : 1, LEAVES = EACH / FOURS;
+    float v[EACH], eight = 0.0f, total = 0.0f;
 #pragma unroll
-    for (int s = 0; s < EACH; s++)
-        if (i < step) v[s] = p.partial[(part * EACH + s) * step + i];
+    for (int s = 0; s < EACH; s++) v[s] = from[(part * EACH + s) * step];
 #pragma unroll
-    for (int s = 0; s < EACH; s++) eight += v[s];
+    for (int f = 0; f < FOURS; f++) {
+        float four = 0.0f;
+#pragma unroll
+        for (int l = 0; l < LEAVES; l++) four += v[f * LEAVES + l];
+        eight += four;
+    }
 #pragma unroll
     for (int s = 0; s < PROJECT_FAN; s++) total += __shfl_sync(0xffffffffu, eight, s, PROJECT_FAN);
-    if (i >= step || part) return;
-    const int64_t token = i / (p.rows + 1);
-    const int row = (int)(i % (p.rows + 1));
+    return total;
+}
+
+template <int SPLITS> __global__ void gather_kernel(const project_args p)
+{
+    const int64_t items = p.tokens * (p.rows + 1), step = p.tokens * (p.rows + 4);
+    const int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / PROJECT_FAN, j = i < items ? i : items - 1;
+    const int64_t token = j / (p.rows + 1);
+    const int row = (int)(j % (p.rows + 1)), part = threadIdx.x % PROJECT_FAN;
+    const float *from = p.partial + token * (p.rows + 4) + row;
+    wait_for_previous();
+    const float a = gather<SPLITS>(from, step, part);
+    float square = 0.0f;
+    /* The squares of a token come in four parts; the other lanes go along. */
+    if (__any_sync(0xffffffffu, row == p.rows)) {
+        const int stride = row == p.rows ? 1 : 0;
+        const float b = gather<SPLITS>(from + stride, step, part),
+                    c = gather<SPLITS>(from + 2 * stride, step, part);
+        square = (a + b) + (c + gather<SPLITS>(from + 3 * stride, step, part));
+    }
+    if (i >= items || part) return;
     if (row < p.rows)
-        put(p.h, token * p.h.stride[0] + row * p.h.stride[1], total);
+        put(p.h, token * p.h.stride[0] + row * p.h.stride[1], a);
     else if (has(p.ms))
-        put(p.ms, token * p.ms.stride[0], total * p.mean);
+        put(p.ms, token * p.ms.stride[0], square * p.mean);
 }
 
 /* ---- launch ------------------------------------------------------------------------------------------------------------ */
@@ -253,8 +279,9 @@ template <int SPLITS> __global__ void gather_kernel(const project_args p)
 template <class T, int NT, int WARPS, int STAGES, int CHUNK>
 static weft_status launch_project(const weft_call *call, const project_args &p, int64_t blocks)
 {
-    constexpr size_t bytes =
-        (size_t)WARPS * STAGES * 16 * PROJECT_STAGE * 2 + 2 * CHUNK * PROJECT_STAGE / 16 * NT * 512;
+    constexpr size_t x = (size_t)WARPS * STAGES * 16 * PROJECT_STAGE * 2,
+                     psi = 2 * CHUNK * PROJECT_STAGE / 16 * NT * 512;
+    constexpr size_t bytes = x + psi + (WARPS == 16 || NT > 3 ? NT * 4 * WARPS * 32 * 4 : 0);
     static_assert(bytes <= 227 * 1024, "more shared memory than a block has");
     return launch(
         call, "projection", project_kernel<T, NT, WARPS, STAGES, CHUNK>,
@@ -269,11 +296,13 @@ static weft_status launch_tiles(const weft_call *call, const project_args &p, co
     if constexpr (number<T>::dtype == WEFT_BF16) {
         if (plan->tile_tokens == 256 && row_tiles == 1)
             return launch_project<T, 1, 16, 6, 4>(call, p, plan->blocks);
-        if (plan->tile_tokens == 256) return launch_project<T, 3, 16, 5, 4>(call, p, plan->blocks);
+        if (plan->tile_tokens == 256) return launch_project<T, 3, 16, 5, 2>(call, p, plan->blocks);
     }
-    switch (row_tiles) {
-    case 1: return launch_project<T, 1, 8, 8, 4>(call, p, plan->blocks);
-    case 3: return launch_project<T, 3, 8, 8, 4>(call, p, plan->blocks);
+    switch (row_tiles * 1000 + plan->tile_tokens) {
+    case 1128: return launch_project<T, 1, 8, 8, 4>(call, p, plan->blocks);
+    case 1032: return launch_project<T, 1, 2, 4, 1>(call, p, plan->blocks);
+    case 3128: return launch_project<T, 3, 8, 8, 4>(call, p, plan->blocks);
+    case 3032: return launch_project<T, 3, 2, 4, 1>(call, p, plan->blocks);
     default: return launch_project<T, 10, 8, 7, 1>(call, p, plan->blocks);
     }
 }
@@ -284,8 +313,11 @@ static weft_status launch_gather(const weft_call *call, const project_args &p)
                                 .block = 128,
                                 .shared = 0,
                                 .order = OVERLAP};
-    if (p.splits == PROJECT_FAN) return launch(call, "sums", gather_kernel<PROJECT_FAN>, shape, p);
-    return launch(call, "sums", gather_kernel<PROJECT_LEAVES>, shape, p);
+    switch (p.splits) {
+    case PROJECT_FAN: return launch(call, "sums", gather_kernel<PROJECT_FAN>, shape, p);
+    case PROJECT_SPLITS: return launch(call, "sums", gather_kernel<PROJECT_SPLITS>, shape, p);
+    default: return launch(call, "sums", gather_kernel<PROJECT_LEAVES>, shape, p);
+    }
 }
 
 /* phi can stand for psi: fp32 rows in the order of x's columns, aligned to pairs. */
@@ -313,7 +345,7 @@ static fwd_room fwd_lay_out(weft_arena *arena, const weft_call *call, const weft
     fwd_room r = {};
     r.psi = (float *)weft_arena_take(arena, (size_t)(call->rows * call->streams * call->channels) * 4);
     if (plan->splits > 1)
-        r.partial = (float *)weft_arena_take(arena, (size_t)(plan->splits * call->tokens * (call->rows + 1)) * 4);
+        r.partial = (float *)weft_arena_take(arena, (size_t)(plan->splits * call->tokens * (call->rows + 4)) * 4);
     return r;
 }
 

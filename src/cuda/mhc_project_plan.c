@@ -18,20 +18,25 @@ int32_t weft_cuda_project_row_tiles(int64_t rows)
 weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns, int32_t row_tiles, bool large,
                                                  int32_t sms)
 {
-    static const int32_t tiles[] = {256, 128}, splits[] = {1, PROJECT_FAN, PROJECT_LEAVES};
+    static const int32_t tiles[] = {256, 128, 32}, splits[] = {1, PROJECT_FAN, PROJECT_SPLITS, PROJECT_LEAVES};
     const int64_t most_partial = (int64_t)16 << 20;
     weft_project_fwd_plan best = {0};
     double best_cost = 0;
-    for (int i = large ? 0 : 1; i < 2; i++)
-        for (int k = 0; k < 3; k++) {
-            if (splits[k] > 1 && tokens > most_partial / (splits[k] * (row_tiles * 8 + 1) * 4)) continue;
+    for (int i = large ? 0 : 1; i < 3; i++)
+        for (int k = 0; k < 4; k++) {
+            if (tiles[i] == 32 && row_tiles > 3) continue; /* not compiled */
+            if (splits[k] > 1 && tokens > most_partial / (splits[k] * (row_tiles * 8 + 4) * 4)) continue;
             if (splits[k] > 1 && splits[k] > ceil_div(columns, PROJECT_STAGE)) continue;
             const int64_t blocks = ceil_div(tokens, tiles[i]) * splits[k];
-            /* A block moves its tokens and phi, in bytes; phi comes from L2, at about half the cost. It takes a while to
-             * get going, and so does the sum over splits. */
-            const double work = (tiles[i] * 2.0 + row_tiles * 8 * 4 * 0.5) * (double)columns / splits[k] + 40e3;
-            const double sums = (double)(tokens * splits[k]) * (row_tiles * 8 + 1) * 8 / sms + 60e3;
-            const double cost = (double)ceil_div(blocks, sms) * work + (splits[k] > 1 ? sums : 0);
+            /* Bytes that a block moves, phi at half the cost since it comes from L2; many small blocks fit a
+             * multiprocessor, but they read phi over and over. Getting going, and the sum over splits, cost as well. */
+            const int64_t at_once = tiles[i] == 32 ? 6 * (int64_t)sms : sms;
+            const double rounds = (double)ceil_div(blocks, at_once);
+            const double share =
+                tiles[i] == 32 && blocks > sms ? (double)(blocks < at_once ? blocks : at_once) / sms : 1;
+            const double work = (tiles[i] * 2.0 + row_tiles * 8 * 4 * 0.5) * (double)columns / splits[k];
+            const double sums = (double)(tokens * splits[k]) * (row_tiles * 8 + 4) * 8 / sms + 60e3;
+            const double cost = rounds * (share * work + 40e3) + (splits[k] > 1 ? sums : 0);
             if (best.blocks == 0 || cost < best_cost) {
                 best_cost = cost;
                 best.tile_tokens = tiles[i];
