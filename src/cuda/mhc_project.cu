@@ -7,8 +7,8 @@
  * registers. `gather` adds the partial sums where the columns of a token were split over blocks. `spread` lays psi out in
  * the order of x's columns where phi itself is not there to be copied: a norm weight, another order, another dtype.
  *
- * The order of a token's sum depends on K = n*C alone: 256 leaves of columns, each summed by the tensor cores from left to
- * right, then by four, by eight and by eight. A split hands on whole subtrees. */
+ * The order of a token's sum depends on K = n*C alone: 64 leaves of columns, each summed by the tensor cores from left to
+ * right, then by fours three times. A split hands on whole subtrees. */
 #include "cuda/mhc_project.cuh"
 
 /* ---- psi as fp32 rows -------------------------------------------------------------------------------------------------- */
@@ -36,36 +36,50 @@ struct project_args {
     float mean;        /* 1 / K */
 };
 
-/* A block owns WARPS * 16 tokens and the columns of its split, a warp 16 of these tokens. Each warp has a ring of stages of
- * 64 columns of its own x and waits for nobody, with its 16-byte pieces swapped by the row number so that neither the copy
- * nor ldmatrix meets a bank twice. psi is shared: chunks of CHUNK stages, taken apart into the registers' order while the
- * chunk before is multiplied, one barrier a chunk. One 16-byte piece per (step of 16 columns, tile of 8 rows, lane): hi and
- * lo of B's two registers.
- * Tried: all warps in lockstep, a barrier a stage, and 8 warps of 32 tokens; both leave two warps to a scheduler, which
- * wait 4.6 cycles an instruction, and take 2300 cycles a stage where memory leaves 2090. */
-template <class T, int NT, int WARPS, int STAGES, int CHUNK>
+/* Squares on tensor cores: a fragment of x is also its own transpose, so x x^T costs two products and no arithmetic; its
+ * diagonal is what we want. Token g has it in d[0] or d[1] of lane (g, g / 2), token g + 8 in d[2] or d[3]. */
+template <class T>
+static __device__ __forceinline__ void squares(float (&low)[4], float (&high)[4], const uint32_t (&a)[4])
+{
+    if constexpr (number<T>::dtype == WEFT_F16) {
+        mma16_f16(low, a[0], a[1], a[2], a[3], a[0], a[2]);
+        mma16_f16(high, a[0], a[1], a[2], a[3], a[1], a[3]);
+    } else {
+        mma16(low, a[0], a[1], a[2], a[3], a[0], a[2]);
+        mma16(high, a[0], a[1], a[2], a[3], a[1], a[3]);
+    }
+}
+
+/* A block owns WARPS * MT * 16 tokens and the columns of its split, a warp MT * 16 of these tokens. Each warp has a ring of
+ * stages of 64 columns of its own x and waits for nobody, with its 16-byte pieces swapped by the row number so that
+ * neither the copy nor ldmatrix meets a bank twice. psi is shared: chunks of CHUNK stages, taken apart into the registers'
+ * order while the chunk before is multiplied, one barrier a chunk. One 16-byte piece per (step of 16 columns, tile of 8
+ * rows, lane): hi and lo of B's two registers.
+ * What counts is instructions: memory leaves 2090 cycles for a stage of 256 tokens. A barrier a stage, address arithmetic
+ * in every copy or squares in plain arithmetic (half of the loop) each cost more than that leaves room for. */
+template <class T, int NT, int MT, int WARPS, int STAGES, int CHUNK>
 __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_args p)
 {
-    constexpr int STEPS = PROJECT_STAGE / 16, THREADS = WARPS * 32, STAGE_BYTES = 16 * PROJECT_STAGE * 2;
-    constexpr int CHUNK_PIECES = CHUNK * STEPS * NT * 32,
-                  OWN = (CHUNK_PIECES + THREADS - 1) / THREADS; /* of a thread */
-    constexpr bool AHEAD = NT <= 3;                             /* registers to fetch them ahead */
+    constexpr int STEPS = PROJECT_STAGE / 16, THREADS = WARPS * 32, STAGE_BYTES = MT * 16 * PROJECT_STAGE * 2;
+    constexpr int CHUNK_PIECES = CHUNK * STEPS * NT * 32, OWN = CHUNK_PIECES / THREADS; /* pieces of a thread */
+    constexpr bool AHEAD = NT <= 3; /* registers to fetch them ahead */
+    static_assert(CHUNK_PIECES % THREADS == 0, "every thread takes the same number of pieces apart");
     extern __shared__ __align__(128) char shared[];
 
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int split = (int)(blockIdx.x % (unsigned)p.splits), leaves = PROJECT_LEAVES / p.splits;
-    const int64_t token0 = ((int64_t)(blockIdx.x / (unsigned)p.splits) * WARPS + warp) * 16;
+    const int64_t token0 = ((int64_t)(blockIdx.x / (unsigned)p.splits) * WARPS + warp) * (MT * 16);
     const int64_t stages = (p.columns + PROJECT_STAGE - 1) / PROJECT_STAGE;
     const int64_t first = weft_project_leaf(stages, leaves * split);
     const int count = (int)(weft_project_leaf(stages, leaves * (split + 1)) - first);
     uint4 *const taken = (uint4 *)(shared + WARPS * STAGES * STAGE_BYTES);
     const uint32_t ring = shared_address(shared) + warp * STAGES * STAGE_BYTES;
 
-    /* Lane l copies piece l % 8 of rows l / 8, l / 8 + 4, l / 8 + 8, l / 8 + 12. Rows behind the last token repeat it: a copy
-     * must cost no more than the address it adds to. */
-    const char *x_from[4];
+    /* Lane l copies piece l % 8 of rows l / 8, l / 8 + 4, ... Rows behind the last token repeat it: a copy must cost no more
+     * than the address it adds to. */
+    const char *x_from[MT * 4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < MT * 4; i++) {
         const int64_t token = token0 + i * 4 + (lane >> 3);
         x_from[i] = (const char *)p.x + ((token < p.tokens ? token : p.tokens - 1) * p.x_stride +
                                          first * PROJECT_STAGE + (lane & 7) * 8) *
@@ -76,7 +90,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
     int next = 0; /* stage to load */
     auto load_x = [&](uint32_t slot_offset) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < MT * 4; i++) {
             copy_async((x_to ^ (i & 1 ? 64 : 0)) + slot_offset + i * 512, x_from[i], next < inside);
             x_from[i] += PROJECT_STAGE * sizeof(T);
         }
@@ -90,7 +104,6 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
         const float2 *from =
             (const float2 *)(p.psi + first * PROJECT_STAGE + (uint32_t)(row * (int)p.psi_stride + column));
         v[0] = v[1] = make_float2(0.0f, 0.0f);
-        if (CHUNK_PIECES % THREADS && piece >= CHUNK_PIECES) return;
         if (row < p.rows && column < last_column) v[0] = from[0];
         if (row < p.rows && column + 8 < last_column) v[1] = from[4];
     };
@@ -98,7 +111,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
         uint4 to;
         split2(to.x, to.z, v[0].x, v[0].y);
         split2(to.y, to.w, v[1].x, v[1].y);
-        if (CHUNK_PIECES % THREADS == 0 || piece < CHUNK_PIECES) taken[buffer * CHUNK_PIECES + piece] = to;
+        taken[buffer * CHUNK_PIECES + piece] = to;
     };
 
     /* x does not depend on the kernel before this one; psi may. */
@@ -110,23 +123,27 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
     wait_for_previous();
     let_next_begin();
     float2 ahead[AHEAD ? OWN : 1][2];
+    if constexpr (AHEAD) {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) fetch(ahead[i], 0, i * THREADS + tid);
+    }
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-        fetch(ahead[0], 0, i * THREADS + tid);
-        take_apart(0, i * THREADS + tid, ahead[0]);
+        if (!AHEAD) fetch(ahead[0], 0, i * THREADS + tid);
+        take_apart(0, i * THREADS + tid, ahead[AHEAD ? i : 0]);
     }
 
-    /* Four levels of the sum. The last, which is hardly touched, lies in shared memory where registers are short. Squares
-     * stay apart by lane until the end. */
-    constexpr bool DEEP = WARPS == 16 || NT > 3;
+    /* Four levels of the sum. With 80 rows the upper two, which are hardly touched, lie in shared memory. */
+    constexpr bool DEEP = NT > 3;
     float *const deep = (float *)(taken + 2 * CHUNK_PIECES) + tid;
-    float leaf[NT][4] = {}, four[NT][4] = {}, eight[NT][4] = {}, total_[DEEP ? 1 : NT][4] = {};
-    float leaf_sq[2] = {}, four_sq[2] = {}, eight_sq[2] = {}, total_sq[2] = {};
-    auto total = [&](int q, int e) -> float & {
-        return DEEP ? deep[(q * 4 + e) * THREADS] : total_[DEEP ? 0 : q][e];
+    float leaf[MT][NT][4] = {}, four[MT][NT][4] = {};
+    float upper[2][DEEP ? 1 : MT][DEEP ? 1 : NT][4] = {};
+    auto high = [&](int level, int m, int q, int e) -> float & {
+        return DEEP ? deep[((level * NT + q) * 4 + e) * THREADS] : upper[level][DEEP ? 0 : m][DEEP ? 0 : q][e];
     };
 #pragma unroll
-    for (int i = 0; i < (DEEP ? NT * 4 : 0); i++) deep[i * THREADS] = 0.0f;
+    for (int i = 0; i < (DEEP ? 2 * NT * 4 : 0); i++) deep[i * THREADS] = 0.0f;
+    float leaf_sq[MT][2][4] = {}, sq[3][MT][2] = {};
     uint32_t slot = 0; /* in bytes */
     int index = leaves * split;
     int leaf_end = (int)(weft_project_leaf(stages, index + 1) - first);
@@ -151,23 +168,29 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
             slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
-                uint32_t a[4], hi[4], lo[4];
-                ldmatrix4(a, x_at + (((step * 2 + (lane >> 4)) ^ (lane & 7)) << 4));
+                uint32_t hi[MT][4], lo[MT][4];
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    float v0, v1;
-                    widen2(v0, v1, a[e], T());
-                    leaf_sq[e & 1] = fmaf(v0, v0, leaf_sq[e & 1]);
-                    leaf_sq[e & 1] = fmaf(v1, v1, leaf_sq[e & 1]);
-                    split_pair(hi[e], lo[e], a[e], T());
+                for (int m = 0; m < MT; m++) {
+                    uint32_t a[4];
+                    ldmatrix4(a, x_at + m * 2048 + (((step * 2 + (lane >> 4)) ^ (lane & 7)) << 4));
+                    squares<T>(leaf_sq[m][0], leaf_sq[m][1], a);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) split_pair(hi[m][e], lo[m][e], a[e], T());
                 }
 #pragma unroll
                 for (int q = 0; q < NT; q++) {
                     const uint4 b = psi[(step * NT + q) * 32];
-                    mma16(leaf[q], hi[0], hi[1], hi[2], hi[3], b.x, b.y);
-                    mma16(leaf[q], hi[0], hi[1], hi[2], hi[3], b.z, b.w);
-                    if constexpr (number<T>::dtype == WEFT_F16)
-                        mma16(leaf[q], lo[0], lo[1], lo[2], lo[3], b.x, b.y);
+#pragma unroll
+                    for (int m = 0; m < MT; m++)
+                        mma16(leaf[m][q], hi[m][0], hi[m][1], hi[m][2], hi[m][3], b.x, b.y);
+#pragma unroll
+                    for (int m = 0; m < MT; m++)
+                        mma16(leaf[m][q], hi[m][0], hi[m][1], hi[m][2], hi[m][3], b.z, b.w);
+                    if constexpr (number<T>::dtype == WEFT_F16) {
+#pragma unroll
+                        for (int m = 0; m < MT; m++)
+                            mma16(leaf[m][q], lo[m][0], lo[m][1], lo[m][2], lo[m][3], b.x, b.y);
+                    }
                 }
             }
             /* The end of a leaf, and of the empty ones behind it where there are fewer stages than leaves. */
@@ -175,25 +198,37 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
                 index++;
                 leaf_end = (int)(weft_project_leaf(stages, index + 1) - first);
 #pragma unroll
-                for (int e = 0; e < 2; e++) four_sq[e] += leaf_sq[e], leaf_sq[e] = 0.0f;
+                for (int m = 0; m < MT; m++) {
+                    const bool odd = (lane >> 2) & 1;
+                    sq[0][m][0] += odd ? leaf_sq[m][0][1] : leaf_sq[m][0][0];
+                    sq[0][m][1] += odd ? leaf_sq[m][1][3] : leaf_sq[m][1][2];
 #pragma unroll
-                for (int q = 0; q < NT; q++)
+                    for (int e = 0; e < 4; e++) leaf_sq[m][0][e] = leaf_sq[m][1][e] = 0.0f;
 #pragma unroll
-                    for (int e = 0; e < 4; e++) four[q][e] += leaf[q][e], leaf[q][e] = 0.0f;
-                if (index % 4) continue;
+                    for (int q = 0; q < NT; q++)
 #pragma unroll
-                for (int e = 0; e < 2; e++) eight_sq[e] += four_sq[e], four_sq[e] = 0.0f;
+                        for (int e = 0; e < 4; e++) four[m][q][e] += leaf[m][q][e], leaf[m][q][e] = 0.0f;
+                }
+                if (index % PROJECT_FAN) continue;
 #pragma unroll
-                for (int q = 0; q < NT; q++)
+                for (int m = 0; m < MT; m++) {
 #pragma unroll
-                    for (int e = 0; e < 4; e++) eight[q][e] += four[q][e], four[q][e] = 0.0f;
-                if (index % (4 * PROJECT_FAN)) continue;
+                    for (int e = 0; e < 2; e++) sq[1][m][e] += sq[0][m][e], sq[0][m][e] = 0.0f;
 #pragma unroll
-                for (int e = 0; e < 2; e++) total_sq[e] += eight_sq[e], eight_sq[e] = 0.0f;
+                    for (int q = 0; q < NT; q++)
 #pragma unroll
-                for (int q = 0; q < NT; q++)
+                        for (int e = 0; e < 4; e++) high(0, m, q, e) += four[m][q][e], four[m][q][e] = 0.0f;
+                }
+                if (index % (PROJECT_FAN * PROJECT_FAN)) continue;
 #pragma unroll
-                    for (int e = 0; e < 4; e++) total(q, e) += eight[q][e], eight[q][e] = 0.0f;
+                for (int m = 0; m < MT; m++) {
+#pragma unroll
+                    for (int e = 0; e < 2; e++) sq[2][m][e] += sq[1][m][e], sq[1][m][e] = 0.0f;
+#pragma unroll
+                    for (int q = 0; q < NT; q++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) high(1, m, q, e) += high(0, m, q, e), high(0, m, q, e) = 0.0f;
+                }
             }
         }
         if (!more) continue;
@@ -206,87 +241,80 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
 
     /* A split holds its subtree at the level it is cut at; the other levels are empty. */
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int64_t token = token0 + (lane >> 2) + half * 8;
-        float square = total_sq[half] + (eight_sq[half] + four_sq[half]);
-        if (p.partial && token < p.tokens)
-            p.partial[(split * p.tokens + token) * (p.rows + 4) + p.rows + (lane & 3)] = square;
-        square += __shfl_xor_sync(0xffffffffu, square, 1);
-        square += __shfl_xor_sync(0xffffffffu, square, 2);
-        if (token >= p.tokens) continue;
-        if (!p.partial && has(p.ms) && (lane & 3) == 0) put(p.ms, token * p.ms.stride[0], square * p.mean);
+    for (int m = 0; m < MT; m++)
 #pragma unroll
-        for (int q = 0; q < NT; q++)
+        for (int half = 0; half < 2; half++) {
+            const int64_t token = token0 + m * 16 + (lane >> 2) + half * 8;
+            if (token >= p.tokens) continue;
+            float *out = p.partial ? p.partial + (split * p.tokens + token) * (p.rows + 1) : NULL;
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int row = q * 8 + (lane & 3) * 2 + e, at = half * 2 + e;
-                const float v = total(q, at) + (eight[q][at] + four[q][at]);
-                if (row >= p.rows) continue;
-                if (p.partial)
-                    p.partial[(split * p.tokens + token) * (p.rows + 4) + row] = v;
-                else
-                    put(p.h, token * p.h.stride[0] + row * p.h.stride[1], v);
+            for (int q = 0; q < NT; q++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int row = q * 8 + (lane & 3) * 2 + e, at = half * 2 + e;
+                    const float v = high(1, m, q, at) + (high(0, m, q, at) + four[m][q][at]);
+                    if (row >= p.rows) continue;
+                    if (out)
+                        out[row] = v;
+                    else
+                        put(p.h, token * p.h.stride[0] + row * p.h.stride[1], v);
+                }
+            if ((lane & 3) == lane >> 3) { /* the lane of the diagonal */
+                const float v = sq[2][m][half] + (sq[1][m][half] + sq[0][m][half]);
+                if (out)
+                    out[p.rows] = v;
+                else if (has(p.ms))
+                    put(p.ms, token * p.ms.stride[0], v * p.mean);
             }
-    }
+        }
 }
 
-/* Adds the partial sums of a token in the order that one block would have added them. Eight lanes share a sum, each with
- * an eighth of the partial sums on its way at once. */
-template <int SPLITS> __device__ float gather(const float *from, int64_t step, int part)
+/* Adds the partial sums of a token in the order that one block would have added them. Four lanes share a sum, each with a
+ * quarter of the partial sums on its way at once. */
+template <int SPLITS> __global__ void gather_kernel(const project_args p)
 {
-    constexpr int EACH = SPLITS / PROJECT_FAN, FOURS = EACH >= PROJECT_FAN ? PROJECT_FAN : 1, LEAVES = EACH / FOURS;
-    float v[EACH], eight = 0.0f, total = 0.0f;
+    constexpr int EACH = SPLITS / PROJECT_FAN, FOURS = SPLITS >= 16 ? 4 : 1, LEAVES = EACH / FOURS;
+    const int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / PROJECT_FAN,
+                  step = p.tokens * (p.rows + 1);
+    const int part = threadIdx.x % PROJECT_FAN;
+    float v[EACH] = {}, sixteen = 0.0f, total = 0.0f;
+    wait_for_previous();
 #pragma unroll
-    for (int s = 0; s < EACH; s++) v[s] = from[(part * EACH + s) * step];
+    for (int s = 0; s < EACH; s++)
+        if (i < step) v[s] = p.partial[(part * EACH + s) * step + i];
 #pragma unroll
     for (int f = 0; f < FOURS; f++) {
         float four = 0.0f;
 #pragma unroll
         for (int l = 0; l < LEAVES; l++) four += v[f * LEAVES + l];
-        eight += four;
+        sixteen += four;
     }
 #pragma unroll
-    for (int s = 0; s < PROJECT_FAN; s++) total += __shfl_sync(0xffffffffu, eight, s, PROJECT_FAN);
-    return total;
-}
-
-template <int SPLITS> __global__ void gather_kernel(const project_args p)
-{
-    const int64_t items = p.tokens * (p.rows + 1), step = p.tokens * (p.rows + 4);
-    const int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / PROJECT_FAN, j = i < items ? i : items - 1;
-    const int64_t token = j / (p.rows + 1);
-    const int row = (int)(j % (p.rows + 1)), part = threadIdx.x % PROJECT_FAN;
-    const float *from = p.partial + token * (p.rows + 4) + row;
-    wait_for_previous();
-    const float a = gather<SPLITS>(from, step, part);
-    float square = 0.0f;
-    /* The squares of a token come in four parts; the other lanes go along. */
-    if (__any_sync(0xffffffffu, row == p.rows)) {
-        const int stride = row == p.rows ? 1 : 0;
-        const float b = gather<SPLITS>(from + stride, step, part),
-                    c = gather<SPLITS>(from + 2 * stride, step, part);
-        square = (a + b) + (c + gather<SPLITS>(from + 3 * stride, step, part));
-    }
-    if (i >= items || part) return;
+    for (int s = 0; s < PROJECT_FAN; s++) total += __shfl_sync(0xffffffffu, sixteen, s, PROJECT_FAN);
+    if (i >= step || part) return;
+    const int64_t token = i / (p.rows + 1);
+    const int row = (int)(i % (p.rows + 1));
     if (row < p.rows)
-        put(p.h, token * p.h.stride[0] + row * p.h.stride[1], a);
+        put(p.h, token * p.h.stride[0] + row * p.h.stride[1], total);
     else if (has(p.ms))
-        put(p.ms, token * p.ms.stride[0], square * p.mean);
+        put(p.ms, token * p.ms.stride[0], total * p.mean);
 }
 
 /* ---- launch ------------------------------------------------------------------------------------------------------------ */
 
-template <class T, int NT, int WARPS, int STAGES, int CHUNK>
+template <class T, int NT, int MT, int WARPS, int STAGES, int CHUNK>
 static weft_status launch_project(const weft_call *call, const project_args &p, int64_t blocks)
 {
-    constexpr size_t x = (size_t)WARPS * STAGES * 16 * PROJECT_STAGE * 2,
-                     psi = 2 * CHUNK * PROJECT_STAGE / 16 * NT * 512;
-    constexpr size_t bytes = x + psi + (WARPS == 16 || NT > 3 ? NT * 4 * WARPS * 32 * 4 : 0);
-    static_assert(bytes <= 227 * 1024, "more shared memory than a block has");
-    return launch(
-        call, "projection", project_kernel<T, NT, WARPS, STAGES, CHUNK>,
-        {.grid = (unsigned)blocks, .block = WARPS * 32, .shared = bytes, .order = p.psi_is_ready ? AFTER : OVERLAP},
-        p);
+    constexpr size_t x = (size_t)WARPS * STAGES * MT * 16 * PROJECT_STAGE * 2;
+    constexpr size_t psi = 2 * CHUNK * PROJECT_STAGE / 16 * NT * 512,
+                     deep = NT > 3 ? 2 * NT * 4 * WARPS * 32 * 4 : 0;
+    static_assert(x + psi + deep <= 227 * 1024, "more shared memory than a block has");
+    return launch(call, "projection", project_kernel<T, NT, MT, WARPS, STAGES, CHUNK>,
+                  {.grid = (unsigned)blocks,
+                   .block = WARPS * 32,
+                   .shared = x + psi + deep,
+                   .order = p.psi_is_ready ? AFTER : OVERLAP},
+                  p);
 }
 
 template <class T>
@@ -295,15 +323,15 @@ static weft_status launch_tiles(const weft_call *call, const project_args &p, co
 {
     if constexpr (number<T>::dtype == WEFT_BF16) {
         if (plan->tile_tokens == 256 && row_tiles == 1)
-            return launch_project<T, 1, 16, 6, 4>(call, p, plan->blocks);
-        if (plan->tile_tokens == 256) return launch_project<T, 3, 16, 5, 2>(call, p, plan->blocks);
+            return launch_project<T, 1, 2, 8, 5, 4>(call, p, plan->blocks);
+        if (plan->tile_tokens == 256) return launch_project<T, 3, 2, 8, 5, 4>(call, p, plan->blocks);
     }
     switch (row_tiles * 1000 + plan->tile_tokens) {
-    case 1128: return launch_project<T, 1, 8, 8, 4>(call, p, plan->blocks);
-    case 1032: return launch_project<T, 1, 2, 4, 1>(call, p, plan->blocks);
-    case 3128: return launch_project<T, 3, 8, 8, 4>(call, p, plan->blocks);
-    case 3032: return launch_project<T, 3, 2, 4, 1>(call, p, plan->blocks);
-    default: return launch_project<T, 10, 8, 7, 1>(call, p, plan->blocks);
+    case 1128: return launch_project<T, 1, 1, 8, 8, 4>(call, p, plan->blocks);
+    case 1032: return launch_project<T, 1, 1, 2, 4, 4>(call, p, plan->blocks);
+    case 3128: return launch_project<T, 3, 1, 8, 8, 4>(call, p, plan->blocks);
+    case 3032: return launch_project<T, 3, 1, 2, 4, 1>(call, p, plan->blocks);
+    default: return launch_project<T, 10, 1, 8, 5, 1>(call, p, plan->blocks);
     }
 }
 
@@ -314,9 +342,9 @@ static weft_status launch_gather(const weft_call *call, const project_args &p)
                                 .shared = 0,
                                 .order = OVERLAP};
     switch (p.splits) {
-    case PROJECT_FAN: return launch(call, "sums", gather_kernel<PROJECT_FAN>, shape, p);
-    case PROJECT_SPLITS: return launch(call, "sums", gather_kernel<PROJECT_SPLITS>, shape, p);
-    default: return launch(call, "sums", gather_kernel<PROJECT_LEAVES>, shape, p);
+    case 4: return launch(call, "sums", gather_kernel<4>, shape, p);
+    case 16: return launch(call, "sums", gather_kernel<16>, shape, p);
+    default: return launch(call, "sums", gather_kernel<64>, shape, p);
     }
 }
 
@@ -345,7 +373,7 @@ static fwd_room fwd_lay_out(weft_arena *arena, const weft_call *call, const weft
     fwd_room r = {};
     r.psi = (float *)weft_arena_take(arena, (size_t)(call->rows * call->streams * call->channels) * 4);
     if (plan->splits > 1)
-        r.partial = (float *)weft_arena_take(arena, (size_t)(plan->splits * call->tokens * (call->rows + 4)) * 4);
+        r.partial = (float *)weft_arena_take(arena, (size_t)(plan->splits * call->tokens * (call->rows + 1)) * 4);
     return r;
 }
 

@@ -18,7 +18,7 @@ int32_t weft_cuda_project_row_tiles(int64_t rows)
 weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns, int32_t row_tiles, bool large,
                                                  int32_t sms)
 {
-    static const int32_t tiles[] = {256, 128, 32}, splits[] = {1, PROJECT_FAN, PROJECT_SPLITS, PROJECT_LEAVES};
+    static const int32_t tiles[] = {256, 128, 32}, splits[] = {1, 4, 16, 64};
     const int64_t most_partial = (int64_t)16 << 20;
     weft_project_fwd_plan best = {0};
     double best_cost = 0;

@@ -100,7 +100,7 @@ static double roundings(const problem *p, const arithmetic *how, const char *nam
      * once for each of up to three products of high and low parts: 17 * 2 * 3 / 16 units for each term. */
     if (starts(p->op->name, "mhc_project") && how->tensor_cores) {
         const double term = 17 * 2 * 3 / 16.0;
-        if (strcmp(name, "h") == 0) return term * n * (lanes + 1) + 32;
+        if (strcmp(name, "h") == 0 || strcmp(name, "ms") == 0) return term * n * (lanes + 1) + 32;
         if (strcmp(name, "d_x") == 0) return term * (rows + 16) + 4;
         if (strcmp(name, "d_phi") == 0) return term * (tokens + 16) + 6;
         if (strcmp(name, "d_norm_weight") == 0) return term * (tokens + rows + 16) + 6;
