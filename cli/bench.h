@@ -15,8 +15,9 @@ typedef struct bench {
     int json, threads;
     const char *isa, *preset;
     pool memory;
-    device_facts gpu; /* CUDA only, as the next two */
+    device_facts gpu; /* CUDA only, as the rest */
     device_timer *timer;
+    void *scrap; /* what evicting the L2 writes */
     void *workspace;
     size_t workspace_bytes;
 } bench;

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <weft/mhc.h>
 #include <weft/ops.h>
 
 #include "compare.h"
@@ -29,18 +30,49 @@ enum {
 static const size_t fill_bytes = (size_t)64 << 20;
 static const size_t copy_bytes = (size_t)1 << 30;
 
+static size_t evict_bytes(const bench *b)
+{
+    return 2 * b->gpu.l2 > fill_bytes ? 2 * b->gpu.l2 : fill_bytes;
+}
+
+/* Reads the buffer that evicts the L2 with an operator that writes sixteen bytes for every 32 KiB it reads. */
+static const char *read_buffer(void *context)
+{
+    enum { STREAMS = 4, CHANNELS = 4096 };
+    bench *b = context;
+    void *data = device_timer_buffer(b->timer);
+    int64_t tokens = (int64_t)(evict_bytes(b) / (STREAMS * CHANNELS * 2));
+    weft_tensor x = weft_dense3(data, WEFT_BF16, tokens, STREAMS, CHANNELS), d_u, pre;
+    d_u = weft_dense2(data, WEFT_BF16, tokens, CHANNELS);
+    pre = weft_dense2(data, WEFT_F32, tokens, STREAMS);
+    d_u.stride[0] = pre.stride[0] = 0;
+    weft_mhc_aggregate_bwd_args args = {
+        .struct_size = sizeof args,
+        .x = x,
+        .pre = pre,
+        .d_u = d_u,
+        .d_pre = {.to = weft_dense2(b->scrap, WEFT_F32, tokens, STREAMS)},
+    };
+    weft_exec exec = {.backend = WEFT_BACKEND_CUDA, .stream = device_timer_stream(b->timer)};
+    return weft_mhc_aggregate_bwd(&exec, &args) == WEFT_OK ? NULL : weft_last_error();
+}
+
 const char *bench_device_open(bench *b)
 {
     if (!device_facts_of(0, &b->gpu)) return "the device does not answer";
-    b->timer = device_timer_open(2 * b->gpu.l2 > fill_bytes ? 2 * b->gpu.l2 : fill_bytes);
-    return b->timer ? NULL : "the device gives no stream or no memory";
+    b->timer = device_timer_open(evict_bytes(b));
+    b->scrap = device_alloc(evict_bytes(b) / 1024);
+    if (!b->timer || !b->scrap) return "the device gives no stream or no memory";
+    device_timer_reader(b->timer, read_buffer, b);
+    return NULL;
 }
 
 void bench_device_close(bench *b)
 {
     device_timer_close(b->timer);
     device_free(b->workspace);
-    b->workspace = NULL;
+    device_free(b->scrap);
+    b->workspace = b->scrap = NULL;
 }
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */

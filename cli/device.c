@@ -114,6 +114,8 @@ struct device_timer {
     cudaGraphExec_t graph;
     void *evict;
     size_t evict_bytes;
+    const char *(*read)(void *context);
+    void *context;
 };
 
 device_timer *device_timer_open(size_t evict_bytes)
@@ -151,6 +153,23 @@ void *device_timer_stream(const device_timer *t)
     return t->stream;
 }
 
+void device_timer_reader(device_timer *t, const char *(*read)(void *context), void *context)
+{
+    t->read = read;
+    t->context = context;
+}
+
+void *device_timer_buffer(const device_timer *t)
+{
+    return t->evict;
+}
+
+static const char *evict_all(device_timer *t)
+{
+    const char *wrong = text_of(cudaMemsetAsync(t->evict, 0x5a, t->evict_bytes, t->stream));
+    return wrong || !t->read ? wrong : t->read(t->context);
+}
+
 const char *device_timer_capture(device_timer *t, const char *(*call)(void *context), void *context, int times)
 {
     cudaGraph_t graph = NULL;
@@ -171,7 +190,7 @@ const char *device_timer_run(device_timer *t, int replays, int evict, double *se
 {
     float ms = 0;
     const char *wrong = NULL;
-    if (evict) wrong = text_of(cudaMemsetAsync(t->evict, 0x5a, t->evict_bytes, t->stream));
+    if (evict) wrong = evict_all(t);
     if (!wrong) wrong = text_of(cudaEventRecord(t->start, t->stream));
     for (int i = 0; i < replays && !wrong; i++) wrong = text_of(cudaGraphLaunch(t->graph, t->stream));
     if (!wrong) wrong = text_of(cudaEventRecord(t->stop, t->stream));
@@ -184,7 +203,7 @@ const char *device_timer_run(device_timer *t, int replays, int evict, double *se
 const char *device_timer_copy(device_timer *t, void *to, const void *from, size_t bytes, double *seconds)
 {
     float ms = 0;
-    const char *wrong = text_of(cudaMemsetAsync(t->evict, 0x5a, t->evict_bytes, t->stream));
+    const char *wrong = evict_all(t);
     if (!wrong) wrong = text_of(cudaEventRecord(t->start, t->stream));
     if (!wrong) wrong = text_of(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, t->stream));
     if (!wrong) wrong = text_of(cudaEventRecord(t->stop, t->stream));
@@ -268,6 +287,17 @@ const char *device_fill(void *to, int byte, size_t bytes)
 const char *device_wait(void)
 {
     return none;
+}
+
+void device_timer_reader(device_timer *t, const char *(*read)(void *context), void *context)
+{
+    (void)t, (void)read, (void)context;
+}
+
+void *device_timer_buffer(const device_timer *t)
+{
+    (void)t;
+    return NULL;
 }
 
 device_timer *device_timer_open(size_t evict_bytes)

@@ -115,7 +115,7 @@ template <int N>
 static __device__ __forceinline__ void sinkhorn_bwd(float *z, float *d, float *shared, const gate_numbers &m)
 {
     constexpr int width = N == 2 ? 2 : 4;
-    const near_history hist = {shared + threadIdx.x * width, width};
+    const near_history hist = {shared + threadIdx.x % COEF_THREADS * width, width};
     switch (m.sinkhorn) {
     case WEFT_SINKHORN_LOG: mm_sinkhorn_bwd(z, d, hist, N, m.iters, m.sinkhorn_eps, WEFT_SINKHORN_LOG); break;
     case WEFT_SINKHORN_SOFTMAX_EPS:
@@ -251,6 +251,7 @@ struct gates_bwd_params {
     gate_numbers numbers;
     int32_t streams;
     int64_t tokens, chunks, slots;
+    int64_t history; /* floats of a group */
     token_rows h;
     view ms, alpha, beta;
     token_rows d_pre, d_post, d_third;
@@ -488,20 +489,23 @@ static __device__ __forceinline__ void gates_bwd_token(const gates_bwd_params &p
             d_inv * mm_d_inv_rms(t.ms, inv, p.numbers.rms_eps, p.numbers.rms_eps_kind));
 }
 
+/* A block of one group of threads has a chunk of tokens at a time; a block of two has both chunks there are. */
 template <int N, bool SINKHORN>
-static __global__ void __launch_bounds__(COEF_THREADS) gates_bwd_small(gates_bwd_params p)
+static __global__ void __launch_bounds__(COEF_GROUPS *COEF_THREADS) gates_bwd_small(gates_bwd_params p)
 {
     constexpr int R = 2 * N + N * N, M = R + 3, EACH = (M + COEF_THREADS - 1) / COEF_THREADS;
+    constexpr int WARPS = COEF_THREADS / 32;
     extern __shared__ float4 dynamic[];
-    __shared__ float param[M], room[COEF_THREADS / 32][M];
+    __shared__ float param[M], room[COEF_GROUPS * WARPS][M];
+    const int group = threadIdx.x / COEF_THREADS, groups = blockDim.x / COEF_THREADS;
     const bool sums = has(p.d_alpha) || has(p.d_beta);
     bool staged = false;
     for (int64_t slot = blockIdx.x; slot < p.slots; slot += gridDim.x) {
         float total[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; i++) total[i] = 0;
-        for (int64_t chunk = slot; chunk < p.chunks; chunk += p.slots) {
-            const int64_t token = chunk * COEF_THREADS + threadIdx.x;
+        for (int64_t chunk = slot; chunk < p.chunks; chunk += groups * p.slots) {
+            const int64_t token = (chunk + group) * COEF_THREADS + threadIdx.x % COEF_THREADS;
             gates_token<N> t;
 #pragma unroll
             for (int j = 0; j < M; j++) t.dz[j] = 0;
@@ -511,7 +515,8 @@ static __global__ void __launch_bounds__(COEF_THREADS) gates_bwd_small(gates_bwd
                 __syncthreads();
                 staged = true;
             }
-            if (token < p.tokens) gates_bwd_token<N, SINKHORN>(p, param, (float *)dynamic, token, t);
+            if (token < p.tokens)
+                gates_bwd_token<N, SINKHORN>(p, param, (float *)dynamic + group * p.history, token, t);
             if (!sums) continue;
             __syncthreads();
             sum_warp<M>(t.dz, room[threadIdx.x >> 5]);
@@ -519,10 +524,10 @@ static __global__ void __launch_bounds__(COEF_THREADS) gates_bwd_small(gates_bwd
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
                 const int k = threadIdx.x + i * COEF_THREADS;
-                if (k < M) total[i] += room[0][k] + room[1][k];
+                for (int g = 0; g < groups && k < M; g++) total[i] += room[g * WARPS][k] + room[g * WARPS + 1][k];
             }
         }
-        if (!sums) continue;
+        if (!sums || group > 0) continue;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int k = threadIdx.x + i * COEF_THREADS;
@@ -767,6 +772,9 @@ static weft_status gates_bwd_run(const weft_call *call, const char *what, const 
     if (!sums) p.slots = p.chunks;
     shape.grid = dim3(grid_of(p.slots));
     shape.shared = plan.shared;
+    p.history = (int64_t)(plan.shared / sizeof(float));
+    if (p.slots < p.chunks && p.chunks <= COEF_GROUPS && COEF_GROUPS * plan.shared <= most_shared(call))
+        shape.block *= COEF_GROUPS, shape.shared *= COEF_GROUPS;
     switch (p.streams) {
     case 2: return gates_bwd_launch(call, what, gates_bwd_small<2, SINKHORN>, shape, p);
     case 4: return gates_bwd_launch(call, what, gates_bwd_small<4, SINKHORN>, shape, p);

@@ -41,7 +41,7 @@ static int64_t least(int64_t a, int64_t b)
 void weft_cuda_coef_cut(int64_t tokens, int64_t *chunks, int64_t *slots)
 {
     *chunks = (tokens + COEF_THREADS - 1) / COEF_THREADS;
-    *slots = least(*chunks, COEF_MOST_SLOTS);
+    *slots = *chunks <= COEF_GROUPS ? least(*chunks, 1) : least(*chunks, COEF_MOST_SLOTS);
 }
 
 static weft_cuda_coef_plan plan_of(int64_t tokens)

@@ -15,7 +15,9 @@ extern "C" {
 #endif
 
 enum {
-    COEF_THREADS = 64,      /* of a block, one token each; also the tokens of a chunk */
+    COEF_THREADS = 64, /* of a block, one token each; also the tokens of a chunk */
+    COEF_GROUPS = 2, /* chunks that one block of as many groups takes at once, where there are no more: blocks that
+                             * wait for each other cost 7 us */
     COEF_MOST_SLOTS = 2048, /* rows of partial sums, which bounds the workspace whatever the number of tokens */
     COEF_MOST_BLOCKS = 256  /* blocks that have room in the workspace, where a token's matrix lies there */
 };

@@ -269,31 +269,40 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
         }
 }
 
-/* Adds the partial sums of a token in the order that one block would have added them. Four lanes share a sum, each with a
- * quarter of the partial sums on its way at once. */
+/* Adds the partial sums of a token in the order that one block would have added them. With many splits four lanes share a
+ * sum, each with a quarter of the partial sums on its way at once. */
+template <int SPLITS> struct gather_shape {
+    static constexpr int lanes = SPLITS > 4 ? 4 : 1;
+};
+
 template <int SPLITS> __global__ void gather_kernel(const project_args p)
 {
-    constexpr int EACH = SPLITS / PROJECT_FAN, FOURS = SPLITS >= 16 ? 4 : 1, LEAVES = EACH / FOURS;
-    const int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / PROJECT_FAN,
-                  step = p.tokens * (p.rows + 1);
-    const int part = threadIdx.x % PROJECT_FAN;
+    constexpr int LANES = gather_shape<SPLITS>::lanes, EACH = SPLITS / LANES;
+    constexpr int FOURS = SPLITS > 4 ? 4 : 1, LEAVES = EACH / FOURS;
+    const int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / LANES, step = p.tokens * (p.rows + 1);
+    const int part = threadIdx.x % LANES;
     float v[EACH] = {}, sixteen = 0.0f, total = 0.0f;
     wait_for_previous();
 #pragma unroll
     for (int s = 0; s < EACH; s++)
         if (i < step) v[s] = p.partial[(part * EACH + s) * step + i];
+    if constexpr (LANES == 1) {
 #pragma unroll
-    for (int f = 0; f < FOURS; f++) {
-        float four = 0.0f;
+        for (int s = 0; s < EACH; s++) total += v[s];
+    } else {
 #pragma unroll
-        for (int l = 0; l < LEAVES; l++) four += v[f * LEAVES + l];
-        sixteen += four;
+        for (int f = 0; f < FOURS; f++) {
+            float four = 0.0f;
+#pragma unroll
+            for (int l = 0; l < LEAVES; l++) four += v[f * LEAVES + l];
+            sixteen += four;
+        }
+#pragma unroll
+        for (int s = 0; s < LANES; s++) total += __shfl_sync(0xffffffffu, sixteen, s, LANES);
     }
-#pragma unroll
-    for (int s = 0; s < PROJECT_FAN; s++) total += __shfl_sync(0xffffffffu, sixteen, s, PROJECT_FAN);
     if (i >= step || part) return;
     const int64_t token = i / (p.rows + 1);
-    const int row = (int)(i % (p.rows + 1));
+    const int row = (int)(i - token * (p.rows + 1));
     if (row < p.rows)
         put(p.h, token * p.h.stride[0] + row * p.h.stride[1], total);
     else if (has(p.ms))
@@ -335,17 +344,11 @@ static weft_status launch_tiles(const weft_call *call, const project_args &p, co
     }
 }
 
-static weft_status launch_gather(const weft_call *call, const project_args &p)
+template <int SPLITS> static weft_status launch_gather(const weft_call *call, const project_args &p)
 {
-    const launch_shape shape = {.grid = grid_of((p.tokens * (p.rows + 1) * PROJECT_FAN + 127) / 128),
-                                .block = 128,
-                                .shared = 0,
-                                .order = OVERLAP};
-    switch (p.splits) {
-    case 4: return launch(call, "sums", gather_kernel<4>, shape, p);
-    case 16: return launch(call, "sums", gather_kernel<16>, shape, p);
-    default: return launch(call, "sums", gather_kernel<64>, shape, p);
-    }
+    const int64_t threads = p.tokens * (p.rows + 1) * gather_shape<SPLITS>::lanes;
+    return launch(call, "sums", gather_kernel<SPLITS>,
+                  {.grid = grid_of((threads + 127) / 128), .block = 128, .shared = 0, .order = OVERLAP}, p);
 }
 
 /* phi can stand for psi: fp32 rows in the order of x's columns, aligned to pairs. */
@@ -411,7 +414,11 @@ template <class T> static weft_status fwd(const weft_call *call, const void *arg
     }
     const weft_status status = launch_tiles<T>(call, p, &plan, tiles);
     if (status != WEFT_OK || plan.splits == 1) return status;
-    return launch_gather(call, p);
+    switch (plan.splits) {
+    case 4: return launch_gather<4>(call, p);
+    case 16: return launch_gather<16>(call, p);
+    default: return launch_gather<64>(call, p);
+    }
 }
 
 static weft_status fwd_any(const weft_call *call, const void *args)

@@ -50,7 +50,8 @@ __global__ void share_kernel(uint4 *to, view d_h, view d_ms, int32_t rows, int32
 struct backward_args {
     const void *x;
     const uint4 *dh;
-    float *partial; /* [splits][rows][columns], or NULL: d_phi is not wanted */
+    float *partial; /* [splits][rows][columns], or NULL */
+    view d_phi;     /* where one range of tokens is all there is and there is no norm weight; else absent */
     weights w;
     columns k;
     view d_x, base, pre, du;
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
         const uint32_t x_at = shared_address(base), dh_at = shared_address(dh_base);
 #pragma unroll
         for (int m = 0; m < STAGE_TOKENS / 16; m++) {
-            if (p.partial) {
+            if (p.partial || has(p.d_phi)) {
                 /* A = x with columns as rows, B = d_h: both transposed on the way out of shared memory. */
                 uint32_t x_hi[MK][4], x_lo[MK][4];
 #pragma unroll
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
     }
     let_next_begin();
 
-    if (!p.partial) return;
+    if (!p.partial && !has(p.d_phi)) return;
 #pragma unroll
     for (int k = 0; k < MK; k++)
 #pragma unroll
@@ -287,8 +288,11 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
             for (int e = 0; e < 4; e++) {
                 const int64_t column = column0 + warp * NQ * 8 + k * 16 + g + (e >> 1) * 8;
                 const int row = q * 8 + 2 * t + (e & 1);
-                if (column < p.k.count && row < p.w.rows)
+                if (column >= p.k.count || row >= p.w.rows) continue;
+                if (p.partial)
                     p.partial[(split * p.w.rows + row) * p.k.count + column] = dpsi[k][q][e];
+                else
+                    put(p.d_phi, offset_of(p.d_phi, p.k, row, (uint32_t)column), dpsi[k][q][e]);
             }
 }
 
@@ -390,6 +394,7 @@ static weft_status tensor_cores(const weft_call *call, const weft_mhc_project_bw
     backward_args p = {.x = a->x.data,
                        .dh = room.dh,
                        .partial = room.partial,
+                       .d_phi = {},
                        .w = {view_of(&a->phi), view_of(&a->norm_weight), (int32_t)call->rows},
                        .k = k,
                        .d_x = view_of(&a->d_x),
@@ -408,12 +413,16 @@ static weft_status tensor_cores(const weft_call *call, const weft_mhc_project_bw
         p.d_x.add = 0;
         p.du_vectors = order == LAYOUT_NC && row_fits(&extra->du, tiles == 10 ? 4 : 8);
     }
+    if (room.partial && plan->splits == 1 && !weft_has(&a->norm_weight)) {
+        p.partial = NULL;
+        p.d_phi = view_of(&a->d_phi);
+    }
     switch (tiles) {
     case 1: status = launch_backward<T, 1, 4>(call, p, plan->blocks); break;
     case 3: status = launch_backward<T, 3, 4>(call, p, plan->blocks); break;
     default: status = launch_backward<T, 10, 2>(call, p, plan->blocks); break;
     }
-    if (status != WEFT_OK || !room.partial) return status;
+    if (status != WEFT_OK || !p.partial) return status;
     return weft_cuda_project_finish(call, a, room.partial, plan->splits, k);
 }
 

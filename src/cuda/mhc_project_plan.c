@@ -62,10 +62,10 @@ weft_project_bwd_plan weft_cuda_project_bwd_plan(int64_t tokens, int64_t columns
         const int64_t per_split = ceil_div(steps, splits), used = ceil_div(steps, per_split);
         if (used != splits) continue;
         /* In units of a block's step of 32 tokens: about six to begin and end, and the partial sums, written and read,
-         * against 2 x 2 bytes for a token and column. */
+         * against 2 x 2 bytes for a token and column; the launch that adds them takes as long as eight steps. */
         const double rounds = (double)ceil_div(across * used, at_once);
         const double partial = (double)used * (double)rows * 8 / (4.0 * (double)stage) * (double)across / at_once;
-        const double cost = rounds * ((double)per_split + 6) + partial;
+        const double cost = rounds * ((double)per_split + 6) + (used > 1 ? partial + 8 : 0);
         if (best.blocks == 0 || cost < best_cost) {
             best_cost = cost;
             best.splits = (int32_t)used;
