@@ -108,7 +108,8 @@ static __device__ __forceinline__ void join_extra(float (&v)[E], const backward_
     for (int e = 0; e < E; e++) v[e] = sum[e] + v[e];
 }
 
-/* A warp owns NQ * 8 columns. Which of them a tensor-core tile calls its n-th is free: with column
+/* EXTRA: with more terms, or with a d_x that cannot be written 16 bytes at a time.
+ * A warp owns NQ * 8 columns. Which of them a tensor-core tile calls its n-th is free: with column
  * (n >> 1) * 2 NQ + 2 q + (n & 1) for tile q, a lane ends up with 2 NQ neighbouring columns of d_x. */
 template <class T, int NT, int NQ, bool EXTRA>
 __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backward_kernel(const backward_args p)
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
 #pragma unroll
                     for (int e = 0; e < 2; e++) v[2 * q + e] = fmaf(coef, x[2 * q + e], acc[q][half * 2 + e]);
                 if constexpr (EXTRA) join_extra<T>(v, p, token, (uint32_t)column);
-                if (p.d_x_plain) {
+                if (!EXTRA || p.d_x_plain) {
                     put_wide<T, WIDTH>(p.d_x, token * p.d_x.stride[0] + column, v);
                 } else {
 #pragma unroll
@@ -283,17 +284,24 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
 #pragma unroll
     for (int k = 0; k < MK; k++)
 #pragma unroll
-        for (int q = 0; q < NT; q++)
+        for (int half = 0; half < 2; half++) {
+            const int64_t column = column0 + warp * NQ * 8 + k * 16 + g + half * 8;
+            if (column >= p.k.count) continue;
+            const int64_t at =
+                p.partial ? split * p.w.rows * p.k.count + column : offset_of(p.d_phi, p.k, 0, (uint32_t)column);
+            const int64_t step = p.partial ? p.k.count : p.d_phi.stride[0];
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int64_t column = column0 + warp * NQ * 8 + k * 16 + g + (e >> 1) * 8;
-                const int row = q * 8 + 2 * t + (e & 1);
-                if (column >= p.k.count || row >= p.w.rows) continue;
-                if (p.partial)
-                    p.partial[(split * p.w.rows + row) * p.k.count + column] = dpsi[k][q][e];
-                else
-                    put(p.d_phi, offset_of(p.d_phi, p.k, row, (uint32_t)column), dpsi[k][q][e]);
-            }
+            for (int q = 0; q < NT; q++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int row = q * 8 + 2 * t + e;
+                    if (row >= p.w.rows) continue;
+                    if (p.partial)
+                        p.partial[at + row * step] = dpsi[k][q][half * 2 + e];
+                    else
+                        put(p.d_phi, at + row * step, dpsi[k][q][half * 2 + e]);
+                }
+        }
 }
 
 /* ---- d_phi, d_norm_weight ---------------------------------------------------------------------------------------------- */
@@ -341,7 +349,7 @@ static weft_status launch_backward(const weft_call *call, const backward_args &p
     constexpr size_t stage = STAGE_TOKENS * WARPS * NQ * 16 + STAGE_TOKENS * dh_row<NT>::bytes;
     launch_shape shape = {
         .grid = (unsigned)blocks, .block = WARPS * 32, .shared = stage * STAGES, .order = OVERLAP};
-    if (has(p.du) || has(p.base))
+    if (has(p.du) || has(p.base) || !p.d_x_plain)
         return launch(call, "projection backward", backward_kernel<T, NT, NQ, true>, shape, p);
     return launch(call, "projection backward", backward_kernel<T, NT, NQ, false>, shape, p);
 }
