@@ -174,6 +174,7 @@ static weft_status run(weft_op op, const weft_exec *exec, const void *args)
     if (need > 0 && (exec->workspace == NULL || exec->workspace_bytes < need))
         return weft_fail(WEFT_ERR_WORKSPACE, "%s: exec.workspace: expected at least %zu bytes, got %zu%s",
                          weft_op_name(op), need, exec->workspace_bytes, exec->workspace ? "" : " at NULL");
+    if (exec->backend == WEFT_BACKEND_CPU) weft_outputs_ask(&descs[op]->info, &copy);
     return kernel->run(&call, &copy);
 }
 

@@ -46,8 +46,15 @@ typedef struct weft_kernel {
 #include "core/ops.def"
 #undef WEFT_OP
 
+/* Outputs from this size on are larger than what a cache would keep of them. */
+enum { WEFT_LARGE_BYTES = 8 << 20 };
+
 /* False where memory has not been touched since the system handed it out (src/core/pages.c). */
 bool weft_pages_present(const void *data, size_t bytes);
+/* Asks for huge pages where whole pages of this memory will be written. */
+void weft_pages_ask(void *data, size_t bytes);
+/* The same for the large outputs of a call, as far as they are dense and untouched. */
+void weft_outputs_ask(const weft_op_info *info, const void *args);
 
 static inline bool weft_has(const weft_tensor *t)
 {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Has memory been touched yet? Only ever a hint for speed: a page that the kernel is about to hand out arrives zeroed in
- * the cache, and stores past the caches would first have to push it out again. */
+ * Has memory been touched yet? Only ever a matter of speed. A page that the system is about to hand out arrives zeroed in
+ * the cache, and stores past the caches would first have to push it out again. And to hand it out costs more than to fill
+ * it, unless it comes in huge pages. */
 #include "core/kernel.h"
 
 #if defined(__linux__)
@@ -22,7 +23,20 @@ bool weft_pages_present(const void *data, size_t bytes)
     return bytes == 0 || (page_present(first, page) && page_present(first + bytes / 2, page) &&
                           page_present(first + bytes - 1, page));
 }
+
+void weft_pages_ask(void *data, size_t bytes)
+{
+    long size = sysconf(_SC_PAGESIZE);
+    uintptr_t page = size > 0 ? (uintptr_t)size : 4096, first = ((uintptr_t)data + page - 1) / page * page;
+    uintptr_t end = ((uintptr_t)data + bytes) / page * page;
+    if (first < end) (void)madvise((void *)first, end - first, MADV_HUGEPAGE);
+}
 #else
+void weft_pages_ask(void *data, size_t bytes)
+{
+    (void)data, (void)bytes;
+}
+
 bool weft_pages_present(const void *data, size_t bytes)
 {
     (void)data, (void)bytes;

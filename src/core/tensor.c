@@ -275,3 +275,16 @@ weft_status weft_check_overlap(const weft_call *call, const weft_arg_group *a, c
     WEFT_TRY(outputs_apart(call, a, b));
     return a == b ? WEFT_OK : outputs_apart(call, b, a);
 }
+
+/* ---- pages --------------------------------------------------------------------------------------------------- */
+
+void weft_outputs_ask(const weft_op_info *info, const void *args)
+{
+    for (int32_t i = 0; i < info->num_args; i++) {
+        const weft_tensor *t = tensor_of(&info->args[i], args);
+        if (!is_output(&info->args[i]) || !weft_has(t)) continue;
+        int64_t bytes = extent(t);
+        if (bytes < WEFT_LARGE_BYTES || bytes != elements(t) * (int64_t)weft_dtype_size(t->dtype)) continue;
+        if (!weft_pages_present(t->data, (size_t)bytes)) weft_pages_ask(t->data, (size_t)bytes);
+    }
+}
