@@ -2,7 +2,7 @@
  *
  * Has memory been touched yet? Only ever a matter of speed. A page that the system is about to hand out arrives zeroed in
  * the cache, and stores past the caches would first have to push it out again. And to hand it out costs more than to fill
- * it, unless it comes in huge pages. */
+ * it, unless it comes in a huge page, or at least with many others. */
 #include "core/kernel.h"
 
 #if defined(__linux__)
@@ -24,15 +24,35 @@ bool weft_pages_present(const void *data, size_t bytes)
                           page_present(first + bytes - 1, page));
 }
 
-void weft_pages_ask(void *data, size_t bytes)
+/* Advice about the pages that lie wholly within; what an older system does not know it ignores. */
+static void advise(void *data, size_t bytes, int advice)
 {
     long size = sysconf(_SC_PAGESIZE);
     uintptr_t page = size > 0 ? (uintptr_t)size : 4096, first = ((uintptr_t)data + page - 1) / page * page;
     uintptr_t end = ((uintptr_t)data + bytes) / page * page;
-    if (first < end) (void)madvise((void *)first, end - first, MADV_HUGEPAGE);
+    if (first < end) (void)madvise((void *)first, end - first, advice);
+}
+
+void weft_pages_huge(void *data, size_t bytes)
+{
+    advise(data, bytes, MADV_HUGEPAGE);
+}
+
+void weft_pages_fill(void *data, size_t bytes)
+{
+#ifdef MADV_POPULATE_WRITE
+    advise(data, bytes, MADV_POPULATE_WRITE);
+#else
+    (void)data, (void)bytes;
+#endif
 }
 #else
-void weft_pages_ask(void *data, size_t bytes)
+void weft_pages_huge(void *data, size_t bytes)
+{
+    (void)data, (void)bytes;
+}
+
+void weft_pages_fill(void *data, size_t bytes)
 {
     (void)data, (void)bytes;
 }

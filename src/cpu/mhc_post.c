@@ -461,7 +461,7 @@ typedef struct plan {
     float *bias;
     cpu_sum sum;
     int64_t base; /* first token of the macro tile */
-    bool stream;
+    bool stream, fill;
 } plan;
 
 static weft_arena lay_out(plan *p, const weft_call *call, const void *args, bool bias, bool sum)
@@ -476,19 +476,24 @@ static weft_arena lay_out(plan *p, const weft_call *call, const void *args, bool
 static void fwd_body(void *context, int64_t item, int thread)
 {
     const plan *p = context;
+    const weft_mhc_post_fwd_args *a = p->args;
+    int64_t t0 = item * TILE, t1 = min64(t0 + TILE, p->call->tokens);
     (void)thread;
-    CPU(post_fwd_tile)(p->args, p->bias, item * TILE, min64((item + 1) * TILE, p->call->tokens), p->stream);
+    if (p->fill) rows_fill(&a->y, t0, t1);
+    CPU(post_fwd_tile)(a, p->bias, t0, t1, p->stream);
     stream_fence();
 }
 
 static void bwd_body(void *context, int64_t item, int thread)
 {
     const plan *p = context;
-    int64_t t0 = p->base + item * BLOCK;
+    const weft_mhc_post_bwd_args *a = p->args;
+    int64_t t0 = p->base + item * BLOCK, t1 = min64(t0 + BLOCK, p->call->tokens);
     float *sum = sum_block(&p->sum, item);
     (void)thread;
     sum_zero(sum, p->sum.width);
-    CPU(post_bwd_tile)(p->args, p->bias, sum, t0, min64(t0 + BLOCK, p->call->tokens), p->stream);
+    if (p->fill) rows_fill(&a->d_x.to, t0, t1);
+    CPU(post_bwd_tile)(a, p->bias, sum, t0, t1, p->stream);
     stream_fence();
 }
 
@@ -498,6 +503,7 @@ static weft_status fwd(const weft_call *call, const void *args)
     plan p;
     lay_out(&p, call, args, weft_has(&a->bias), false);
     p.stream = stream_pays(call, &a->y, call->tokens * call->streams * call->channels);
+    p.fill = fill_pays(call, &a->y, call->tokens * call->streams * call->channels);
     if (p.bias) vector_load(p.bias, &a->bias, call->channels, 0);
     cpu_parallel(call, (call->tokens + TILE - 1) / TILE, call->tokens * call->streams * call->channels, fwd_body,
                  &p);
@@ -510,6 +516,7 @@ static weft_status bwd(const weft_call *call, const void *args)
     plan p;
     lay_out(&p, call, args, weft_has(&a->bias), weft_has(&a->d_bias.to));
     p.stream = stream_pays(call, &a->d_x.to, call->tokens * call->streams * call->channels);
+    p.fill = fill_pays(call, &a->d_x.to, call->tokens * call->streams * call->channels);
     if (p.bias) vector_load(p.bias, &a->bias, call->channels, 0);
     sum_zero(p.sum.total, p.sum.width);
     /* Without a sum over tokens there is nothing to stop for. */

@@ -295,6 +295,19 @@ INLINE bool stream_pays(const weft_call *call, const weft_tensor *out, int64_t e
            weft_pages_present(out->data, (size_t)bytes);
 }
 
+/* Is an output dense, untouched and too large for huge pages? Then each tile has its pages handed out by rows_fill. */
+INLINE bool fill_pays(const weft_call *call, const weft_tensor *out, int64_t elements)
+{
+    int64_t bytes = elements * (int64_t)size_of(out->dtype);
+    return !call->query && weft_has(out) && bytes > WEFT_HUGE_BYTES && out->stride[0] * call->tokens == elements &&
+           !weft_pages_present(out->data, (size_t)bytes);
+}
+
+INLINE void rows_fill(const weft_tensor *out, int64_t t0, int64_t t1)
+{
+    weft_pages_fill(at(out, t0), (size_t)(at(out, t1) - at(out, t0)));
+}
+
 /* May rows be stored past the caches? Only where they begin on cache lines. */
 INLINE bool aligned(const void *p, int64_t stride_elements, weft_dtype t)
 {
