@@ -75,13 +75,37 @@ static weft_arena lay_out(plan *p, const weft_call *call, const void *args, bool
     return arena;
 }
 
+/* Logits lie as their rows of h do, so they can skip the lanes: the operations of gates_fwd, a token at a time. */
+static bool logits_direct(const weft_mhc_scale_fwd_args *a)
+{
+    int64_t n = a->logits.shape[2];
+    return n * n % LANES == 0 && a->h.dtype == WEFT_F32 && a->logits.dtype == WEFT_F32 && lane_dense(&a->h) &&
+           lane_dense(&a->logits);
+}
+
+static void logits_fwd(const weft_mhc_scale_fwd_args *a, float alpha, const float *beta, vf ms, int64_t m,
+                       int valid)
+{
+    float inv[LANES];
+    int64_t n = a->logits.shape[2];
+    vf_store(inv, mm_inv_rms(ms, (float)a->numerics.rms_eps, (int)a->numerics.rms_eps_kind));
+    for (int64_t j = 0; j < n * n; j += LANES) {
+        vf b = vf_load(beta + j) + 0.0f; /* -0 becomes 0, as in vf_set1 */
+        for (int l = 0; l < valid; l++) {
+            const float *h = (const float *)(const void *)at(&a->h, m + l) + 2 * n + j;
+            vf_store((float *)(void *)at(&a->logits, m + l) + j, vf_fma(vf_load(h) * alpha, vf_set1(inv[l]), b));
+        }
+    }
+}
+
 static void fwd_body(void *context, int64_t item, int thread)
 {
     const plan *p = context;
     const weft_mhc_scale_fwd_args *a = p->args;
     vf h[MAX_GATES], z[MAX_GATES], ms = vf_set1(0);
     int n = (int)p->call->streams;
-    int64_t rows = p->call->rows;
+    bool direct = logits_direct(a);
+    int64_t rows = direct ? 2 * n : p->call->rows;
     (void)thread;
     for (int64_t m = item * BLOCK; m < min64((item + 1) * BLOCK, p->call->tokens); m += LANES) {
         int valid = (int)min64(LANES, p->call->tokens - m);
@@ -90,7 +114,10 @@ static void fwd_body(void *context, int64_t item, int thread)
         CPU(gates_fwd)(&a->numerics, n, rows, p->alpha, p->beta, h, ms, z);
         lanes_store(&a->pre, false, z, m, valid, n);
         lanes_store(&a->post, false, z + n, m, valid, n);
-        lanes_store(&a->logits, false, z + 2 * n, m, valid, n * n);
+        if (direct)
+            logits_fwd(a, p->alpha[2], p->beta + 2 * n, ms, m, valid);
+        else
+            lanes_store(&a->logits, false, z + 2 * n, m, valid, n * n);
     }
 }
 
