@@ -2,7 +2,7 @@
  *
  * Offsets beyond 2^31 elements: a few tokens that lie gigabytes apart in reserved address space, of which only the
  * pages of those tokens ever exist. A 32-bit product anywhere on the way to an address ends in the wrong token or
- * in a fault. */
+ * in a fault. And outputs so large that it matters to the CPU backend whether their pages exist. */
 #define _DEFAULT_SOURCE 1
 #include <sys/mman.h>
 
@@ -76,8 +76,53 @@ static void tokens_far_apart(void **state)
     test_verdict();
 }
 
+/* x of mhc_expand_fwd, beginning `shift` bytes into a region. */
+static void expand_into(char *region, size_t shift, const float *u, int64_t tokens, int threads)
+{
+    weft_exec exec = on_cpu(WEFT_ISA_BEST, threads);
+    weft_tensor in = weft_dense2((float *)(uintptr_t)u, WEFT_F32, tokens, 96);
+    weft_tensor out = weft_dense3(region + shift, WEFT_F32, tokens, 4, 96);
+    if (weft_mhc_expand_fwd(&exec, WEFT_ARGS(weft_mhc_expand_fwd_args, .u = in, .x = out)) != WEFT_OK)
+        test_failed("%s", weft_last_error());
+}
+
+/* 9 MiB may come in huge pages, 72 MiB are handed out by tiles. */
+static void untouched(int64_t tokens)
+{
+    enum { ROW = 96 };
+    const size_t bytes = (size_t)tokens * 4 * ROW * 4, room = bytes + (3 << 20);
+    static const size_t shifts[] = {0, 64, 4096 + 4, (1 << 20) + 4032};
+    float *u = malloc((size_t)tokens * ROW * 4);
+    for (int64_t i = 0; i < tokens * ROW; i++) u[i] = (float)(i % 8191 + 1);
+    for (int k = 0; k < 8; k++) {
+        size_t shift = shifts[k / 2];
+        char *region = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        assert_true(region != MAP_FAILED);
+        for (int round = 0; round < 2; round++) { /* untouched, then there */
+            expand_into(region, shift, u, tokens, 1 + k % 2);
+            for (size_t t = 0; t < (size_t)tokens * 4; t++)
+                if (memcmp(region + shift + t * ROW * 4, u + t / 4 * ROW, ROW * 4) != 0)
+                    test_failed("shift %zu, round %d: row %zu differs", shift, round, t);
+            for (size_t i = 0; i < room; i++)
+                if ((i < shift || i >= shift + bytes) && region[i] != 0)
+                    test_failed("shift %zu, round %d: byte %zu beside the output was written", shift, round, i);
+            memset(region + shift, 0x55, bytes);
+        }
+        munmap(region, room);
+    }
+    free(u);
+}
+
+static void untouched_pages(void **state)
+{
+    (void)state;
+    untouched(6144);
+    untouched(8 * 6144);
+    test_verdict();
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(tokens_far_apart)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(tokens_far_apart), cmocka_unit_test(untouched_pages)};
     return suite_run("offsets", tests);
 }

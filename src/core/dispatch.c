@@ -204,6 +204,7 @@ static weft_status run(weft_op op, const weft_exec *exec, const void *args)
         return status;
     }
 #endif
+    if (exec->backend == WEFT_BACKEND_CPU) weft_outputs_ask(&descs[op]->info, &copy);
     return kernel->run(&call, &copy);
 }
 

@@ -61,9 +61,20 @@ weft_status weft_cuda_check_pointer(const weft_call *call, const char *prefix, c
 /* Makes the call's device current, and what was current before current again. */
 weft_status weft_cuda_enter(const weft_call *call, int *previous);
 void weft_cuda_leave(const weft_call *call, int previous);
+/* Outputs from this size on are larger than what a cache would keep of them. */
+enum { WEFT_LARGE_BYTES = 8 << 20 };
+/* Untouched outputs that come to no more than this ask for huge pages. A virtual machine may have returned its free ones to
+ * the host, and to get many of them back takes longer than small pages would. */
+enum { WEFT_HUGE_BYTES = 64 << 20 };
 
 /* False where memory has not been touched since the system handed it out (src/core/pages.c). */
 bool weft_pages_present(const void *data, size_t bytes);
+/* Asks for huge pages where whole pages of this memory will be written. */
+void weft_pages_huge(void *data, size_t bytes);
+/* Has whole pages of this memory handed out at once, instead of one by one as they are touched. */
+void weft_pages_fill(void *data, size_t bytes);
+/* Asks for huge pages for the large outputs of a call, as far as they are dense and untouched. */
+void weft_outputs_ask(const weft_op_info *info, const void *args);
 
 static inline bool weft_has(const weft_tensor *t)
 {

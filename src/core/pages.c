@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Has memory been touched yet? Only ever a hint for speed: a page that the kernel is about to hand out arrives zeroed in
- * the cache, and stores past the caches would first have to push it out again. */
+ * Has memory been touched yet? Only ever a matter of speed. A page that the system is about to hand out arrives zeroed in
+ * the cache, and stores past the caches would first have to push it out again. And to hand it out costs more than to fill
+ * it, unless it comes in a huge page, or at least with many others. */
 #include "core/kernel.h"
 
 #if defined(__linux__)
@@ -22,7 +23,40 @@ bool weft_pages_present(const void *data, size_t bytes)
     return bytes == 0 || (page_present(first, page) && page_present(first + bytes / 2, page) &&
                           page_present(first + bytes - 1, page));
 }
+
+/* Advice about the pages that lie wholly within; what an older system does not know it ignores. */
+static void advise(void *data, size_t bytes, int advice)
+{
+    long size = sysconf(_SC_PAGESIZE);
+    uintptr_t page = size > 0 ? (uintptr_t)size : 4096, first = ((uintptr_t)data + page - 1) / page * page;
+    uintptr_t end = ((uintptr_t)data + bytes) / page * page;
+    if (first < end) (void)madvise((void *)first, end - first, advice);
+}
+
+void weft_pages_huge(void *data, size_t bytes)
+{
+    advise(data, bytes, MADV_HUGEPAGE);
+}
+
+void weft_pages_fill(void *data, size_t bytes)
+{
+#ifdef MADV_POPULATE_WRITE
+    advise(data, bytes, MADV_POPULATE_WRITE);
 #else
+    (void)data, (void)bytes;
+#endif
+}
+#else
+void weft_pages_huge(void *data, size_t bytes)
+{
+    (void)data, (void)bytes;
+}
+
+void weft_pages_fill(void *data, size_t bytes)
+{
+    (void)data, (void)bytes;
+}
+
 bool weft_pages_present(const void *data, size_t bytes)
 {
     (void)data, (void)bytes;

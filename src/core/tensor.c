@@ -278,3 +278,25 @@ weft_status weft_check_overlap(const weft_call *call, const weft_arg_group *a, c
     WEFT_TRY(outputs_apart(call, a, b));
     return a == b ? WEFT_OK : outputs_apart(call, b, a);
 }
+
+/* ---- pages --------------------------------------------------------------------------------------------------- */
+
+/* Bytes of an output that is large and dense, else 0. */
+static int64_t large_bytes(const weft_arg_info *info, const weft_tensor *t)
+{
+    if (!is_output(info) || !weft_has(t)) return 0;
+    int64_t bytes = extent(t);
+    return bytes >= WEFT_LARGE_BYTES && bytes == elements(t) * (int64_t)weft_dtype_size(t->dtype) ? bytes : 0;
+}
+
+void weft_outputs_ask(const weft_op_info *info, const void *args)
+{
+    int64_t all = 0;
+    for (int32_t i = 0; i < info->num_args; i++)
+        all += large_bytes(&info->args[i], tensor_of(&info->args[i], args));
+    for (int32_t i = 0; i < info->num_args && all <= WEFT_HUGE_BYTES; i++) {
+        const weft_tensor *t = tensor_of(&info->args[i], args);
+        size_t bytes = (size_t)large_bytes(&info->args[i], t);
+        if (bytes > 0 && !weft_pages_present(t->data, bytes)) weft_pages_huge(t->data, bytes);
+    }
+}

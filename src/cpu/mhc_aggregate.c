@@ -163,14 +163,17 @@ void CPU(aggregate_bwd_tile)(const weft_mhc_aggregate_bwd_args *a, int64_t t0, i
 typedef struct job {
     const weft_call *call;
     const void *args;
-    bool stream;
+    bool stream, fill;
 } job;
 
 static void fwd_body(void *context, int64_t item, int thread)
 {
     const job *j = context;
     (void)thread;
-    CPU(aggregate_fwd_tile)(j->args, item * TILE, min64((item + 1) * TILE, j->call->tokens), j->stream);
+    const weft_mhc_aggregate_fwd_args *a = j->args;
+    int64_t t0 = item * TILE, t1 = min64(t0 + TILE, j->call->tokens);
+    if (j->fill) rows_fill(&a->u, t0, t1);
+    CPU(aggregate_fwd_tile)(a, t0, t1, j->stream);
     stream_fence();
 }
 
@@ -178,14 +181,18 @@ static void bwd_body(void *context, int64_t item, int thread)
 {
     const job *j = context;
     (void)thread;
-    CPU(aggregate_bwd_tile)(j->args, item * TILE, min64((item + 1) * TILE, j->call->tokens), j->stream);
+    const weft_mhc_aggregate_bwd_args *a = j->args;
+    int64_t t0 = item * TILE, t1 = min64(t0 + TILE, j->call->tokens);
+    if (j->fill) rows_fill(&a->d_x.to, t0, t1);
+    CPU(aggregate_bwd_tile)(a, t0, t1, j->stream);
     stream_fence();
 }
 
-static weft_status run(const weft_call *call, const void *args, cpu_body *body, bool stream)
+static weft_status run(const weft_call *call, const void *args, cpu_body *body, const weft_tensor *out,
+                       int64_t elements)
 {
     int64_t work = call->tokens * call->streams * call->channels;
-    job j = {call, args, stream};
+    job j = {call, args, stream_pays(call, out, elements), fill_pays(call, out, elements)};
     cpu_parallel(call, (call->tokens + TILE - 1) / TILE, work, body, &j);
     return WEFT_OK;
 }
@@ -193,13 +200,13 @@ static weft_status run(const weft_call *call, const void *args, cpu_body *body, 
 static weft_status fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_aggregate_fwd_args *a = args;
-    return run(call, args, fwd_body, stream_pays(call, &a->u, call->tokens * call->channels));
+    return run(call, args, fwd_body, &a->u, call->tokens * call->channels);
 }
 
 static weft_status bwd(const weft_call *call, const void *args)
 {
     const weft_mhc_aggregate_bwd_args *a = args;
-    return run(call, args, bwd_body, stream_pays(call, &a->d_x.to, call->tokens * call->streams * call->channels));
+    return run(call, args, bwd_body, &a->d_x.to, call->tokens * call->streams * call->channels);
 }
 
 const weft_kernel CPU(mhc_aggregate_fwd)[] = {{WEFT_NONE, 0, fwd, NULL}, {0}};

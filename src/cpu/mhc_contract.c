@@ -7,7 +7,7 @@ typedef struct job {
     const weft_call *call;
     const void *args;
     float factor;
-    bool stream;
+    bool stream, fill;
 } job;
 
 INLINE void fwd_line(const int n, const weft_dtype t, const char *x, int64_t xs, char *u, float factor, int64_t c,
@@ -95,7 +95,9 @@ static void fwd_body(void *context, int64_t item, int thread)
     (void)thread;
     bool direct = row_direct(&a->x, t) && row_direct(&a->u, t);
     bool stream = j->stream && aligned(a->u.data, a->u.stride[0], t);
-    for (int64_t m = item * TILE; m < min64((item + 1) * TILE, j->call->tokens); m++)
+    int64_t t0 = item * TILE, t1 = min64(t0 + TILE, j->call->tokens);
+    if (j->fill) rows_fill(&a->u, t0, t1);
+    for (int64_t m = t0; m < t1; m++)
         if (direct)
             FOR_DTYPE(t, FOR_STREAMS(a->x.shape[1], fwd_direct(N, T, a, j->factor, m, stream)))
         else
@@ -112,7 +114,9 @@ static void bwd_body(void *context, int64_t item, int thread)
     (void)thread;
     bool direct = row_direct(dx, t) && row_direct(&a->d_u, t);
     bool stream = j->stream && !a->d_x.add && aligned(dx->data, dx->stride[0] | dx->stride[1], t);
-    for (int64_t m = item * TILE; m < min64((item + 1) * TILE, j->call->tokens); m++)
+    int64_t t0 = item * TILE, t1 = min64(t0 + TILE, j->call->tokens);
+    if (j->fill) rows_fill(dx, t0, t1);
+    for (int64_t m = t0; m < t1; m++)
         if (direct)
             FOR_DTYPE(t, bwd_direct(T, a, j->factor, m, stream))
         else
@@ -120,10 +124,11 @@ static void bwd_body(void *context, int64_t item, int thread)
     stream_fence();
 }
 
-static weft_status run(const weft_call *call, const void *args, weft_contract kind, cpu_body *body, bool stream)
+static weft_status run(const weft_call *call, const void *args, weft_contract kind, cpu_body *body,
+                       const weft_tensor *out, int64_t elements)
 {
     float factor = kind == WEFT_CONTRACT_MEAN ? (float)(1.0 / (double)call->streams) : 1.0f;
-    job j = {call, args, factor, stream};
+    job j = {call, args, factor, stream_pays(call, out, elements), fill_pays(call, out, elements)};
     cpu_parallel(call, (call->tokens + TILE - 1) / TILE, call->tokens * call->streams * call->channels, body, &j);
     return WEFT_OK;
 }
@@ -131,14 +136,13 @@ static weft_status run(const weft_call *call, const void *args, weft_contract ki
 static weft_status fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_contract_fwd_args *a = args;
-    return run(call, args, a->kind, fwd_body, stream_pays(call, &a->u, call->tokens * call->channels));
+    return run(call, args, a->kind, fwd_body, &a->u, call->tokens * call->channels);
 }
 
 static weft_status bwd(const weft_call *call, const void *args)
 {
     const weft_mhc_contract_bwd_args *a = args;
-    return run(call, args, a->kind, bwd_body,
-               stream_pays(call, &a->d_x.to, call->tokens * call->streams * call->channels));
+    return run(call, args, a->kind, bwd_body, &a->d_x.to, call->tokens * call->streams * call->channels);
 }
 
 const weft_kernel CPU(mhc_contract_fwd)[] = {{WEFT_NONE, 0, fwd, NULL}, {0}};

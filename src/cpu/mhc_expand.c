@@ -85,7 +85,7 @@ static void bwd_chunks(const weft_mhc_expand_bwd_args *a, int64_t m)
 typedef struct job {
     const weft_call *call;
     const void *args;
-    bool stream;
+    bool stream, fill;
 } job;
 
 static void fwd_body(void *context, int64_t item, int thread)
@@ -94,7 +94,9 @@ static void fwd_body(void *context, int64_t item, int thread)
     const weft_mhc_expand_fwd_args *a = j->args;
     (void)thread;
     bool direct = a->x.stride[2] == 1 && a->u.stride[1] == 1;
-    for (int64_t m = item * TILE; m < min64((item + 1) * TILE, j->call->tokens); m++)
+    int64_t t0 = item * TILE, t1 = min64(t0 + TILE, j->call->tokens);
+    if (j->fill) rows_fill(&a->x, t0, t1);
+    for (int64_t m = t0; m < t1; m++)
         if (direct)
             fwd_direct(a->u.dtype, a, m, j->stream);
         else
@@ -110,7 +112,9 @@ static void bwd_body(void *context, int64_t item, int thread)
     (void)thread;
     bool direct = row_direct(&a->d_x, t) && row_direct(&a->d_u.to, t);
     bool stream = j->stream && !a->d_u.add && aligned(a->d_u.to.data, a->d_u.to.stride[0], t);
-    for (int64_t m = item * TILE; m < min64((item + 1) * TILE, j->call->tokens); m++)
+    int64_t t0 = item * TILE, t1 = min64(t0 + TILE, j->call->tokens);
+    if (j->fill) rows_fill(&a->d_u.to, t0, t1);
+    for (int64_t m = t0; m < t1; m++)
         if (direct)
             FOR_DTYPE(t, FOR_STREAMS(a->d_x.shape[1], bwd_direct(N, T, a, m, stream)))
         else
@@ -122,7 +126,7 @@ static weft_status fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_expand_fwd_args *a = args;
     int64_t work = call->tokens * call->streams * call->channels;
-    job j = {call, args, stream_pays(call, &a->x, work)};
+    job j = {call, args, stream_pays(call, &a->x, work), fill_pays(call, &a->x, work)};
     cpu_parallel(call, (call->tokens + TILE - 1) / TILE, work, fwd_body, &j);
     return WEFT_OK;
 }
@@ -131,7 +135,8 @@ static weft_status bwd(const weft_call *call, const void *args)
 {
     const weft_mhc_expand_bwd_args *a = args;
     int64_t work = call->tokens * call->streams * call->channels;
-    job j = {call, args, stream_pays(call, &a->d_u.to, call->tokens * call->channels)};
+    int64_t out = call->tokens * call->channels;
+    job j = {call, args, stream_pays(call, &a->d_u.to, out), fill_pays(call, &a->d_u.to, out)};
     cpu_parallel(call, (call->tokens + TILE - 1) / TILE, work, bwd_body, &j);
     return WEFT_OK;
 }

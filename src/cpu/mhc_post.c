@@ -195,6 +195,10 @@ INLINE void bwd_elements(const int n, const weft_dtype t, const bwd_rows *r, con
     }
 }
 
+/* Hides where a pointer points to, so that what it points to is read where it is used instead of being kept in registers:
+ * the sums need those. */
+#define OPAQUE(pointer) __asm__ volatile("" : "+r"(pointer))
+
 enum { FEW = 4 }; /* streams whose sums fit the registers */
 
 /* Sums and elements of a line in one go. */
@@ -226,15 +230,18 @@ INLINE void bwd_span(const int n, const weft_dtype t, const bwd_rows *r, const c
                      int64_t count, bool stream)
 {
     vf w[FEW * FEW], post[FEW], sw[FEW * FEW][STEP], sp[FEW][STEP];
-    for (int i = 0; i < n * n; i++) {
-        w[i] = vf_set1(k->w[i]);
+    for (int i = 0; i < n * n; i++) w[i] = vf_set1(k->w[i]);
+    for (int i = 0; i < n * n; i++)
         for (int s = 0; s < STEP; s++) sw[i][s] = sums->w[i][s];
-    }
-    for (int o = 0; o < n; o++) {
-        post[o] = vf_set1(k->post[o]);
+    for (int o = 0; o < n; o++) post[o] = vf_set1(k->post[o]);
+    for (int o = 0; o < n; o++)
         for (int s = 0; s < STEP; s++) sp[o][s] = sums->post[o][s];
+    for (int64_t c = 0; c < count; c += line_channels(t)) {
+        const vf *from_w = w, *from_post = post;
+        OPAQUE(from_w);
+        OPAQUE(from_post);
+        bwd_line(n, t, r, from_w, from_post, sw, sp, c, stream);
     }
-    for (int64_t c = 0; c < count; c += line_channels(t)) bwd_line(n, t, r, w, post, sw, sp, c, stream);
     for (int i = 0; i < n * n; i++)
         for (int s = 0; s < STEP; s++) sums->w[i][s] = sw[i][s];
     for (int o = 0; o < n; o++)
@@ -331,16 +338,24 @@ INLINE void bwd_any(const int n, const weft_dtype t, const bwd_rows *r, const co
         bwd_span_large(n, t, r, k, sums, count, stream);
 }
 
-INLINE void bwd_direct(const int n, const weft_dtype t, const weft_mhc_post_bwd_args *a, const float *bias,
-                       float *d_bias, const weft_mask *mask, int64_t t0, int64_t t1, bool stream)
+/* Nothing optional: both gradients, neither of them added to, no bias, no dropout. */
+static bool is_plain(const weft_mhc_post_bwd_args *a, const float *bias, const float *d_bias, const weft_mask *mask)
+{
+    return weft_has(&a->d_x.to) && weft_has(&a->d_f.to) && !a->d_x.add && !a->d_f.add && !bias && !d_bias &&
+           !mask->on && a->x.stride[0] > 0;
+}
+
+/* `plain`: is_plain, as a constant. */
+INLINE void bwd_direct(const int n, const weft_dtype t, const bool plain, const weft_mhc_post_bwd_args *a,
+                       const float *bias, float *d_bias, const weft_mask *mask, int64_t t0, int64_t t1, bool stream)
 {
     _Alignas(64) float drop[CHUNK];
     coefs k;
     bwd_sums sums;
     int64_t channels = a->x.shape[2], size = (int64_t)size_of(t);
-    int64_t width = mask->on || n > FEW ? chunk_width(n) : channels;
+    int64_t width = (mask->on && !plain) || n > FEW ? chunk_width(n) : channels;
     const weft_tensor *dx = &a->d_x.to, *df = &a->d_f.to;
-    bool has_dx = weft_has(dx), has_df = weft_has(df);
+    bool has_dx = plain || weft_has(dx), has_df = plain || weft_has(df);
     stream = stream && !a->d_x.add && !a->d_f.add && dx->data != a->d_y.data &&
              (!has_dx || aligned(dx->data, dx->stride[0] | dx->stride[1], t)) &&
              (!has_df || aligned(df->data, df->stride[0], t));
@@ -349,7 +364,7 @@ INLINE void bwd_direct(const int n, const weft_dtype t, const weft_mhc_post_bwd_
         clear_sums(&sums, n);
         for (int64_t c = 0; c < channels; c += width) {
             int64_t count = min64(width, channels - c);
-            if (mask->on) mask_fill(drop, width, mask, m, n, c, count);
+            if (mask->on && !plain) mask_fill(drop, width, mask, m, n, c, count);
             bwd_rows r = {.x = at(&a->x, m) + c * size,
                           .f = at(&a->f, m) + c * size,
                           .g = at(&a->d_y, m) + c * size,
@@ -358,18 +373,29 @@ INLINE void bwd_direct(const int n, const weft_dtype t, const weft_mhc_post_bwd_
                           .xs = a->x.stride[1],
                           .gs = a->d_y.stride[1],
                           .dxs = dx->stride[1],
-                          .add_dx = a->d_x.add,
-                          .add_df = a->d_f.add,
-                          .bias = bias ? bias + c : NULL,
-                          .mask = mask->on ? drop : NULL,
+                          .add_dx = !plain && a->d_x.add,
+                          .add_df = !plain && a->d_f.add,
+                          .bias = bias && !plain ? bias + c : NULL,
+                          .mask = mask->on && !plain ? drop : NULL,
                           .ms = width,
-                          .d_bias = d_bias ? d_bias + c : NULL,
+                          .d_bias = d_bias && !plain ? d_bias + c : NULL,
                           .next_x = a->x.stride[0] * size,
                           .next_g = a->d_y.stride[0] * size};
-            bwd_any(n, t, &r, &k, &sums, count, stream);
+            if (plain && (!r.dx || !r.df || !r.next_x)) __builtin_unreachable();
+            if (plain && stream)
+                bwd_any(n, t, &r, &k, &sums, count, true);
+            else
+                bwd_any(n, t, &r, &k, &sums, count, !plain && stream);
         }
         store_sums(a, &sums, m);
     }
+}
+
+/* The usual case apart from all others: among them gcc finds no registers for the sums. */
+__attribute__((noinline)) static void bwd_four(const weft_mhc_post_bwd_args *a, int64_t t0, int64_t t1, bool stream)
+{
+    const weft_mask none = {0};
+    bwd_direct(4, WEFT_BF16, true, a, NULL, NULL, &none, t0, t1, stream);
 }
 
 static void bwd_chunks(const weft_mhc_post_bwd_args *a, const float *bias, float *d_bias, const weft_mask *mask,
@@ -417,7 +443,11 @@ void CPU(post_bwd_tile)(const weft_mhc_post_bwd_args *a, const float *bias, floa
     weft_mask mask = weft_mask_open(&a->dropout, a->x.shape[2]);
     if (row_direct(&a->x, t) && row_direct(&a->f, t) && row_direct(&a->d_y, t) && row_direct(&a->d_x.to, t) &&
         row_direct(&a->d_f.to, t)) {
-        FOR_DTYPE(t, FOR_STREAMS(a->x.shape[1], bwd_direct(N, T, a, bias, d_bias, &mask, t0, t1, stream)))
+        if (t == WEFT_BF16 && a->x.shape[1] == 4 && is_plain(a, bias, d_bias, &mask))
+            bwd_four(a, t0, t1, stream);
+        else
+            FOR_DTYPE(t,
+                      FOR_STREAMS(a->x.shape[1], bwd_direct(N, T, false, a, bias, d_bias, &mask, t0, t1, stream)))
     } else {
         bwd_chunks(a, bias, d_bias, &mask, t0, t1);
     }
@@ -431,7 +461,7 @@ typedef struct plan {
     float *bias;
     cpu_sum sum;
     int64_t base; /* first token of the macro tile */
-    bool stream;
+    bool stream, fill;
 } plan;
 
 static weft_arena lay_out(plan *p, const weft_call *call, const void *args, bool bias, bool sum)
@@ -446,19 +476,24 @@ static weft_arena lay_out(plan *p, const weft_call *call, const void *args, bool
 static void fwd_body(void *context, int64_t item, int thread)
 {
     const plan *p = context;
+    const weft_mhc_post_fwd_args *a = p->args;
+    int64_t t0 = item * TILE, t1 = min64(t0 + TILE, p->call->tokens);
     (void)thread;
-    CPU(post_fwd_tile)(p->args, p->bias, item * TILE, min64((item + 1) * TILE, p->call->tokens), p->stream);
+    if (p->fill) rows_fill(&a->y, t0, t1);
+    CPU(post_fwd_tile)(a, p->bias, t0, t1, p->stream);
     stream_fence();
 }
 
 static void bwd_body(void *context, int64_t item, int thread)
 {
     const plan *p = context;
-    int64_t t0 = p->base + item * BLOCK;
+    const weft_mhc_post_bwd_args *a = p->args;
+    int64_t t0 = p->base + item * BLOCK, t1 = min64(t0 + BLOCK, p->call->tokens);
     float *sum = sum_block(&p->sum, item);
     (void)thread;
     sum_zero(sum, p->sum.width);
-    CPU(post_bwd_tile)(p->args, p->bias, sum, t0, min64(t0 + BLOCK, p->call->tokens), p->stream);
+    if (p->fill) rows_fill(&a->d_x.to, t0, t1);
+    CPU(post_bwd_tile)(a, p->bias, sum, t0, t1, p->stream);
     stream_fence();
 }
 
@@ -468,6 +503,7 @@ static weft_status fwd(const weft_call *call, const void *args)
     plan p;
     lay_out(&p, call, args, weft_has(&a->bias), false);
     p.stream = stream_pays(call, &a->y, call->tokens * call->streams * call->channels);
+    p.fill = fill_pays(call, &a->y, call->tokens * call->streams * call->channels);
     if (p.bias) vector_load(p.bias, &a->bias, call->channels, 0);
     cpu_parallel(call, (call->tokens + TILE - 1) / TILE, call->tokens * call->streams * call->channels, fwd_body,
                  &p);
@@ -480,6 +516,7 @@ static weft_status bwd(const weft_call *call, const void *args)
     plan p;
     lay_out(&p, call, args, weft_has(&a->bias), weft_has(&a->d_bias.to));
     p.stream = stream_pays(call, &a->d_x.to, call->tokens * call->streams * call->channels);
+    p.fill = fill_pays(call, &a->d_x.to, call->tokens * call->streams * call->channels);
     if (p.bias) vector_load(p.bias, &a->bias, call->channels, 0);
     sum_zero(p.sum.total, p.sum.width);
     /* Without a sum over tokens there is nothing to stop for. */

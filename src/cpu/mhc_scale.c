@@ -7,24 +7,25 @@
 
 enum { MAX_GATES = 2 * WEFT_MAX_STREAMS + WEFT_MAX_STREAMS * WEFT_MAX_STREAMS };
 
-/* Row j belongs to pre (0), post (1) or res (2). */
-INLINE int group_of(int64_t j, int n)
+/* The row behind the last one of group g: pre (0), post (1) or res (2). */
+INLINE int64_t group_end(int g, int n, int64_t rows)
 {
-    return j < n ? 0 : j < 2 * n ? 1 : 2;
+    return g == 2 || (g + 1) * n > rows ? rows : (g + 1) * n;
 }
 
 /* z receives pre[n] | post[n] | logits, as many as there are rows. */
 void CPU(gates_fwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float *alpha, const float *beta,
                     const vf *h, vf ms, vf *z)
 {
-    vf inv = mm_inv_rms(ms, (float)m->rms_eps, (int)m->rms_eps_kind), t;
-    for (int64_t j = 0; j < rows; j++) {
-        int g = group_of(j, n);
-        z[j] = mm_gate_logit(h[j], inv, alpha[g], beta[j]);
-        if (g == 2) continue;
-        mm_sigmoid(z[j], &z[j], &t);
-        z[j] = g == 0 ? z[j] + (float)m->pre_eps : z[j] * (float)m->post_mult;
-    }
+    vf inv = mm_inv_rms(ms, (float)m->rms_eps, (int)m->rms_eps_kind), s, t;
+    int64_t j = 0;
+    for (int g = 0; g < 3; g++)
+        for (int64_t end = group_end(g, n, rows); j < end; j++) {
+            z[j] = mm_gate_logit(h[j], inv, alpha[g], beta[j]);
+            if (g == 2) continue;
+            mm_sigmoid(z[j], &s, &t);
+            z[j] = g == 0 ? s + (float)m->pre_eps : s * (float)m->post_mult;
+        }
 }
 
 /* dz: upstream of pre | post | logits, becomes the gradient of the arguments of the sigmoids (and so of beta).
@@ -33,18 +34,23 @@ void CPU(gates_bwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float
                     const vf *h, vf ms, vf *dz, vf *dh, vf *dms, vf *dalpha)
 {
     vf inv = mm_inv_rms(ms, (float)m->rms_eps, (int)m->rms_eps_kind), dinv = vf_set1(0), s, t;
-    lanes_zero(dalpha, 3);
-    for (int64_t j = 0; j < rows; j++) {
-        int g = group_of(j, n);
-        if (g < 2) {
-            mm_sigmoid(mm_gate_logit(h[j], inv, alpha[g], beta[j]), &s, &t);
-            dz[j] = dz[j] * s * t;
-            if (g == 1) dz[j] = dz[j] * (float)m->post_mult;
+    int64_t j = 0;
+    for (int g = 0; g < 3; g++) {
+        vf sum = vf_set1(0);
+        for (int64_t end = group_end(g, n, rows); j < end; j++) {
+            vf d = dz[j];
+            if (g < 2) {
+                mm_sigmoid(mm_gate_logit(h[j], inv, alpha[g], beta[j]), &s, &t);
+                d = d * s * t;
+                if (g == 1) d = d * (float)m->post_mult;
+                dz[j] = d;
+            }
+            sum = vf_fma(d, h[j] * inv, sum);
+            vf da = d * alpha[g];
+            dh[j] = da * inv;
+            dinv = vf_fma(da, h[j], dinv);
         }
-        dalpha[g] = vf_fma(dz[j], h[j] * inv, dalpha[g]);
-        vf da = dz[j] * alpha[g];
-        dh[j] = da * inv;
-        dinv = vf_fma(da, h[j], dinv);
+        dalpha[g] = sum;
     }
     *dms = dinv * mm_d_inv_rms(ms, inv, (float)m->rms_eps, (int)m->rms_eps_kind);
 }
@@ -69,13 +75,37 @@ static weft_arena lay_out(plan *p, const weft_call *call, const void *args, bool
     return arena;
 }
 
+/* Logits lie as their rows of h do, so they can skip the lanes: the operations of gates_fwd, a token at a time. */
+static bool logits_direct(const weft_mhc_scale_fwd_args *a)
+{
+    int64_t n = a->logits.shape[2];
+    return n * n % LANES == 0 && a->h.dtype == WEFT_F32 && a->logits.dtype == WEFT_F32 && lane_dense(&a->h) &&
+           lane_dense(&a->logits);
+}
+
+static void logits_fwd(const weft_mhc_scale_fwd_args *a, float alpha, const float *beta, vf ms, int64_t m,
+                       int valid)
+{
+    float inv[LANES];
+    int64_t n = a->logits.shape[2];
+    vf_store(inv, mm_inv_rms(ms, (float)a->numerics.rms_eps, (int)a->numerics.rms_eps_kind));
+    for (int64_t j = 0; j < n * n; j += LANES) {
+        vf b = vf_load(beta + j) + 0.0f; /* -0 becomes 0, as in vf_set1 */
+        for (int l = 0; l < valid; l++) {
+            const float *h = (const float *)(const void *)at(&a->h, m + l) + 2 * n + j;
+            vf_store((float *)(void *)at(&a->logits, m + l) + j, vf_fma(vf_load(h) * alpha, vf_set1(inv[l]), b));
+        }
+    }
+}
+
 static void fwd_body(void *context, int64_t item, int thread)
 {
     const plan *p = context;
     const weft_mhc_scale_fwd_args *a = p->args;
     vf h[MAX_GATES], z[MAX_GATES], ms = vf_set1(0);
     int n = (int)p->call->streams;
-    int64_t rows = p->call->rows;
+    bool direct = logits_direct(a);
+    int64_t rows = direct ? 2 * n : p->call->rows;
     (void)thread;
     for (int64_t m = item * BLOCK; m < min64((item + 1) * BLOCK, p->call->tokens); m += LANES) {
         int valid = (int)min64(LANES, p->call->tokens - m);
@@ -84,7 +114,10 @@ static void fwd_body(void *context, int64_t item, int thread)
         CPU(gates_fwd)(&a->numerics, n, rows, p->alpha, p->beta, h, ms, z);
         lanes_store(&a->pre, false, z, m, valid, n);
         lanes_store(&a->post, false, z + n, m, valid, n);
-        lanes_store(&a->logits, false, z + 2 * n, m, valid, n * n);
+        if (direct)
+            logits_fwd(a, p->alpha[2], p->beta + 2 * n, ms, m, valid);
+        else
+            lanes_store(&a->logits, false, z + 2 * n, m, valid, n * n);
     }
 }
 

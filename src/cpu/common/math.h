@@ -9,10 +9,8 @@
 
 INLINE vf vf_exp(vf x)
 {
-    const vf magic = vf_set1(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    vf low = vf_set1(-104.0f), high = vf_set1(89.0f);
-    vf y = vf_select(x < low, low, x); /* NaN passes both */
-    y = vf_select(y > high, high, y);
+    const vf magic = vf_set1(12582912.0f);                      /* 1.5 * 2^23: adding it rounds to an integer */
+    vf y = vf_min(vf_set1(89.0f), vf_max(vf_set1(-104.0f), x)); /* NaN passes both */
     vf shifted = vf_fma(y, vf_set1(1.44269504f), magic);
     vi k = (vi)shifted - (vi)magic;
     vf kf = shifted - magic;
@@ -61,8 +59,8 @@ INLINE vf vf_log(vf x)
 #define MM_SQRT vf_sqrt
 #define MM_MAX vf_max
 #define MM_FMA(a, b, c) vf_fma(a, b, c)
-#define MM_GT(a, b, x, y) vf_select((a) > (b), x, y)
-#define MM_EQ(a, b, x, y) vf_select((a) == (b), x, y)
+#define MM_GT(a, b, x, y) vf_gt(a, b, x, y)
+#define MM_EQ(a, b, x, y) vf_eq(a, b, x, y)
 #include "core/mhc_math.h"
 #undef real
 #undef scalar

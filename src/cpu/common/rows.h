@@ -286,14 +286,26 @@ INLINE bool row_direct(const weft_tensor *u, weft_dtype t)
            (u->dtype == t && t != WEFT_F16 && u->stride[last] == 1 && u->shape[last] % line_channels(t) == 0);
 }
 
-/* Streaming stores pay where the output will not be read back from a cache. */
-enum { STREAM_BYTES = 8 << 20 };
-
-/* Should an output of so many bytes be written past the caches? Large ones, unless their pages are fresh. */
+/* Should an output be written past the caches? Large ones, which would not be read back from there, unless their pages are
+ * fresh. */
 INLINE bool stream_pays(const weft_call *call, const weft_tensor *out, int64_t elements)
 {
     int64_t bytes = elements * (int64_t)size_of(out->dtype);
-    return !call->query && weft_has(out) && bytes >= STREAM_BYTES && weft_pages_present(out->data, (size_t)bytes);
+    return !call->query && weft_has(out) && bytes >= WEFT_LARGE_BYTES &&
+           weft_pages_present(out->data, (size_t)bytes);
+}
+
+/* Is an output dense, untouched and too large for huge pages? Then each tile has its pages handed out by rows_fill. */
+INLINE bool fill_pays(const weft_call *call, const weft_tensor *out, int64_t elements)
+{
+    int64_t bytes = elements * (int64_t)size_of(out->dtype);
+    return !call->query && weft_has(out) && bytes > WEFT_HUGE_BYTES && out->stride[0] * call->tokens == elements &&
+           !weft_pages_present(out->data, (size_t)bytes);
+}
+
+INLINE void rows_fill(const weft_tensor *out, int64_t t0, int64_t t1)
+{
+    weft_pages_fill(at(out, t0), (size_t)(at(out, t1) - at(out, t0)));
 }
 
 /* May rows be stored past the caches? Only where they begin on cache lines. */

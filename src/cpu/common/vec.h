@@ -72,9 +72,50 @@ INLINE vf vf_select(vi mask, vf a, vf b)
     return (vf)((mask & (vi)a) | (~mask & (vi)b));
 }
 
+/* a > b ? x : y and a == b ? x : y, lane by lane. In the compiler's own operators a mask becomes a vector and back. */
+INLINE vf vf_gt(vf a, vf b, vf x, vf y)
+{
+#if WEFT_CPU_LEVEL == 2
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x);
+#elif WEFT_CPU_LEVEL == 1
+    return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ));
+#else
+    return vf_select(a > b, x, y);
+#endif
+}
+
+INLINE vf vf_eq(vf a, vf b, vf x, vf y)
+{
+#if WEFT_CPU_LEVEL == 2
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), y, x);
+#elif WEFT_CPU_LEVEL == 1
+    return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_EQ_OQ));
+#else
+    return vf_select(a == b, x, y);
+#endif
+}
+
+/* a > b ? a : b and a < b ? a : b: b where one of them is NaN. */
 INLINE vf vf_max(vf a, vf b)
 {
+#if WEFT_CPU_LEVEL == 2
+    return _mm512_max_ps(a, b);
+#elif WEFT_CPU_LEVEL == 1
+    return _mm256_max_ps(a, b);
+#else
     return vf_select(a > b, a, b);
+#endif
+}
+
+INLINE vf vf_min(vf a, vf b)
+{
+#if WEFT_CPU_LEVEL == 2
+    return _mm512_min_ps(a, b);
+#elif WEFT_CPU_LEVEL == 1
+    return _mm256_min_ps(a, b);
+#else
+    return vf_select(a < b, a, b);
+#endif
 }
 
 INLINE vf vf_sqrt(vf a)
