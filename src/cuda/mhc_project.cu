@@ -23,6 +23,14 @@ __global__ void spread_kernel(float *to, weights w, columns k)
     to[blockIdx.y * k.count + column] = psi_at(w, blockIdx.y, stream, channel);
 }
 
+weft_status weft_cuda_project_spread(const weft_call *call, const weft_tensor *phi, const weft_tensor *norm_weight,
+                                     columns k, float *psi)
+{
+    const weights w = {view_of(phi), view_of(norm_weight), (int32_t)call->rows};
+    const dim3 grid((unsigned)((k.count + 255) / 256), (unsigned)call->rows);
+    return launch(call, "psi", spread_kernel, {.grid = grid, .block = 256}, psi, w, k);
+}
+
 /* ---- the product ------------------------------------------------------------------------------------------------------ */
 
 struct project_args {
@@ -351,14 +359,6 @@ template <int SPLITS> static weft_status launch_gather(const weft_call *call, co
                   {.grid = grid_of((threads + 127) / 128), .block = 128, .shared = 0, .order = OVERLAP}, p);
 }
 
-/* phi can stand for psi: fp32 rows in the order of x's columns, aligned to pairs. */
-static bool phi_is_psi(const weft_tensor *phi, const weft_tensor *norm, stream_layout order)
-{
-    return phi->dtype == WEFT_F32 && !weft_has(norm) && row_order(phi) == order &&
-           (phi->stride[0] % 2 == 0 || phi->shape[0] == 1) && (uintptr_t)phi->data % 8 == 0 &&
-           phi->stride[0] < INT32_MAX / phi->shape[0];
-}
-
 /* 80 rows, and the lo parts of f16, leave no room for 16 warps. */
 static weft_project_fwd_plan plan_of(const weft_call *call, int32_t tiles)
 {
@@ -403,13 +403,11 @@ template <class T> static weft_status fwd(const weft_call *call, const void *arg
                       .columns = k.count,
                       .rows = (int32_t)call->rows,
                       .splits = plan.splits,
-                      .psi_is_ready = phi_is_psi(&a->phi, &a->norm_weight, order),
+                      .psi_is_ready = weft_project_phi_is_psi(&a->phi, &a->norm_weight, order),
                       .mean = 1.0f / (float)k.count};
     if (!p.psi_is_ready) {
-        const weights w = {view_of(&a->phi), view_of(&a->norm_weight), (int32_t)call->rows};
-        const dim3 grid((unsigned)((k.count + 255) / 256), (unsigned)call->rows);
         p.psi = room.psi, p.psi_stride = k.count;
-        const weft_status status = launch(call, "psi", spread_kernel, {.grid = grid, .block = 256}, room.psi, w, k);
+        const weft_status status = weft_cuda_project_spread(call, &a->phi, &a->norm_weight, k, room.psi);
         if (status != WEFT_OK) return status;
     }
     const weft_status status = launch_tiles<T>(call, p, &plan, tiles);

@@ -59,6 +59,16 @@ static inline columns columns_of(const weft_call *call, stream_layout order)
     return {call->streams * call->channels, (uint32_t)call->streams, (uint32_t)call->channels, order == LAYOUT_CN};
 }
 
+/* phi can stand for psi: fp32 rows in the order of x's columns, aligned to pairs. Otherwise it is laid out so. */
+static inline bool weft_project_phi_is_psi(const weft_tensor *phi, const weft_tensor *norm, stream_layout order)
+{
+    return phi->dtype == WEFT_F32 && !weft_has(norm) && row_order(phi) == order &&
+           (phi->stride[0] % 2 == 0 || phi->shape[0] == 1) && (uintptr_t)phi->data % 8 == 0 &&
+           phi->stride[0] < INT32_MAX / phi->shape[0];
+}
+weft_status weft_cuda_project_spread(const weft_call *call, const weft_tensor *phi, const weft_tensor *norm_weight,
+                                     columns k, float *psi);
+
 /* Kernels for everything that the tensor cores do not take: f32, odd sizes, loose strides, many rows. */
 weft_status weft_cuda_project_any_fwd(const weft_call *call, const weft_mhc_project_fwd_args *a);
 

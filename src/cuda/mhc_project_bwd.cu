@@ -50,9 +50,11 @@ __global__ void share_kernel(uint4 *to, view d_h, view d_ms, int32_t rows, int32
 struct backward_args {
     const void *x;
     const uint4 *dh;
-    float *partial; /* [splits][rows][columns], or NULL */
-    view d_phi;     /* where one range of tokens is all there is and there is no norm weight; else absent */
-    weights w;
+    const float *psi; /* [rows], psi_stride apart */
+    float *dpsi; /* [splits][rows][columns]: partial sums, or d_phi itself where there is one range of tokens */
+    int64_t psi_stride, dpsi_stride; /* from row to row */
+    bool add_dpsi;
+    int32_t rows;
     columns k;
     view d_x, base, pre, du;
     int64_t tokens, x_stride, split_tokens;
@@ -153,32 +155,33 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
     for (int s = 0; s < STAGES - 1; s++)
         if (s < stages) load_x(s, s);
 
-    /* psi of this warp's columns, hi and lo, as halves of B: rows 8 h + 2t, 2t + 1 of column n = g. */
-    uint32_t psi_hi[NQ][NT], psi_lo[NQ][NT];
-    if (has(p.d_x)) {
-#pragma unroll
-        for (int q = 0; q < NQ; q++) {
-            const int64_t column = column0 + warp * NQ * 8 + (g >> 1) * WIDTH + 2 * q + (g & 1);
-            uint32_t stream = 0, channel = 0;
-            if (column < p.k.count) column_at(p.k, (uint32_t)column, stream, channel);
-#pragma unroll
-            for (int h = 0; h < NT; h++) {
-                float v[2];
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int row = 8 * h + 2 * t + e;
-                    v[e] = column < p.k.count && row < p.w.rows ? psi_at(p.w, row, stream, channel) : 0.0f;
-                }
-                split2(psi_hi[q][h], psi_lo[q][h], v[0], v[1]);
-            }
-        }
-    }
-
     wait_for_previous();
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
         if (s < stages) load_dh(s, s);
         copy_commit();
+    }
+
+    /* psi of this warp's columns, hi and lo, as halves of B: rows 8 h + 2t, 2t + 1 of column n = g. */
+    uint32_t psi_hi[NQ][NT], psi_lo[NQ][NT];
+    if (has(p.d_x)) {
+        float v[NQ][NT][2];
+#pragma unroll
+        for (int q = 0; q < NQ; q++) {
+            const int64_t column = column0 + warp * NQ * 8 + (g >> 1) * WIDTH + 2 * q + (g & 1);
+#pragma unroll
+            for (int h = 0; h < NT; h++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int row = 8 * h + 2 * t + e;
+                    v[q][h][e] =
+                        column < p.k.count && row < p.rows ? __ldg(p.psi + row * p.psi_stride + column) : 0.0f;
+                }
+        }
+#pragma unroll
+        for (int q = 0; q < NQ; q++)
+#pragma unroll
+            for (int h = 0; h < NT; h++) split2(psi_hi[q][h], psi_lo[q][h], v[q][h][0], v[q][h][1]);
     }
 
     float dpsi[MK][NT][4] = {};
@@ -199,7 +202,7 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
         const uint32_t x_at = shared_address(base), dh_at = shared_address(dh_base);
 #pragma unroll
         for (int m = 0; m < STAGE_TOKENS / 16; m++) {
-            if (p.partial || has(p.d_phi)) {
+            if (p.dpsi) {
                 /* A = x with columns as rows, B = d_h: both transposed on the way out of shared memory. */
                 uint32_t x_hi[MK][4], x_lo[MK][4];
 #pragma unroll
@@ -280,28 +283,20 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
     }
     let_next_begin();
 
-    if (!p.partial && !has(p.d_phi)) return;
+    if (!p.dpsi) return;
+    float *to = p.dpsi + split * p.rows * p.k.count;
 #pragma unroll
     for (int k = 0; k < MK; k++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int64_t column = column0 + warp * NQ * 8 + k * 16 + g + half * 8;
-            if (column >= p.k.count) continue;
-            const int64_t at =
-                p.partial ? split * p.w.rows * p.k.count + column : offset_of(p.d_phi, p.k, 0, (uint32_t)column);
-            const int64_t step = p.partial ? p.k.count : p.d_phi.stride[0];
+        for (int q = 0; q < NT; q++)
 #pragma unroll
-            for (int q = 0; q < NT; q++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int row = q * 8 + 2 * t + e;
-                    if (row >= p.w.rows) continue;
-                    if (p.partial)
-                        p.partial[at + row * step] = dpsi[k][q][half * 2 + e];
-                    else
-                        put(p.d_phi, at + row * step, dpsi[k][q][half * 2 + e]);
-                }
-        }
+            for (int e = 0; e < 4; e++) {
+                const int64_t column = column0 + warp * NQ * 8 + k * 16 + g + (e >> 1) * 8;
+                const int row = q * 8 + 2 * t + (e & 1);
+                if (column >= p.k.count || row >= p.rows) continue;
+                float *at = to + row * p.dpsi_stride + column;
+                *at = p.add_dpsi ? *at + dpsi[k][q][e] : dpsi[k][q][e];
+            }
 }
 
 /* ---- d_phi, d_norm_weight ---------------------------------------------------------------------------------------------- */
@@ -366,7 +361,7 @@ static int32_t columns_of_block(int32_t tiles)
 
 struct bwd_room {
     uint4 *dh;
-    float *partial;
+    float *partial, *psi;
 };
 
 static bwd_room bwd_lay_out(weft_arena *arena, const weft_call *call, const weft_mhc_project_bwd_args *a,
@@ -376,6 +371,7 @@ static bwd_room bwd_lay_out(weft_arena *arena, const weft_call *call, const weft
     const int64_t k = call->streams * call->channels;
     bwd_room r = {};
     *plan = weft_cuda_project_bwd_plan(call->tokens, k, call->rows, columns_of_block(tiles));
+    if (tiles && call->dtype != WEFT_F32) r.psi = (float *)weft_arena_take(arena, (size_t)(call->rows * k) * 4);
     if (tiles && call->dtype != WEFT_F32)
         r.dh = (uint4 *)weft_arena_take(arena, (size_t)(call->tokens * (2 * tiles + 1)) * 16);
     if (wants_sums(a)) r.partial = (float *)weft_arena_take(arena, (size_t)(plan->splits * call->rows * k) * 4);
@@ -395,15 +391,15 @@ static weft_status tensor_cores(const weft_call *call, const weft_mhc_project_bw
     const int32_t tiles = weft_cuda_project_row_tiles(call->rows);
     const int64_t pieces = call->tokens * (2 * tiles + 1);
     const columns k = columns_of(call, order);
-    weft_status status = launch(call, "d_h", share_kernel, {.grid = grid_of((pieces + 255) / 256), .block = 256},
-                                room.dh, view_of(&a->d_h), view_of(&a->d_ms), (int32_t)call->rows, tiles,
-                                call->tokens, 2.0f / (float)k.count);
-    if (status != WEFT_OK) return status;
+    weft_status status;
     backward_args p = {.x = a->x.data,
                        .dh = room.dh,
-                       .partial = room.partial,
-                       .d_phi = {},
-                       .w = {view_of(&a->phi), view_of(&a->norm_weight), (int32_t)call->rows},
+                       .psi = (const float *)a->phi.data,
+                       .dpsi = room.partial,
+                       .psi_stride = a->phi.stride[0],
+                       .dpsi_stride = k.count,
+                       .add_dpsi = false,
+                       .rows = (int32_t)call->rows,
                        .k = k,
                        .d_x = view_of(&a->d_x),
                        .base = {},
@@ -421,16 +417,25 @@ static weft_status tensor_cores(const weft_call *call, const weft_mhc_project_bw
         p.d_x.add = 0;
         p.du_vectors = order == LAYOUT_NC && row_fits(&extra->du, tiles == 10 ? 4 : 8);
     }
-    if (room.partial && plan->splits == 1 && !weft_has(&a->norm_weight)) {
-        p.partial = NULL;
-        p.d_phi = view_of(&a->d_phi);
+    if (has(p.d_x) && !weft_project_phi_is_psi(&a->phi, &a->norm_weight, order)) {
+        p.psi = room.psi, p.psi_stride = k.count;
+        status = weft_cuda_project_spread(call, &a->phi, &a->norm_weight, k, room.psi);
+        if (status != WEFT_OK) return status;
     }
+    const weft_tensor *d_phi = &a->d_phi.to;
+    const bool direct = room.partial && plan->splits == 1 && !weft_has(&a->norm_weight) &&
+                        d_phi->dtype == WEFT_F32 && row_order(d_phi) == order;
+    if (direct) p.dpsi = (float *)d_phi->data, p.dpsi_stride = d_phi->stride[0], p.add_dpsi = a->d_phi.add;
+    status = launch(call, "d_h", share_kernel, {.grid = grid_of((pieces + 255) / 256), .block = 256}, room.dh,
+                    view_of(&a->d_h), view_of(&a->d_ms), (int32_t)call->rows, tiles, call->tokens,
+                    2.0f / (float)k.count);
+    if (status != WEFT_OK) return status;
     switch (tiles) {
     case 1: status = launch_backward<T, 1, 4>(call, p, plan->blocks); break;
     case 3: status = launch_backward<T, 3, 4>(call, p, plan->blocks); break;
     default: status = launch_backward<T, 10, 2>(call, p, plan->blocks); break;
     }
-    if (status != WEFT_OK || !p.partial) return status;
+    if (status != WEFT_OK || !room.partial || direct) return status;
     return weft_cuda_project_finish(call, a, room.partial, plan->splits, k);
 }
 
