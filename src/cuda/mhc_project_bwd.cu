@@ -110,7 +110,7 @@ static __device__ __forceinline__ void join_extra(float (&v)[E], const backward_
     for (int e = 0; e < E; e++) v[e] = sum[e] + v[e];
 }
 
-/* EXTRA: with more terms, or with a d_x that cannot be written 16 bytes at a time.
+/* EXTRA: with more terms, or with a d_x that is not simply stored in the activations' type, 16 bytes at a time.
  * A warp owns NQ * 8 columns. Which of them a tensor-core tile calls its n-th is free: with column
  * (n >> 1) * 2 NQ + 2 q + (n & 1) for tile q, a lane ends up with 2 NQ neighbouring columns of d_x. */
 template <class T, int NT, int NQ, bool EXTRA>
@@ -127,28 +127,34 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
     const int64_t column0 = (int64_t)(blockIdx.x % (unsigned)p.across) * COLUMNS;
     const int64_t split = blockIdx.x / (unsigned)p.across, token0 = split * p.split_tokens;
     const int64_t token1 = token0 + p.split_tokens < p.tokens ? token0 + p.split_tokens : p.tokens;
-    const int64_t stages = (token1 - token0 + STAGE_TOKENS - 1) / STAGE_TOKENS;
+    const int rows = (int)(token1 - token0), stages = (rows + STAGE_TOKENS - 1) / STAGE_TOKENS;
 
     /* Rows 0 and 1 of eight must not share banks with each other when a warp reads four pieces of both. */
     auto piece_at = [&](int row, int piece) {
         return row * PIECES + (piece ^ (((row & 1) << 2) | ((row >> 1) & 3)));
     };
-    auto load_x = [&](int64_t stage, int slot) {
+    /* A thread copies the same piece of every eighth row, or so: an address that only grows. */
+    constexpr int APART = THREADS / PIECES;
+    const int my_row = tid / PIECES, my_piece = tid % PIECES;
+    const bool inside = column0 + my_piece * 8 < p.k.count;
+    const T *x_from = (const T *)p.x + (token0 + my_row) * p.x_stride + column0 + my_piece * 8;
+    auto load_x = [&](int stage, int slot) {
         const uint32_t to = shared_address(shared) + slot * STAGE_BYTES;
 #pragma unroll
-        for (int i = 0; i < STAGE_TOKENS * PIECES / THREADS; i++) {
-            const int at = i * THREADS + tid, row = at / PIECES, piece = at % PIECES;
-            const int64_t token = token0 + stage * STAGE_TOKENS + row, column = column0 + piece * 8;
-            const bool valid = token < token1 && column < p.k.count;
-            const T *from = (const T *)p.x + (valid ? token * p.x_stride + column : 0);
-            copy_async(to + piece_at(row, piece) * 16, from, valid);
+        for (int i = 0; i < STAGE_TOKENS / APART; i++) {
+            const int row = i * APART + my_row;
+            const bool valid = inside && stage * STAGE_TOKENS + row < rows;
+            copy_async(to + piece_at(row, my_piece) * 16, valid ? x_from + i * APART * p.x_stride : (const T *)p.x,
+                       valid);
         }
+        x_from += STAGE_TOKENS * p.x_stride;
     };
-    auto load_dh = [&](int64_t stage, int slot) {
+    const uint4 *const dh_from = p.dh + token0 * DH;
+    auto load_dh = [&](int stage, int slot) {
         const uint32_t to = shared_address(shared) + slot * STAGE_BYTES + X_BYTES;
-        const int64_t from = (token0 + stage * STAGE_TOKENS) * DH, end = token1 * DH;
+        const int from = stage * STAGE_TOKENS * DH, end = rows * DH;
         for (int i = tid; i < STAGE_TOKENS * DH; i += THREADS)
-            copy_async(to + i * 16, p.dh + (from + i < end ? from + i : 0), from + i < end);
+            copy_async(to + i * 16, dh_from + (from + i < end ? from + i : 0), from + i < end);
     };
 
 #pragma unroll
@@ -168,14 +174,13 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
         float v[NQ][NT][2];
 #pragma unroll
         for (int q = 0; q < NQ; q++) {
-            const int64_t column = column0 + warp * NQ * 8 + (g >> 1) * WIDTH + 2 * q + (g & 1);
+            const int64_t own = column0 + warp * NQ * 8 + (g >> 1) * WIDTH + 2 * q + (g & 1);
 #pragma unroll
             for (int h = 0; h < NT; h++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const int row = 8 * h + 2 * t + e;
-                    v[q][h][e] =
-                        column < p.k.count && row < p.rows ? __ldg(p.psi + row * p.psi_stride + column) : 0.0f;
+                    v[q][h][e] = own < p.k.count && row < p.rows ? __ldg(p.psi + row * p.psi_stride + own) : 0.0f;
                 }
         }
 #pragma unroll
@@ -184,13 +189,15 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
             for (int h = 0; h < NT; h++) split2(psi_hi[q][h], psi_lo[q][h], v[q][h][0], v[q][h][1]);
     }
 
+    const int64_t column = column0 + warp * NQ * 8 + t * WIDTH; /* of this lane in d_x */
+    T *d_x_to = (T *)p.d_x.data + (token0 + g) * p.d_x.stride[0] + column;
     float dpsi[MK][NT][4] = {};
     int slot = 0;
-    for (int64_t stage = 0; stage < stages; stage++) {
+    for (int stage = 0; stage < stages; stage++) {
         copy_wait<STAGES - 2>();
         __syncthreads();
         {
-            const int64_t next = stage + STAGES - 1;
+            const int next = stage + STAGES - 1;
             const int next_slot = slot == 0 ? STAGES - 1 : slot - 1;
             if (next < stages) {
                 load_x(next, next_slot);
@@ -255,9 +262,7 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int row = m * 16 + g + half * 8;
-                const int64_t token = token0 + stage * STAGE_TOKENS + row;
-                const int64_t column = column0 + warp * NQ * 8 + t * WIDTH;
-                if (token >= token1 || column >= p.k.count) continue;
+                if (stage * STAGE_TOKENS + row >= rows || column >= p.k.count) continue;
                 const float coef = *(const float *)(dh_base + (row * DH + 2 * NT) * 16);
                 const int at = warp * NQ + t * WIDTH / 8;
                 raw<T, WIDTH> r;
@@ -269,8 +274,13 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
                 for (int q = 0; q < NQ; q++)
 #pragma unroll
                     for (int e = 0; e < 2; e++) v[2 * q + e] = fmaf(coef, x[2 * q + e], acc[q][half * 2 + e]);
-                if constexpr (EXTRA) join_extra<T>(v, p, token, (uint32_t)column);
-                if (!EXTRA || p.d_x_plain) {
+                if constexpr (!EXTRA) {
+                    store<T, WIDTH>(d_x_to + (m * 16 + half * 8) * p.d_x.stride[0], v);
+                    continue;
+                }
+                const int64_t token = token0 + stage * STAGE_TOKENS + row;
+                join_extra<T>(v, p, token, (uint32_t)column);
+                if (p.d_x_plain) {
                     put_wide<T, WIDTH>(p.d_x, token * p.d_x.stride[0] + column, v);
                 } else {
 #pragma unroll
@@ -280,6 +290,7 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
             }
         }
         slot = slot + 1 == STAGES ? 0 : slot + 1;
+        d_x_to += STAGE_TOKENS * p.d_x.stride[0];
     }
     let_next_begin();
 
@@ -291,10 +302,10 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
         for (int q = 0; q < NT; q++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int64_t column = column0 + warp * NQ * 8 + k * 16 + g + (e >> 1) * 8;
+                const int64_t own = column0 + warp * NQ * 8 + k * 16 + g + (e >> 1) * 8;
                 const int row = q * 8 + 2 * t + (e & 1);
-                if (column >= p.k.count || row >= p.rows) continue;
-                float *at = to + row * p.dpsi_stride + column;
+                if (own >= p.k.count || row >= p.rows) continue;
+                float *at = to + row * p.dpsi_stride + own;
                 *at = p.add_dpsi ? *at + dpsi[k][q][e] : dpsi[k][q][e];
             }
 }
@@ -344,7 +355,7 @@ static weft_status launch_backward(const weft_call *call, const backward_args &p
     constexpr size_t stage = STAGE_TOKENS * WARPS * NQ * 16 + STAGE_TOKENS * dh_row<NT>::bytes;
     launch_shape shape = {
         .grid = (unsigned)blocks, .block = WARPS * 32, .shared = stage * STAGES, .order = OVERLAP};
-    if (has(p.du) || has(p.base) || !p.d_x_plain)
+    if (has(p.du) || has(p.base) || !p.d_x_plain || p.d_x.add || (has(p.d_x) && p.d_x.dtype != number<T>::dtype))
         return launch(call, "projection backward", backward_kernel<T, NT, NQ, true>, shape, p);
     return launch(call, "projection backward", backward_kernel<T, NT, NQ, false>, shape, p);
 }
@@ -413,10 +424,10 @@ static weft_status tensor_cores(const weft_call *call, const weft_mhc_project_bw
                        .du_vectors = false};
     if (extra) {
         p.pre = view_of(&extra->pre), p.du = view_of(&extra->du), p.base = view_of(&extra->base);
-        if (p.d_x.add) p.base = p.d_x; /* a base of its own is for overwriting */
-        p.d_x.add = 0;
         p.du_vectors = order == LAYOUT_NC && row_fits(&extra->du, tiles == 10 ? 4 : 8);
     }
+    if (p.d_x.add) p.base = p.d_x; /* a base of its own is for overwriting */
+    p.d_x.add = 0;
     if (has(p.d_x) && !weft_project_phi_is_psi(&a->phi, &a->norm_weight, order)) {
         p.psi = room.psi, p.psi_stride = k.count;
         status = weft_cuda_project_spread(call, &a->phi, &a->norm_weight, k, room.psi);
@@ -432,7 +443,15 @@ static weft_status tensor_cores(const weft_call *call, const weft_mhc_project_bw
     if (status != WEFT_OK) return status;
     switch (tiles) {
     case 1: status = launch_backward<T, 1, 4>(call, p, plan->blocks); break;
-    case 3: status = launch_backward<T, 3, 4>(call, p, plan->blocks); break;
+    case 3:
+        /* Blocks of half the columns where there are too few to fill the machine; no sum notices. */
+        if (plan->blocks >= call->sms) {
+            status = launch_backward<T, 3, 4>(call, p, plan->blocks);
+        } else {
+            p.across = (int32_t)((k.count + WARPS * 16 - 1) / (WARPS * 16));
+            status = launch_backward<T, 3, 2>(call, p, (int64_t)p.across * plan->splits);
+        }
+        break;
     default: status = launch_backward<T, 10, 2>(call, p, plan->blocks); break;
     }
     if (status != WEFT_OK || !room.partial || direct) return status;
