@@ -408,6 +408,64 @@ static void other_devices_are_refused(void **state)
     test_verdict();
 }
 
+/* Workspace of single operators at four streams: at most 32 MiB and 256 bytes a token. A query looks at no data. */
+static void expect_room(const char *op, const void *args, int64_t tokens, int64_t channels)
+{
+    weft_exec exec = on_cuda(0);
+    size_t bytes = 0, most = ((size_t)32 << 20) + 256 * (size_t)tokens;
+    if (weft_op_workspace(weft_op_find(op), &exec, args, &bytes) != WEFT_OK)
+        fail_msg("%s: %s", op, weft_last_error());
+    if (bytes > most)
+        test_failed("%s: %lld tokens of %lld channels ask for %zu bytes of workspace, more than %zu", op,
+                    (long long)tokens, (long long)channels, bytes, most);
+}
+
+static void workspaces_are_bounded(void **state)
+{
+    (void)state;
+    need_gpu();
+    static const int64_t shapes[][2] = {{1, 4096},     {128, 4096},   {2048, 12288},  {8192, 4096},   {8192, 16384},
+                                        {32768, 4096}, {32768, 7168}, {262144, 2048}, {262144, 16384}};
+    enum { n = 4, rows = 24 };
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        const int64_t t = shapes[i][0], c = shapes[i][1];
+        const weft_tensor x = weft_dense3(NULL, WEFT_BF16, t, n, c), u = weft_dense2(NULL, WEFT_BF16, t, c);
+        const weft_tensor phi = weft_dense3(NULL, WEFT_F32, rows, n, c), h = weft_dense2(NULL, WEFT_F32, t, rows);
+        const weft_tensor ms = weft_dense1(NULL, WEFT_F32, t), gate = weft_dense2(NULL, WEFT_F32, t, n);
+        const weft_tensor res = weft_dense3(NULL, WEFT_F32, t, n, n), wide = weft_dense1(NULL, WEFT_F32, c);
+        const weft_tensor gain = weft_dense2(NULL, WEFT_F32, n, c), alpha = weft_dense1(NULL, WEFT_F32, 3),
+                          beta = weft_dense1(NULL, WEFT_F32, rows);
+        weft_mhc_numerics q;
+        assert_int_equal(weft_mhc_preset_numerics(WEFT_PRESET_DEEPSEEK_V4, &q), WEFT_OK);
+        expect_room("mhc_project_fwd",
+                    WEFT_ARGS(weft_mhc_project_fwd_args, .x = x, .phi = phi, .norm_weight = gain, .h = h, .ms = ms),
+                    t, c);
+        expect_room("mhc_project_bwd",
+                    WEFT_ARGS(weft_mhc_project_bwd_args, .x = x, .phi = phi, .norm_weight = gain, .d_h = h,
+                              .d_ms = ms, .d_x = {x, 0}, .d_phi = {phi, 0}, .d_norm_weight = {gain, 0}),
+                    t, c);
+        expect_room("mhc_coef_bwd",
+                    WEFT_ARGS(weft_mhc_coef_bwd_args, .numerics = q, .h = h, .ms = ms, .alpha = alpha, .beta = beta,
+                              .d_pre = gate, .d_post = gate, .d_res = res, .d_h = {h, 0}, .d_ms = {ms, 0},
+                              .d_alpha = {alpha, 0}, .d_beta = {beta, 0}),
+                    t, c);
+        expect_room("mhc_post_bwd",
+                    WEFT_ARGS(weft_mhc_post_bwd_args, .numerics = q, .x = x, .f = u, .bias = wide, .post = gate,
+                              .res = res, .d_y = x, .d_x = {x, 0}, .d_f = {u, 0}, .d_bias = {wide, 0},
+                              .d_post = {gate, 0}, .d_res = {res, 0}),
+                    t, c);
+        expect_room("mhc_aggregate_bwd",
+                    WEFT_ARGS(weft_mhc_aggregate_bwd_args, .x = x, .pre = gate, .d_u = u, .d_x = {x, 0},
+                              .d_pre = {gate, 0}),
+                    t, c);
+        expect_room("rmsnorm_bwd",
+                    WEFT_ARGS(weft_rmsnorm_bwd_args, .eps = 1e-6, .u = u, .weight = wide, .d_v = u, .d_u = {u, 0},
+                              .d_weight = {wide, 0}),
+                    t, c);
+    }
+    test_verdict();
+}
+
 /* Without a workspace, or with one byte too few: refused, and nothing is written. */
 static void small_workspaces_are_refused(void **state)
 {
@@ -677,6 +735,7 @@ int main(void)
         cmocka_unit_test(host_memory_is_refused),
         cmocka_unit_test(other_devices_are_refused),
         cmocka_unit_test(small_workspaces_are_refused),
+        cmocka_unit_test(workspaces_are_bounded),
         cmocka_unit_test(an_error_that_stays),
         cmocka_unit_test(many_tokens),
         cmocka_unit_test(many_elements),
