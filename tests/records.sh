@@ -13,19 +13,41 @@ import json
 import sys
 
 row = {"part": "bench", "suite": "te", "pass": "fwd", "streams": 4, "dtype": "bf16", "layout": "nc", "us": 12.5,
-       "gbps": 3000.0, "of_copy": 0.7, "copy_gbps": 4270.0}
-lines = [{"record": "gpu", "gpu": "A <GPU> & more", "version": "0.1.0", "date": "2026-01-01"}]
+       "gbps": 3000.0, "of_copy": 0.7, "copy_gbps": 4270.0, "preset": "liger", "cache": "flushed"}
+lines = [{"record": "gpu", "gpu": "A <GPU> & more", "version": "0.1.0", "date": "2026-01-01", "capability": "9.0",
+          "driver": "1.2", "cuda": "3.4", "command": "make gpu-record"}]
 lines += [{**row, "op": op, "tokens": tokens, "channels": 4096, "of_copy": share}
-          for op, share in (("mhc_post", 0.97), ("mhc_project", 0.02), ("rmsnorm", 1.4)) for tokens in (2048, 8192)]
-lines.append({"part": "bench", "suite": "te", "result": "passed", "rows": 6, "seconds": 1.0})
+          for tokens in (2048, 8192, 8192)  # two batches of one shape
+          for op, share in (("mhc_post", 0.97), ("mhc_project", 0.02), ("rmsnorm", 1.4))]
+lines.append({"part": "bench", "suite": "te", "result": "passed", "rows": 9, "seconds": 1.0})
+lines += [{**row, "suite": "all", "op": "rmsnorm", "pass": name, "tokens": 64, "channels": 128, "us": us}
+          for name, us in (("fwd", 5.04), ("bwd", 123.6))]
 with open(sys.argv[1], "w", encoding="utf-8") as file:
     file.writelines(json.dumps(line) + "\n" for line in lines)
 END
 
 "$tools/plot_bench.py" "$record" --out "$picture"
-python3 -c "import sys, xml.dom.minidom as m; assert len(m.parse(sys.argv[1]).getElementsByTagName('g')) == 6" "$picture"
+python3 -c "import sys, xml.dom.minidom as m; assert len(m.parse(sys.argv[1]).getElementsByTagName('g')) == 9" "$picture"
 if "$tools/plot_bench.py" "$record" --suite small >/dev/null 2>&1; then
     echo "plot_bench.py draws a suite that is not there" >&2
+    exit 1
+fi
+
+"$tools/gpu_table.py" "$record" >"$1/tables.md"
+for line in '| tokens x channels | `mhc_post` fwd | `mhc_project` fwd | `rmsnorm` fwd |' \
+    '| 2048 x 4096 | 12.5 (97 %) | 12.5 (2 %) | 12.5 (140 %) |' '| `rmsnorm` | 5.0 | 70 % | 124 | 70 % |' \
+    'Compute capability 9.0; driver 1.2; CUDA 3.4; weft 0.1.0, `make gpu-record`, 2026-01-01.'; do
+    grep -qxF -- "$line" "$1/tables.md" || { echo "gpu_table.py lacks: $line" >&2; exit 1; }
+done
+[ "$(grep -c '^| 8192 x 4096 |' "$1/tables.md")" = 2 ]
+cp "$tools/../docs/performance.md" "$1/performance.md"
+for _ in 1 2; do # what is there is replaced, what is around it stays
+    "$tools/gpu_table.py" --write "$1/performance.md" "$record"
+    [ "$(grep -c '^### A <GPU>' "$1/performance.md")" = 1 ] && tail -n 20 "$tools/../docs/performance.md" >"$1/tail"
+    tail -n 20 "$1/performance.md" | cmp - "$1/tail"
+done
+if "$tools/gpu_table.py" --write "$1/tail" "$record" 2>/dev/null; then
+    echo "gpu_table.py writes into a document without markers" >&2
     exit 1
 fi
 

@@ -6,6 +6,8 @@
     a name with "foo" in it is an example.
   - In docs/math.md a tag such as [M1] stands in a heading, and its section names an implementing file under src/.
   - A tag cited in a header or source exists in docs/math.md.
+  - A source whose opening comment cites a tag is named in the section of the first one it cites, and a source under src/
+    with the name of an operator cites one: from an equation to its code in every backend, and back.
   - Every operator of src/core/ops.def is named in docs/math.md.
 """
 
@@ -65,6 +67,10 @@ def exists(base, name):
     return any(base.glob(pattern)) if "*" in pattern else (base / pattern).exists()
 
 
+def files(name):
+    return ROOT.glob(name) if "*" in name else [ROOT / name]
+
+
 def check_paths(document):
     text = blank_fences(document.read_text(encoding="utf-8"))
     for match in CODE.finditer(text):
@@ -85,11 +91,14 @@ def check_math():
     text = blank_fences(MATH.read_text(encoding="utf-8"))
     headings = [match for match in re.finditer(r"^#+ .*$", text, re.M) if TAG.search(match.group())]
     tags = set()
+    named_in = {}
     for i, heading in enumerate(headings):
         end = headings[i + 1].start() if i + 1 < len(headings) else len(text)
         named = [v for code in CODE.findall(text[heading.start():end]) for v in variants(code)]
         here = TAG.findall(heading.group())
         tags.update(here)
+        for tag in here:
+            named_in[tag] = {path for name in named if name.startswith("src/") and PATH.match(name) for path in files(name)}
         if not any(name.startswith("src/") and PATH.match(name) and exists(ROOT, name) for name in named):
             fail(MATH, text, heading.start(), f"[{'], ['.join(here)}] names no implementing file under src/")
     if not tags:
@@ -105,7 +114,16 @@ def check_math():
                     fail(path, source, comment.start() + tag.start(), f"{tag.group()} is not a heading of docs/math.md")
 
     operators = re.findall(r"^WEFT_OP\((\w+)\)", (ROOT / "src/core/ops.def").read_text(encoding="utf-8"), re.M)
-    for stem in sorted({re.sub(r"_(fwd|bwd)$", "", name) for name in operators}):
+    stems = sorted({re.sub(r"_(fwd|bwd)$", "", name) for name in operators})
+    for path in (path for path in sources if path.is_relative_to(ROOT / "src")):
+        source = path.read_text(encoding="utf-8")
+        opening = re.match(r"/\*.*?\*/", source, re.S)
+        cited = TAG.findall(opening.group()) if opening else []
+        if cited and cited[0] in tags and path not in named_in[cited[0]]:
+            fail(path, source, 0, f"not named in the section [{cited[0]}] of docs/math.md, which it cites first")
+        if not cited and path.stem in stems:
+            fail(path, source, 0, "the opening comment of an operator cites no tag of docs/math.md")
+    for stem in stems:
         if not re.search(rf"\b{stem}\b", text):
             fail(MATH, text, 0, f"the operator {stem} is not named")
     return len(tags)

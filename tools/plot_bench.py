@@ -13,6 +13,9 @@ import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from gpu_table import by_shape  # noqa: E402
+
 CELL_WIDTH, CELL_HEIGHT = 74, 22
 LEFT, TOP = 150, 74
 # Colour by share of copy speed: nothing to gain, some, much. Readable on white and on a dark page alike.
@@ -43,7 +46,7 @@ def cell(x, y, row, value):
 
 
 def draw(header, rows, suite, value):
-    shapes = list(dict.fromkeys((row["tokens"], row["channels"]) for row in rows))
+    shapes = by_shape(rows)
     operators = list(dict.fromkeys((row["op"], row["pass"]) for row in rows))
     operators.sort(key=lambda pair: pair[1] != "fwd")  # forward above backward, each in the order of the run
     width, height = max(640, LEFT + CELL_WIDTH * len(shapes) + 16), TOP + CELL_HEIGHT * len(operators) + 30
@@ -57,15 +60,14 @@ def draw(header, rows, suite, value):
         text(12, 40, f"copy {first['copy_gbps']:.0f} GB/s, {first['dtype']}, {first['streams']} streams, layout "
                      f"{first['layout']}, suite {suite}, weft {header['version']}, {header['date']}"),
     ]
-    for k, (tokens, channels) in enumerate(shapes):
+    for k, ((tokens, channels), _) in enumerate(shapes):
         parts.append(text(LEFT + CELL_WIDTH * (k + 0.5), TOP - 16, f"{tokens}", 11, "middle"))
         parts.append(text(LEFT + CELL_WIDTH * (k + 0.5), TOP - 4, f"x {channels}", 11, "middle"))
-    found = {(row["op"], row["pass"], row["tokens"], row["channels"]): row for row in rows}
     for i, (op, direction) in enumerate(operators):
         y = TOP + CELL_HEIGHT * i
         parts.append(text(12, y + CELL_HEIGHT - 7, f"{op} {direction}"))
-        for k, shape in enumerate(shapes):
-            row = found.get((op, direction, *shape))
+        for k, (_, found) in enumerate(shapes):
+            row = found.get((op, direction))
             if row:
                 parts += cell(LEFT + CELL_WIDTH * k, y, row, value)
     parts.append(text(12, height - 10, "columns: tokens x channels", 11))

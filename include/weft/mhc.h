@@ -3,7 +3,7 @@
  * mHC, manifold-constrained hyper-connections (arXiv 2512.24880): `streams` residual streams instead of one.
  *
  * Shapes are logical; memory order is a matter of strides. With T tokens, n streams, C channels and N = 2n + n*n:
- *     x, y      [T, n, C]   residual streams. Dense (n,C) and dense (C,n) rows have fast paths on the CPU backend.
+ *     x, y      [T, n, C]   residual streams. Dense (n,C) and dense (C,n) rows have fast paths on the CPU and CUDA.
  *     f, u, v   [T, C]      sub-layer output, aggregated sub-layer input, the same after the sub-layer's RMSNorm
  *     phi       [N, n, C]   projection weight, rows in the order pre | post | res, res row-major
  *     h, ms     [T, N], [T] raw projection and mean square over the n*C values of a token: all that backward needs
@@ -21,7 +21,9 @@
  *   - Every gradient is a weft_grad: overwritten or added to, as its `add` says, from the unrounded fp32 value.
  *   - Outputs may not overlap other arguments, except where "in place" says that two fields may be the same memory.
  *   - Results are bitwise reproducible: they depend neither on the thread count nor on the other tokens of the call
- *     (gradients of parameters are sums over the tokens, in an order that depends on their number only).
+ *     (gradients of parameters are sums over the tokens, in an order that depends on the shape only). On CUDA this holds
+ *     for any number of multiprocessors on one kind of GPU; the order of sums depends on the dtype and the memory layout
+ *     there, so another layout of the same values may differ in the last bits.
  *   - weft_<op>_workspace tells how many bytes exec.workspace must have for the same exec and args. Tensor data is not
  *     looked at by that function.
  * Tags such as [M4] refer to docs/math.md. */

@@ -58,7 +58,7 @@ typedef enum weft_isa {
  * either way; the other backends always compute in full. */
 typedef enum weft_precision {
     WEFT_PRECISION_FULL = 0, /* fp32 products and sums */
-    WEFT_PRECISION_TF32      /* activations rounded to 11 bits, on tensor cores */
+    WEFT_PRECISION_TF32      /* permits factors of 11 bits on tensor cores; no kernel makes use of it yet */
 } weft_precision;
 
 #define WEFT_MAX_DIMS 4

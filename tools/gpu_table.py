@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of a GPU's record in markdown: microseconds and per cent of the copy bandwidth.
+
+    tools/gpu_table.py [bench/baselines/<gpu>.jsonl ...]             prints them; all records by default
+    tools/gpu_table.py --write docs/performance.md [RECORD ...]      puts them between the two marker comments there
+
+A suite of several shapes has a row for each shape and a column for each operator and pass; a suite of one shape has a row
+for each operator. Exit status: 0 done, 2 it could not be done.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from gpu_record import BASELINES, SUITES  # noqa: E402
+
+BEGIN, END = "<!-- gpu tables: begin, written by tools/gpu_table.py -->", "<!-- gpu tables: end -->"
+NOTHING = "There is no record yet: `make gpu-record` on a machine with a GPU makes one."
+
+
+class Unusable(Exception):
+    pass
+
+
+def read(path):
+    """The header of a record, its timings by suite, and the results of the suites."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as why:
+        raise Unusable(f"{path}: {why}") from why
+    if not lines or lines[0].get("record") != "gpu":
+        raise Unusable(f"{path} is not a record of a GPU")
+    timings, results = {}, {}
+    for line in lines[1:]:
+        if line.get("part") != "bench":
+            continue
+        if "us" in line:
+            timings.setdefault(line["suite"], []).append(line)
+        else:
+            results[line["suite"]] = line.get("result")
+    return lines[0], timings, results
+
+
+def only(rows, field):
+    """The values of a field that all rows should share, in words."""
+    return ", ".join(str(value) for value in dict.fromkeys(row[field] for row in rows))
+
+
+def microseconds(row):
+    return f"{row['us']:.1f}" if row["us"] < 100 else f"{row['us']:.0f}"
+
+
+def per_cent(row):
+    return f"{100 * row['of_copy']:.0f} %"
+
+
+def table(head, lines):
+    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(line) + " |" for line in lines)]
+
+
+def by_shape(rows):
+    """[((tokens, channels), {(op, pass): row})] in the order of the run. A suite may have a shape twice, as two batches."""
+    groups = []
+    for row in rows:
+        shape, what = (row["tokens"], row["channels"]), (row["op"], row["pass"])
+        if not groups or groups[-1][0] != shape or what in groups[-1][1]:
+            groups.append((shape, {}))
+        groups[-1][1][what] = row
+    return groups
+
+
+def of_shapes(rows):
+    columns = dict.fromkeys((row["op"], row["pass"]) for row in rows)
+    lines = []
+    for (tokens, channels), found in by_shape(rows):
+        cells = (found.get(column) for column in columns)
+        lines.append([f"{tokens} x {channels}", *(f"{microseconds(c)} ({per_cent(c)})" if c else "" for c in cells)])
+    return table(["tokens x channels", *(f"`{op}` {direction}" for op, direction in columns)], lines)
+
+
+def of_operators(rows):
+    found = {(row["op"], row["pass"]): row for row in rows}
+    lines = []
+    for op in dict.fromkeys(key[0] for key in found):
+        line = [f"`{op}`"]
+        for direction in ("fwd", "bwd"):
+            row = found.get((op, direction))
+            line += [microseconds(row), per_cent(row)] if row else ["", ""]
+        lines.append(line)
+    return table(["operator", "fwd us", "fwd of copy", "bwd us", "bwd of copy"], lines)
+
+
+def of_suite(suite, rows, result):
+    several = len(by_shape(rows)) > 1
+    options = " ".join(SUITES.get(suite, ["of the suite", suite]))
+    shape = "" if several else f", {rows[0]['tokens']} tokens x {rows[0]['channels']} channels"
+    text = [f"`weft bench --backend cuda {options}`: {only(rows, 'dtype')}, {only(rows, 'streams')} streams, layout "
+            f"{only(rows, 'layout')}, preset {only(rows, 'preset')}{shape}, L2 {only(rows, 'cache')}, copy "
+            f"{rows[0]['copy_gbps']:.0f} GB/s."]
+    if several:
+        text[0] += " Microseconds and, in brackets, per cent of copy."
+    if result != "passed":
+        text[0] += f" This run {result or 'was not finished'}: what is missing here is not measured."
+    return [*text, "", *(of_shapes(rows) if several else of_operators(rows)), ""]
+
+
+def of_record(path):
+    header, timings, results = read(path)
+    if not timings:
+        raise Unusable(f"{path} has no timings")
+    lines = [f"### {header['gpu']}", "",
+             f"Compute capability {header['capability']}; driver {header['driver']}; CUDA {header['cuda']}; weft "
+             f"{header['version']}, `{header['command']}`, {header['date']}.", ""]
+    for suite in [*(s for s in SUITES if s in timings), *(s for s in timings if s not in SUITES)]:
+        lines += of_suite(suite, timings[suite], results.get(suite))
+    return lines
+
+
+def between_markers(document, lines):
+    """The document with these lines between its markers."""
+    text = document.read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise Unusable(f"{document} must have, once and in this order: {BEGIN} and {END}")
+    before, rest = text.split(BEGIN)
+    return "\n".join([before + BEGIN, "", *lines, END + rest.split(END)[1]])
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Tables of a GPU's record in markdown.")
+    parser.add_argument("records", nargs="*", type=Path, help="files of bench/baselines/; all of them by default")
+    parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the tables between the markers of a document")
+    options = parser.parse_args()
+    try:
+        lines = []
+        for path in options.records or sorted(BASELINES.glob("*.jsonl")):
+            lines += of_record(path)
+        lines = lines or [NOTHING, ""]
+        if options.write:
+            options.write.write_text(between_markers(options.write, lines), encoding="utf-8")
+        else:
+            print("\n".join(lines), end="")
+    except (Unusable, OSError, KeyError) as why:
+        print(f"gpu_table: {'no field ' if isinstance(why, KeyError) else ''}{why}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
