@@ -36,7 +36,7 @@ if(WEFT_CUDA STREQUAL "ON")
     set(WEFT_CUDA_LIBRARIES CUDA::cudart_static)
 
     # Fused multiply-adds are written out here as well. Subnormals are kept, divisions and roots are correctly rounded.
-    set(WEFT_CUDA_FLAGS --fmad=false --expt-relaxed-constexpr -Xcompiler=-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra,-Wno-missing-field-initializers,-Wno-missing-field-initializers
+    set(WEFT_CUDA_FLAGS --fmad=false --expt-relaxed-constexpr -Xcompiler=-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra,-Wno-missing-field-initializers
                         -Xptxas=-warn-spills,-warn-lmem-usage --threads=1)
     foreach(arch IN LISTS WEFT_CUDA_ARCHITECTURES)
         string(REGEX REPLACE "-.*" "" number ${arch})

@@ -457,12 +457,12 @@ static bool whole(const weft_tensor *t, int64_t unit)
     return !weft_has(t) || t->stride[0] % unit == 0;
 }
 
-template <class T, int N, stream_layout L> static bool fits(const weft_mhc_post_bwd_args *a)
+/* The inputs decide which kernel sums, so that its bits do not depend on where results go or which are wanted. */
+template <class T, int N, stream_layout L> static bool inputs_fit(const weft_mhc_post_bwd_args *a)
 {
     const int W = post_tile<T, N, L>::width, unit = L == LAYOUT_NC ? W : N * W;
-    return streams_fit(&a->x, L, W) && streams_fit(&a->d_y, L, W) && streams_fit(&a->d_x.to, L, W) &&
-           row_fits(&a->f, W) && row_fits(&a->d_f.to, W) && vector_fits(&a->bias, W) && whole(&a->x, unit) &&
-           whole(&a->d_y, unit) && whole(&a->d_x.to, unit) && whole(&a->f, W) && whole(&a->d_f.to, W);
+    return streams_fit(&a->x, L, W) && streams_fit(&a->d_y, L, W) && row_fits(&a->f, W) &&
+           vector_fits(&a->bias, W) && whole(&a->x, unit) && whole(&a->d_y, unit) && whole(&a->f, W);
 }
 
 /* FULL unless everything is in the activation type; a gradient that is not wanted is only a store less. */
@@ -485,11 +485,29 @@ static weft_status run_streams(const weft_call *call, const weft_mhc_post_bwd_ar
     }
 }
 
+/* Gradients of the streams that cannot be written tile by tile are left to a launch of their own. */
+template <class T, int N, stream_layout L>
+static weft_status run_layout(const weft_call *call, const weft_mhc_post_bwd_args *a)
+{
+    const int W = post_tile<T, N, L>::width, unit = L == LAYOUT_NC ? W : N * W;
+    weft_mhc_post_bwd_args first = *a, rest = *a;
+    const weft_grad none = {};
+    rest.d_bias = rest.d_post = rest.d_res = none;
+    (streams_fit(&a->d_x.to, L, W) && whole(&a->d_x.to, unit) ? rest : first).d_x = none;
+    (row_fits(&a->d_f.to, W) && whole(&a->d_f.to, W) ? rest : first).d_f = none;
+    const bool summed = weft_has(&first.d_bias.to) || weft_has(&first.d_post.to) || weft_has(&first.d_res.to);
+    if (summed || weft_has(&first.d_x.to) || weft_has(&first.d_f.to)) {
+        const weft_status status = run_streams<T, N, L>(call, &first);
+        if (status != WEFT_OK) return status;
+    }
+    return weft_has(&rest.d_x.to) || weft_has(&rest.d_f.to) ? run_any<T>(call, &rest) : WEFT_OK;
+}
+
 template <class T, int N> static weft_status run(const weft_call *call, const void *args)
 {
     const weft_mhc_post_bwd_args *a = (const weft_mhc_post_bwd_args *)args;
-    if (fits<T, N, LAYOUT_NC>(a)) return run_streams<T, N, LAYOUT_NC>(call, a);
-    if (fits<T, N, LAYOUT_CN>(a)) return run_streams<T, N, LAYOUT_CN>(call, a);
+    if (inputs_fit<T, N, LAYOUT_NC>(a)) return run_layout<T, N, LAYOUT_NC>(call, a);
+    if (inputs_fit<T, N, LAYOUT_CN>(a)) return run_layout<T, N, LAYOUT_CN>(call, a);
     return run_any<T>(call, args);
 }
 

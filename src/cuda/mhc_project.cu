@@ -36,7 +36,7 @@ weft_status weft_cuda_project_spread(const weft_call *call, const weft_tensor *p
 struct project_args {
     const void *x;
     const float *psi; /* [rows], psi_stride apart */
-    float *partial;   /* [splits][tokens][rows + 4], or NULL: straight to h and ms */
+    float *partial;   /* [splits][tokens][rows + 1], or NULL: straight to h and ms */
     view h, ms;
     int64_t tokens, x_stride, psi_stride, columns;
     int32_t rows, splits;
@@ -359,7 +359,7 @@ template <int SPLITS> static weft_status launch_gather(const weft_call *call, co
                   {.grid = grid_of((threads + 127) / 128), .block = 128, .shared = 0, .order = OVERLAP}, p);
 }
 
-/* 80 rows, and the lo parts of f16, leave no room for 16 warps. */
+/* 80 rows, and the lo parts of f16, leave no registers for two tiles of tokens a warp. */
 static weft_project_fwd_plan plan_of(const weft_call *call, int32_t tiles)
 {
     return weft_cuda_project_fwd_plan(call->tokens, call->streams * call->channels, tiles,

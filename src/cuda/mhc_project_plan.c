@@ -25,7 +25,7 @@ weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns
     for (int i = large ? 0 : 1; i < 3; i++)
         for (int k = 0; k < 4; k++) {
             if (tiles[i] == 32 && row_tiles > 3) continue; /* not compiled */
-            if (splits[k] > 1 && tokens > most_partial / (splits[k] * (row_tiles * 8 + 4) * 4)) continue;
+            if (splits[k] > 1 && tokens > most_partial / (splits[k] * (row_tiles * 8 + 1) * 4)) continue;
             if (splits[k] > 1 && splits[k] > ceil_div(columns, PROJECT_STAGE)) continue;
             const int64_t blocks = ceil_div(tokens, tiles[i]) * splits[k];
             /* Bytes that a block moves, phi at half the cost since it comes from L2; many small blocks fit a
@@ -35,7 +35,7 @@ weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns
             const double share =
                 tiles[i] == 32 && blocks > sms ? (double)(blocks < at_once ? blocks : at_once) / sms : 1;
             const double work = (tiles[i] * 2.0 + row_tiles * 8 * 4 * 0.5) * (double)columns / splits[k];
-            const double sums = (double)(tokens * splits[k]) * (row_tiles * 8 + 4) * 8 / sms + 60e3;
+            const double sums = (double)(tokens * splits[k]) * (row_tiles * 8 + 1) * 8 / sms + 60e3;
             const double cost = rounds * (share * work + 40e3) + (splits[k] > 1 ? sums : 0);
             if (best.blocks == 0 || cost < best_cost) {
                 best_cost = cost;
