@@ -103,7 +103,7 @@ static void headers_and_list_agree(void **state)
 static void every_operator_has_its_tests(void **state)
 {
     (void)state;
-    char *validate = source("test_validate.c");
+    char *validate = source("support/refuse.h");
     for (int32_t i = 0; i < weft_op_count(); i++) {
         const char *op = weft_op_at(i)->name;
         char stem[64], path[96], call[128];
@@ -136,7 +136,7 @@ static void every_operator_has_its_tests(void **state)
     }
     /* bad input is generated for the whole list */
     if (validate && !strstr(validate, "for (int32_t i = 0; i < weft_op_count(); i++)"))
-        test_failed("test_validate.c does not go through all operators");
+        test_failed("support/refuse.h does not go through all operators");
     if (!validate) fprintf(stderr, "  the test sources are not at hand: only the registry was checked\n");
     free(validate);
     for (int k = 0; k < REGISTERED; k++)
