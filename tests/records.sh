@@ -53,4 +53,26 @@ fi
 
 one=$("$tools/source_hash.py")
 [ "$one" = "$("$tools/source_hash.py")" ] && [ ${#one} = 64 ]
+# Comments and line breaks are not sources; a number in the code, or in a string, is.
+python3 - "$tools" "$1" <<'END'
+import sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+from source_hash import source_hash
+
+root = Path(sys.argv[2]) / "sources"
+(root / "src/cuda").mkdir(parents=True, exist_ok=True)
+
+
+def of(text):
+    (root / "src/cuda/a.cu").write_text(text, encoding="utf-8")
+    return source_hash(root)
+
+
+plain = of('int a = 1; const char *b = "/* 1 */";\n')
+assert of('/* why */ int a = 1; // how\nconst char\n    *b = "/* 1 */";\n') == plain
+assert of('int a = 2; const char *b = "/* 1 */";\n') != plain
+assert of('int a = 1; const char *b = "/* 2 */";\n') != plain
+END
 "$tools/gpu_record.py" --verify

@@ -88,9 +88,8 @@ typedef struct weft_exec {
                       * Never changes a result */
     weft_isa isa;    /* CPU: highest instruction set to use; a machine that lacks it is an error */
     void *stream;    /* cudaStream_t; NULL on the CPU */
-    void
-        *workspace; /* at least weft_<op>_workspace bytes in the backend's memory, any alignment, contents undefined
-                      * before and after */
+    /* At least weft_<op>_workspace bytes in the backend's memory, any alignment, contents undefined before and after. */
+    void *workspace;
     size_t workspace_bytes;
     weft_precision precision;
 } weft_exec;
