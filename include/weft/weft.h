@@ -6,7 +6,9 @@
  * weft/mhc.h and weft/norm.h; weft/ops.h lists them for bindings and tools.
  *
  * The library owns no memory and keeps no state: tensors and workspace belong to the caller, every call may be made
- * from any number of threads at once, and a call that returns an error has written nothing. */
+ * from any number of threads at once, and a call that returns an error has written nothing. The one thing the CPU backend
+ * does to memory besides writing it: it may ask the system for huge pages, or for pages in advance, under large outputs
+ * that have not been touched yet. */
 #ifndef WEFT_WEFT_H
 #define WEFT_WEFT_H
 
