@@ -14,8 +14,6 @@
 #include "device.h"
 #include "support/device.h"
 
-static const weft_dtype acts[] = {WEFT_F32, WEFT_BF16, WEFT_F16};
-
 static void must(cudaError_t error, const char *what)
 {
     if (error == cudaSuccess) return;
