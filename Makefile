@@ -3,6 +3,7 @@
 # One command each; CMake and its presets do the work.
 #   make                   configure and build in build/
 #   make run               build, self-check, short benchmark
+#   make python            build the Python extension beside its sources: PYTHONPATH=python python3 -c "import weft"
 #   make test              build, install what the tests need, run all tests
 #   make bench             benchmark: OP=mhc_post_fwd BACKEND=cpu ARGS="--tokens 4096 --json"
 #   make format            clang-format all C sources in place
@@ -30,7 +31,7 @@ export CTEST_PARALLEL_LEVEL ?= $(JOBS)
 
 SHELL = /bin/bash
 
-.PHONY: all build run test bench format check check-format check-asan check-tsan check-fuzz fuzz install clean
+.PHONY: all build python run test bench format check check-format check-asan check-tsan check-fuzz fuzz install clean
 .PHONY: gpu-record check-record
 .PHONY: deps-build deps-test deps-format deps-check build-tests
 
@@ -46,6 +47,10 @@ build: deps-build
 build-tests: deps-test
 	@cmake --preset release $(CMAKE_FLAGS) -DWEFT_TESTS=ON >/dev/null
 	@cmake --build --preset release
+
+python: deps-build
+	@cmake --preset release $(CMAKE_FLAGS) -DWEFT_PYTHON=ON >/dev/null
+	@cmake --build --preset release --target weft_python
 
 run: build
 	@build/weft info

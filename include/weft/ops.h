@@ -42,11 +42,26 @@ typedef struct weft_arg_info {
     const char *in_place; /* argument whose very memory this output may use, or NULL */
 } weft_arg_info;
 
+/* What a scalar field of an args struct is. */
+typedef enum weft_scalar_type {
+    WEFT_SCALAR_REAL = 0, /* double */
+    WEFT_SCALAR_INT,      /* int32_t, or an enum of that size */
+    WEFT_SCALAR_NUMERICS, /* weft_mhc_numerics */
+    WEFT_SCALAR_DROPOUT   /* weft_dropout */
+} weft_scalar_type;
+
+typedef struct weft_scalar_info {
+    const char *name;
+    size_t offset;
+    weft_scalar_type type;
+} weft_scalar_info;
+
 typedef struct weft_op_info {
     const char *name; /* "mhc_post_fwd" */
     size_t args_size;
     int32_t num_args;
     const weft_arg_info *args;
+    const weft_scalar_info *scalars; /* closed by a row whose name is NULL; NULL where there are none */
 } weft_op_info;
 
 WEFT_API int32_t weft_op_count(void);

@@ -62,6 +62,16 @@ typedef struct weft_op_desc {
         .optional = opt, .in_place = #over, WEFT_DIMS(__VA_ARGS__)                                                 \
     }
 
+/* Rows of a table of scalars, which SCALARS_END closes. */
+#define SCALAR(field, t)                                                                                           \
+    {                                                                                                              \
+        .name = #field, .offset = offsetof(ARGS, field), .type = WEFT_SCALAR_##t                                   \
+    }
+#define SCALARS_END                                                                                                \
+    {                                                                                                              \
+        .name = NULL                                                                                               \
+    }
+
 #define TOKENS WEFT_DIM_TOKENS
 #define STREAMS WEFT_DIM_STREAMS
 #define CHANNELS WEFT_DIM_CHANNELS
@@ -69,9 +79,9 @@ typedef struct weft_op_desc {
 #define ROWS WEFT_DIM_ROWS
 
 /* When a struct grows, its first_size becomes the number it had before. */
-#define WEFT_DESC(op, table, check_fn)                                                                             \
+#define WEFT_DESC(op, scalars, table, check_fn)                                                                    \
     const weft_op_desc weft_desc_##op = {                                                                          \
-        .info = {#op, sizeof(weft_##op##_args), (int32_t)(sizeof(table) / sizeof *(table)), table},                \
+        .info = {#op, sizeof(weft_##op##_args), (int32_t)(sizeof(table) / sizeof *(table)), table, scalars},       \
         .first_size = sizeof(weft_##op##_args),                                                                    \
         .check = check_fn}
 

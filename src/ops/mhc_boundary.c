@@ -4,6 +4,8 @@
 #include "core/check.h"
 
 #define ARGS weft_mhc_boundary_fwd_args
+static const weft_scalar_info fwd_scalars[] = {SCALAR(numerics, NUMERICS), SCALAR(dropout, DROPOUT),
+                                               SCALAR(sub_eps, REAL), SCALARS_END};
 static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(f, ACT, TOKENS, CHANNELS),
                                          OPT(bias, PARAM, CHANNELS),
@@ -26,6 +28,8 @@ static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
 #undef ARGS
 
 #define ARGS weft_mhc_boundary_bwd_args
+static const weft_scalar_info bwd_scalars[] = {SCALAR(numerics, NUMERICS), SCALAR(dropout, DROPOUT),
+                                               SCALAR(sub_eps, REAL), SCALARS_END};
 static const weft_arg_info bwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(f, ACT, TOKENS, CHANNELS),
                                          OPT(bias, PARAM, CHANNELS),
@@ -87,5 +91,5 @@ static weft_status check_bwd(const weft_call *call, const void *args)
     return weft_check_needs(call, "d_pre_in", &a->d_pre_in.to, "pre_in", &a->pre_in);
 }
 
-WEFT_DESC(mhc_boundary_fwd, fwd_args, check_fwd);
-WEFT_DESC(mhc_boundary_bwd, bwd_args, check_bwd);
+WEFT_DESC(mhc_boundary_fwd, fwd_scalars, fwd_args, check_fwd);
+WEFT_DESC(mhc_boundary_bwd, bwd_scalars, bwd_args, check_bwd);

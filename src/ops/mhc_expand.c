@@ -18,5 +18,5 @@ static weft_status check(const weft_call *call, const void *args)
     return WEFT_OK;
 }
 
-WEFT_DESC(mhc_expand_fwd, fwd_args, check);
-WEFT_DESC(mhc_expand_bwd, bwd_args, check);
+WEFT_DESC(mhc_expand_fwd, NULL, fwd_args, check);
+WEFT_DESC(mhc_expand_bwd, NULL, bwd_args, check);

@@ -4,6 +4,8 @@
 #include "core/check.h"
 
 #define ARGS weft_mhc_head_fwd_args
+static const weft_scalar_info fwd_scalars[] = {SCALAR(rms_eps, REAL), SCALAR(rms_eps_kind, INT),
+                                               SCALAR(pre_eps, REAL), SCALARS_END};
 static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(phi, PARAM, STREAMS, STREAMS, CHANNELS),
                                          OPT(norm_weight, PARAM, STREAMS, CHANNELS),
@@ -15,6 +17,8 @@ static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
 #undef ARGS
 
 #define ARGS weft_mhc_head_bwd_args
+static const weft_scalar_info bwd_scalars[] = {SCALAR(rms_eps, REAL), SCALAR(rms_eps_kind, INT),
+                                               SCALAR(pre_eps, REAL), SCALARS_END};
 static const weft_arg_info bwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(phi, PARAM, STREAMS, STREAMS, CHANNELS),
                                          OPT(norm_weight, PARAM, STREAMS, CHANNELS),
@@ -50,5 +54,5 @@ static weft_status check_bwd(const weft_call *call, const void *args)
     return weft_check_needs(call, "d_norm_weight", &a->d_norm_weight.to, "norm_weight", &a->norm_weight);
 }
 
-WEFT_DESC(mhc_head_fwd, fwd_args, check_fwd);
-WEFT_DESC(mhc_head_bwd, bwd_args, check_bwd);
+WEFT_DESC(mhc_head_fwd, fwd_scalars, fwd_args, check_fwd);
+WEFT_DESC(mhc_head_bwd, bwd_scalars, bwd_args, check_bwd);

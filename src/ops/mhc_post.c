@@ -4,6 +4,7 @@
 #include "core/check.h"
 
 #define ARGS weft_mhc_post_fwd_args
+static const weft_scalar_info fwd_scalars[] = {SCALAR(numerics, NUMERICS), SCALAR(dropout, DROPOUT), SCALARS_END};
 static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(f, ACT, TOKENS, CHANNELS),
                                          OPT(bias, PARAM, CHANNELS),
@@ -13,6 +14,7 @@ static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
 #undef ARGS
 
 #define ARGS weft_mhc_post_bwd_args
+static const weft_scalar_info bwd_scalars[] = {SCALAR(numerics, NUMERICS), SCALAR(dropout, DROPOUT), SCALARS_END};
 static const weft_arg_info bwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(f, ACT, TOKENS, CHANNELS),
                                          OPT(bias, PARAM, CHANNELS),
@@ -41,5 +43,5 @@ static weft_status check_bwd(const weft_call *call, const void *args)
     return weft_check_needs(call, "d_bias", &a->d_bias.to, "bias", &a->bias);
 }
 
-WEFT_DESC(mhc_post_fwd, fwd_args, check_fwd);
-WEFT_DESC(mhc_post_bwd, bwd_args, check_bwd);
+WEFT_DESC(mhc_post_fwd, fwd_scalars, fwd_args, check_fwd);
+WEFT_DESC(mhc_post_bwd, bwd_scalars, bwd_args, check_bwd);

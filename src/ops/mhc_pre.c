@@ -4,6 +4,7 @@
 #include "core/check.h"
 
 #define ARGS weft_mhc_pre_fwd_args
+static const weft_scalar_info fwd_scalars[] = {SCALAR(numerics, NUMERICS), SCALAR(sub_eps, REAL), SCALARS_END};
 static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(phi, PARAM, GATES, STREAMS, CHANNELS),
                                          OPT(norm_weight, PARAM, STREAMS, CHANNELS),
@@ -21,6 +22,7 @@ static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
 #undef ARGS
 
 #define ARGS weft_mhc_pre_bwd_args
+static const weft_scalar_info bwd_scalars[] = {SCALAR(numerics, NUMERICS), SCALAR(sub_eps, REAL), SCALARS_END};
 static const weft_arg_info bwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(phi, PARAM, GATES, STREAMS, CHANNELS),
                                          OPT(norm_weight, PARAM, STREAMS, CHANNELS),
@@ -68,5 +70,5 @@ static weft_status check_bwd(const weft_call *call, const void *args)
     return weft_check_needs(call, "d_pre_in", &a->d_pre_in.to, "pre_in", &a->pre_in);
 }
 
-WEFT_DESC(mhc_pre_fwd, fwd_args, check_fwd);
-WEFT_DESC(mhc_pre_bwd, bwd_args, check_bwd);
+WEFT_DESC(mhc_pre_fwd, fwd_scalars, fwd_args, check_fwd);
+WEFT_DESC(mhc_pre_bwd, bwd_scalars, bwd_args, check_bwd);

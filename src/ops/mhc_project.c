@@ -32,5 +32,5 @@ static weft_status check_bwd(const weft_call *call, const void *args)
     return weft_check_needs(call, "d_norm_weight", &a->d_norm_weight.to, "norm_weight", &a->norm_weight);
 }
 
-WEFT_DESC(mhc_project_fwd, fwd_args, check_fwd);
-WEFT_DESC(mhc_project_bwd, bwd_args, check_bwd);
+WEFT_DESC(mhc_project_fwd, NULL, fwd_args, check_fwd);
+WEFT_DESC(mhc_project_bwd, NULL, bwd_args, check_bwd);

@@ -8,10 +8,12 @@
 enum { MAX_LAYERS = 4096 };
 
 #define ARGS weft_mhc_replay_fwd_args
+static const weft_scalar_info fwd_scalars[] = {SCALAR(numerics, NUMERICS), SCALARS_END};
 static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS)};
 #undef ARGS
 
 #define ARGS weft_mhc_replay_layer
+static const weft_scalar_info layer_scalars[] = {SCALAR(dropout, DROPOUT), SCALAR(sub_eps, REAL), SCALARS_END};
 static const weft_arg_info layer_args[] = {OPT(pre, COEF, TOKENS, STREAMS),
                                            OPT(f, ACT, TOKENS, CHANNELS),
                                            OPT(bias, PARAM, CHANNELS),
@@ -24,7 +26,8 @@ static const weft_arg_info layer_args[] = {OPT(pre, COEF, TOKENS, STREAMS),
 #undef ARGS
 
 static const weft_op_info layer_info = {"mhc_replay_layer", sizeof(weft_mhc_replay_layer),
-                                        (int32_t)(sizeof layer_args / sizeof *layer_args), layer_args};
+                                        (int32_t)(sizeof layer_args / sizeof *layer_args), layer_args,
+                                        layer_scalars};
 
 const weft_op_info *weft_mhc_replay_layer_info(void)
 {
@@ -83,4 +86,4 @@ static weft_status check_fwd(const weft_call *call, const void *args)
     return WEFT_OK;
 }
 
-WEFT_DESC(mhc_replay_fwd, fwd_args, check_fwd);
+WEFT_DESC(mhc_replay_fwd, fwd_scalars, fwd_args, check_fwd);

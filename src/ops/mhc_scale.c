@@ -4,6 +4,7 @@
 #include "core/check.h"
 
 #define ARGS weft_mhc_scale_fwd_args
+static const weft_scalar_info fwd_scalars[] = {SCALAR(numerics, NUMERICS), SCALARS_END};
 static const weft_arg_info fwd_args[] = {IN(h, FULL, TOKENS, GATES),
                                          IN(ms, FULL, TOKENS),
                                          IN(alpha, PARAM, 3),
@@ -14,6 +15,7 @@ static const weft_arg_info fwd_args[] = {IN(h, FULL, TOKENS, GATES),
 #undef ARGS
 
 #define ARGS weft_mhc_scale_bwd_args
+static const weft_scalar_info bwd_scalars[] = {SCALAR(numerics, NUMERICS), SCALARS_END};
 static const weft_arg_info bwd_args[] = {IN(h, FULL, TOKENS, GATES),
                                          IN(ms, FULL, TOKENS),
                                          IN(alpha, PARAM, 3),
@@ -37,5 +39,5 @@ static weft_status check_bwd(const weft_call *call, const void *args)
     return weft_check_gates(call, &((const weft_mhc_scale_bwd_args *)args)->numerics);
 }
 
-WEFT_DESC(mhc_scale_fwd, fwd_args, check_fwd);
-WEFT_DESC(mhc_scale_bwd, bwd_args, check_bwd);
+WEFT_DESC(mhc_scale_fwd, fwd_scalars, fwd_args, check_fwd);
+WEFT_DESC(mhc_scale_bwd, bwd_scalars, bwd_args, check_bwd);

@@ -4,11 +4,13 @@
 #include "core/check.h"
 
 #define ARGS weft_rmsnorm_fwd_args
+static const weft_scalar_info fwd_scalars[] = {SCALAR(eps, REAL), SCALARS_END};
 static const weft_arg_info fwd_args[] = {IN(u, ACT, TOKENS, CHANNELS), OPT(weight, PARAM, CHANNELS),
                                          OUT_OVER(v, u, ACT, TOKENS, CHANNELS)};
 #undef ARGS
 
 #define ARGS weft_rmsnorm_bwd_args
+static const weft_scalar_info bwd_scalars[] = {SCALAR(eps, REAL), SCALARS_END};
 static const weft_arg_info bwd_args[] = {IN(u, ACT, TOKENS, CHANNELS), OPT(weight, PARAM, CHANNELS),
                                          IN(d_v, WIDE, TOKENS, CHANNELS), GRAD_OPT(d_u, WIDE, TOKENS, CHANNELS),
                                          GRAD_OPT(d_weight, PARAM, CHANNELS)};
@@ -26,5 +28,5 @@ static weft_status check_bwd(const weft_call *call, const void *args)
     return weft_check_needs(call, "d_weight", &a->d_weight.to, "weight", &a->weight);
 }
 
-WEFT_DESC(rmsnorm_fwd, fwd_args, check_fwd);
-WEFT_DESC(rmsnorm_bwd, bwd_args, check_bwd);
+WEFT_DESC(rmsnorm_fwd, fwd_scalars, fwd_args, check_fwd);
+WEFT_DESC(rmsnorm_bwd, bwd_scalars, bwd_args, check_bwd);

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""weft's operators as functions of tensors, with gradients.
+
+Shapes: `...` stands for any leading dimensions (tokens), n for streams, C for channels, N for 2n + n*n. Streams are
+[..., n, C] in any memory order that is dense in its last two dimensions: memory laid out as (..., C, n) is passed as
+`x.transpose(-1, -2)`, a view. Results shaped like x are laid out like x. Activations are float32, bfloat16 or float16
+(float64 on the CPU goes to the reference backend), coefficients float32, parameters any of these.
+
+`numerics` is a Numerics or the name of a preset. `main_grad=True` adds the gradients of parameters to their `main_grad`
+where they have one when backward comes, and returns them to autograd where they have none."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from . import ops, ops_fused  # noqa: F401  (registers the operators)
+from .grads import GradX, call, call_and_carry
+from .numerics import RMS_EPS_KINDS, Numerics, pack
+
+PRECISIONS = ("full", "tf32")
+CONTRACTIONS = ("mean", "sum")
+
+
+class Pre(NamedTuple):
+    """What stands in front of a sub-layer: its input and the coefficients."""
+
+    u: Tensor  # [..., C]
+    pre: Tensor  # [..., n]
+    post: Tensor  # [..., n]
+    res: Tensor  # [..., n, n]
+
+
+class Boundary(NamedTuple):
+    """The streams after one sub-layer, and what stands in front of the next."""
+
+    y: Tensor  # [..., n, C]
+    u: Tensor
+    pre: Tensor
+    post: Tensor
+    res: Tensor
+
+
+class ReplayLayer(NamedTuple):
+    """One sub-layer of a replay: what its forward pass stored, and what is wanted."""
+
+    pre: Tensor | None = None
+    f: Tensor | None = None
+    post: Tensor | None = None
+    res: Tensor | None = None
+    bias: Tensor | None = None
+    sub_weight: Tensor | None = None
+    sub_norm: bool = False  # u is the RMSNorm of the aggregate
+    sub_eps: float = 1e-6
+    want_u: bool = True
+    want_y: bool = True
+    dropout: float = 0.0
+    dropout_step: Tensor | None = None
+    token_base: int = 0
+
+
+def _choice(op: str, name: str, value: str, names: tuple[str, ...]) -> int:
+    if value not in names:
+        raise ValueError(f"{op}: {name}: expected one of {', '.join(names)}, got {value!r}")
+    return names.index(value)
+
+
+def draw_step(like: Tensor) -> Tensor:
+    """A step for dropout from torch's generator: 8 bytes on the device of `like`, no synchronisation, safe to capture."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=like.device)
+
+
+def _dropout(like: Tensor, p: float, training: bool, step: Tensor | None) -> tuple[float, Tensor | None]:
+    if not training or p == 0:
+        return 0.0, None
+    return p, draw_step(like) if step is None else step
+
+
+def _as_streams(x: Tensor, f: Tensor) -> Tensor:
+    """Under autocast a sub-layer's output comes in the autocast dtype; the streams keep theirs."""
+    return f.to(x.dtype) if f.dtype != x.dtype and torch.is_autocast_enabled(x.device.type) else f
+
+
+def project(
+    x: Tensor,
+    phi: Tensor,
+    norm_weight: Tensor | None = None,
+    *,
+    precision: str = "full",
+    main_grad: bool = False,
+    grad_x: GradX | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Raw projection h [..., R] and mean square ms [...] of streams x, both float32.
+
+    phi is [R, n, C] with any strides, or [R, n*C]; norm_weight [n, C] or [n*C] is a gain folded into phi. precision
+    "tf32" permits tensor cores with 11-bit factors for float32 x on a GPU; 16-bit x is exact either way."""
+    args = (x, phi, norm_weight, _choice("mhc_project", "precision", precision, PRECISIONS))
+    return call("mhc_project", args, (1, 2) if main_grad else (), grad_x, GradX.LAST)
+
+
+def scale(
+    h: Tensor, ms: Tensor, alpha: Tensor, beta: Tensor, numerics: Numerics | str, *, main_grad: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates: pre [..., n], post [..., n] and the residual logits [..., n, n] from a projection. alpha [3], beta [N]."""
+    return call("mhc_scale", (h, ms, alpha, beta, pack(numerics)), (2, 3) if main_grad else ())
+
+
+def sinkhorn(logits: Tensor, numerics: Numerics | str) -> Tensor:
+    """The doubly stochastic matrix of each [n, n] of logits, by the rule of `numerics`."""
+    return torch.ops.weft.mhc_sinkhorn.default(logits, pack(numerics))
+
+
+def coef(
+    h: Tensor, ms: Tensor, alpha: Tensor, beta: Tensor, numerics: Numerics | str, *, main_grad: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates and Sinkhorn in one call: pre [..., n], post [..., n] and res [..., n, n]."""
+    return call("mhc_coef", (h, ms, alpha, beta, pack(numerics)), (2, 3) if main_grad else ())
+
+
+def aggregate(x: Tensor, pre: Tensor, *, grad_x: GradX | None = None) -> Tensor:
+    """u [..., C] = sum over streams of pre[i] x[i]."""
+    return call("mhc_aggregate", (x, pre), (), grad_x, GradX.ADDER)
+
+
+def post(
+    x: Tensor,
+    f: Tensor,
+    post: Tensor,
+    res: Tensor,
+    bias: Tensor | None = None,
+    *,
+    numerics: Numerics | str,
+    dropout: float = 0.0,
+    training: bool = True,
+    dropout_step: Tensor | None = None,
+    token_base: int = 0,
+    grad_x: GradX | None = None,
+) -> Tensor:
+    """The streams after a sub-layer with output f [..., C]: y[o] = dropout(post[o] (f + bias)) + sum_i W(i, o) x[i],
+    with W from res as `numerics.apply` says.
+
+    Masks are not stored: they are a function of a step that is drawn from torch's generator (or given as an int64
+    tensor), so checkpointing and graph replay behave. token_base is the global index of the first token, for shards of
+    a sequence that share a step."""
+    p, step = _dropout(x, dropout, training, dropout_step)
+    args = (x, _as_streams(x, f), post, res, bias, step, pack(numerics), p, token_base)
+    return call("mhc_post", args, (), grad_x, GradX.WRITER)
+
+
+def expand(u: Tensor, streams: int) -> Tensor:
+    """n copies of u: [..., C] to [..., n, C]."""
+    return torch.ops.weft.mhc_expand.default(u, streams)
+
+
+def contract(x: Tensor, kind: str = "mean") -> Tensor:
+    """The mean or the sum of the streams: [..., n, C] to [..., C]."""
+    return torch.ops.weft.mhc_contract.default(x, _choice("mhc_contract", "kind", kind, CONTRACTIONS))
+
+
+def head(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    norm_weight: Tensor | None = None,
+    *,
+    rms_eps: float = 1e-6,
+    rms_eps_kind: str = "inside",
+    pre_eps: float = 1e-6,
+    precision: str = "full",
+    main_grad: bool = False,
+) -> Tensor:
+    """Learned contraction: gates from a projection of all streams, then their weighted sum. phi [n, n, C] or [n, n*C],
+    alpha [1], beta [n]. x is only read, so it stays available, for multi-token prediction for example."""
+    kind = _choice("mhc_head", "rms_eps_kind", rms_eps_kind, RMS_EPS_KINDS)
+    tf32 = _choice("mhc_head", "precision", precision, PRECISIONS)
+    args = (x, phi, alpha, beta, norm_weight, float(rms_eps), kind, float(pre_eps), tf32)
+    return call("mhc_head", args, (1, 2, 3, 4) if main_grad else ())[0]
+
+
+def pre(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    norm_weight: Tensor | None = None,
+    sub_weight: Tensor | None = None,
+    pre_in: Tensor | None = None,
+    *,
+    numerics: Numerics | str,
+    sub_norm: bool = False,
+    sub_eps: float = 1e-6,
+    precision: str = "full",
+    main_grad: bool = False,
+    carry: bool = False,
+) -> Pre | tuple[Pre, Tensor]:
+    """Everything in front of a sub-layer in one call: projection, gates, Sinkhorn, aggregate, and with sub_norm the
+    sub-layer's RMSNorm (gain sub_weight [C], or 1). pre_in [..., n] makes the shifted form: u is aggregated with the
+    coefficients that the previous site predicted.
+
+    With carry=True the result is (Pre, x) and that x is the one to give to `post`: backward then adds to the gradient
+    that `post` wrote, in place, where autograd would sum two stream tensors. Use that x for nothing else."""
+    tf32 = _choice("mhc_pre", "precision", precision, PRECISIONS)
+    args = (
+        x,
+        phi,
+        alpha,
+        beta,
+        norm_weight,
+        sub_weight,
+        pre_in,
+        pack(numerics),
+        sub_norm,
+        float(sub_eps),
+        tf32,
+    )
+    params = (1, 2, 3, 4, 5) if main_grad else ()
+    if not carry:
+        return Pre(*call("mhc_pre", args, params)[:4])
+    *results, x = call_and_carry("mhc_pre", args, params)
+    return Pre(*results[:4]), x
+
+
+def boundary(
+    x: Tensor,
+    f: Tensor,
+    post: Tensor,
+    res: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    sub_weight: Tensor | None = None,
+    pre_in: Tensor | None = None,
+    *,
+    numerics: Numerics | str,
+    sub_norm: bool = False,
+    sub_eps: float = 1e-6,
+    dropout: float = 0.0,
+    training: bool = True,
+    dropout_step: Tensor | None = None,
+    token_base: int = 0,
+    precision: str = "full",
+    main_grad: bool = False,
+) -> Boundary:
+    """`post` of one sub-layer and `pre` of the next in one call; phi and what follows it belong to the next."""
+    p, step = _dropout(x, dropout, training, dropout_step)
+    tf32 = _choice("mhc_boundary", "precision", precision, PRECISIONS)
+    tensors = (x, _as_streams(x, f), post, res, bias, phi, alpha, beta, norm_weight, sub_weight, pre_in, step)
+    args = (*tensors, pack(numerics), sub_norm, float(sub_eps), p, token_base, tf32)
+    return Boundary(*call("mhc_boundary", args, (5, 6, 7, 8, 9) if main_grad else ())[:5])
+
+
+def rmsnorm(u: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """u / sqrt(mean(u^2) + eps) * weight over the last dimension."""
+    return torch.ops.weft.rmsnorm.default(u, weight, float(eps))
+
+
+def replay(
+    x: Tensor, layers: list[ReplayLayer], numerics: Numerics | str
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Rebuilds several sub-layers from the first stream tensor and what their forward passes stored, bit for bit as the
+    single operators would: (u, y) of each, None where it is not wanted. Forward only."""
+    if torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in (x, *(t for layer in layers for t in layer))
+    ):
+        raise NotImplementedError("mhc_replay_fwd: it has no gradient: call it under torch.no_grad()")
+    results, rows = [], []
+    for layer in layers:
+        u = ops.single(x) if layer.want_u else None
+        y = torch.empty_like(x) if layer.want_y and layer.f is not None else None
+        dropout = ops.dropped(layer.dropout, layer.token_base)
+        placed = ops_fused.placed(layer.sub_norm, u)
+        rows.append(
+            (
+                {"dropout": dropout, "sub_eps": layer.sub_eps},
+                layer.dropout_step,
+                *(layer.pre, layer.f, layer.bias, layer.post, layer.res, layer.sub_weight, *placed, y),
+            )
+        )
+        results.append((u, y))
+    _C.replay(tuple(pack(numerics)), torch.get_num_threads(), x, rows)
+    return results

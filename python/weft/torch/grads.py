@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where gradients go when they do not go back to autograd: into `main_grad` of a parameter, or into one sum of the
+gradients that several operators have for the same streams. Both are off by default, and both are for eager mode: a
+compiled graph returns its gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+
+class GradX:
+    """One sum for the gradients that `project`, `aggregate` and `post` have for the same x.
+
+    Without it autograd adds the three in two passes over memory. With it, in the order in which backward reaches them,
+    `post` writes the sum, `aggregate` adds to it, `project` adds to it and hands it to autograd:
+
+        grad_x = GradX()
+        h, ms = project(x, phi, grad_x=grad_x)
+        u = aggregate(x, pre, grad_x=grad_x)
+        y = post(x, f, post, res, numerics=..., grad_x=grad_x)
+
+    An object serves one x of one forward pass at a time; it can be used again after the backward pass. The sum is kept
+    in fp32, with one rounding at the end (`dtype=None`: in x's dtype, which moves fewer bytes). `buffer` may give the
+    memory: as many elements as x, contents undefined. Whatever would make the sum wrong is a RuntimeError: an operator
+    that comes before the first writer, a second writer, another x, the next forward pass before this one's backward."""
+
+    WRITER, ADDER, LAST = "post", "aggregate", "project"
+
+    def __init__(self, dtype: torch.dtype | None = torch.float32, buffer: Tensor | None = None):
+        self._dtype = dtype
+        self._buffer = buffer
+        self._users: dict[str, Tensor] = {}  # forward calls whose backward has not come
+        self._sum: Tensor | None = None
+        self._shape: torch.Size | None = None
+
+    def attach(self, role: str, x: Tensor) -> None:
+        """A forward call in which x needs a gradient says that it will take part."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("GradX: it is for eager mode; leave grad_x out under torch.compile")
+        if role in self._users:
+            raise RuntimeError(f"GradX: expected one {role} for each backward pass, got a second one before it")
+        if self._sum is not None:
+            raise RuntimeError(f"GradX: {role} came before the last backward pass had ended with {self.LAST}")
+        for other, theirs in self._users.items():
+            if theirs.data_ptr() != x.data_ptr() or theirs.shape != x.shape:
+                raise RuntimeError(f"GradX: expected {role} to have the same x as {other}, got another tensor")
+        self._users[role] = x.detach()
+
+    def target(self, role: str, x: Tensor) -> tuple[Tensor, bool]:
+        """In backward: the sum, and whether to add to it (or to overwrite it)."""
+        if role == self.WRITER:
+            if self._sum is not None:
+                raise RuntimeError("GradX: post came twice in one backward pass: it would overwrite the sum")
+            self._sum = self._make(x)
+            return self._sum, False
+        if self._sum is None:
+            raise RuntimeError(
+                f"GradX: {role} came in backward before post had written: give the same GradX to post, and let its"
+                " result take part in the loss"
+            )
+        return self._sum, True
+
+    def finish(self, role: str, x: Tensor) -> Tensor | None:
+        """After a gradient was computed: what autograd gets for x."""
+        if role != self.LAST:
+            return None
+        total, self._sum = self._sum, None
+        self._users.clear()
+        return total if total.dtype == x.dtype else total.to(x.dtype)
+
+    def _make(self, x: Tensor) -> Tensor:
+        dtype = x.dtype if x.dtype == torch.float64 else self._dtype or x.dtype
+        if self._buffer is None:
+            return torch.empty_like(x, dtype=dtype)
+        buffer = self._buffer
+        if buffer.numel() != x.numel() or buffer.device != x.device or buffer.dtype not in (dtype, x.dtype):
+            raise RuntimeError(
+                f"GradX: buffer: expected {x.numel()} elements of {dtype} on {x.device}, got {buffer.numel()} of"
+                f" {buffer.dtype} on {buffer.device}"
+            )
+        dense = torch.empty_like(x, device="meta")  # x's memory order, if it is a dense one
+        return buffer.view(-1).as_strided(x.shape, dense.stride())
+
+
+def _stand_in(param: Tensor) -> Tensor | None:
+    """What autograd gets for a parameter whose gradient is in main_grad. Frameworks that ask by
+    `grad_added_to_main_grad` need a tensor, so that their hooks run; they look at its shape only."""
+    if not hasattr(param, "grad_added_to_main_grad"):
+        return None
+    param.grad_added_to_main_grad = True
+    return param.new_empty(1).expand(param.shape)
+
+
+class Sink:
+    """Where the gradients of one operator call go: targets for x, for parameters, or autograd."""
+
+    def __init__(self, params: tuple[int, ...], args: tuple, grad_x: GradX | None = None, role: str = ""):
+        self.params = {k: args[k] for k in params if args[k] is not None}
+        self.grad_x = grad_x
+        self.role = role
+        self.carried: Tensor | None = None  # gradient of x from elsewhere, to be added to
+
+    def differentiate(self, definition: ops.Definition, want: list[bool], args: tuple) -> tuple:
+        targets, added, returned = {}, [], {}
+        for k, param in self.params.items():
+            main = getattr(param, "main_grad", None)
+            if want[k] and main is not None:
+                targets[k] = main
+                added.append(main)
+                returned[k] = _stand_in(param)
+        x = args[0]
+        if self.grad_x is not None and want[0]:
+            targets[0], add = self.grad_x.target(self.role, x)
+            if add:
+                added.append(targets[0])
+        elif self.carried is not None and want[0]:
+            targets[0] = self.carried
+            added.append(self.carried)
+            self.carried = None
+        fresh = definition.outputs(*args[:-1], [w and k not in targets for k, w in enumerate(want)])
+        out = tuple(targets.get(k, t) for k, t in enumerate(fresh))
+        definition.launch(out, *args, add=tuple(added))
+        if self.grad_x is not None and want[0]:
+            returned[0] = self.grad_x.finish(self.role, x)
+        return tuple(returned.get(k, t) if w else None for k, (w, t) in enumerate(zip(want, out, strict=True)))
+
+
+class SinkNode(torch.autograd.Function):
+    """An operator whose node asks a sink where its gradients go. Arguments: the operator's own, its name, the sink."""
+
+    @staticmethod
+    def forward(ctx, *everything):
+        *args, name, sink = everything
+        output = getattr(torch.ops.weft, name).default(*args)
+        ctx.set_materialize_grads(False)
+        ops.DEFINITIONS[name].save(ctx, tuple(args), output)
+        ctx.name, ctx.sink = name, sink
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        return *ops.DEFINITIONS[ctx.name].backward(ctx, *grads), None, None
+
+
+class CarryNode(torch.autograd.Function):
+    """As SinkNode, with x itself as one more result: what is done with that has its gradient added to in place, instead
+    of being summed with this operator's by autograd, in a pass of its own."""
+
+    @staticmethod
+    def forward(ctx, *everything):
+        output = SinkNode.forward(ctx, *everything)
+        return *output, everything[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        *grads, carried = grads
+        x = ctx.saved_tensors[0]
+        if carried is not None and (carried.stride() != x.stride() or carried.dtype != x.dtype):
+            carried = torch.empty_like(x).copy_(carried)
+        ctx.sink.carried = carried
+        if all(g is None for g in grads):
+            return carried, *(None,) * (len(ctx.needs_input_grad) - 1)
+        return SinkNode.backward(ctx, *grads)
+
+
+def call_and_carry(name: str, args: tuple, params: tuple[int, ...] = ()) -> tuple:
+    """The results of torch.ops.weft.<name>, and x (its first argument) to be used in the operator's stead from there on:
+    the gradient of that x is a buffer which this operator's backward pass adds to. Nobody else may hold that gradient."""
+    x = args[0]
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
+        return *call(name, args, params), x
+    return CarryNode.apply(*args, name, Sink(params, args))
+
+
+def call(name: str, args: tuple, params: tuple[int, ...] = (), grad_x: GradX | None = None, role: str = ""):
+    """Calls torch.ops.weft.<name>. `params` are the positions of parameters whose `main_grad` takes the gradient, where
+    the live parameter has one in backward; `grad_x` sums the gradient of the first argument."""
+    if grad_x is None and not (params and torch.is_grad_enabled() and not torch.compiler.is_compiling()):
+        return getattr(torch.ops.weft, name).default(*args)
+    x = args[0]
+    if grad_x is not None:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            grad_x = None
+        else:
+            grad_x.attach(role, x)
+    return SinkNode.apply(*args, name, Sink(params, args, grad_x, role))

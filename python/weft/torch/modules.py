@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyper-connections as modules: one site, one layer around any sub-layer, a stack of layers with its entry and exit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from . import functional as F
+from .numerics import Numerics
+from .stack_recompute import Group
+
+
+def _numerics(value: Numerics | str) -> Numerics:
+    return Numerics.preset(value) if isinstance(value, str) else value
+
+
+class HyperConnection(nn.Module):
+    """One site: the parameters in front of one sub-layer, `forward` (everything before the sub-layer) and `merge`
+    (everything after it).
+
+    Parameters: phi [N, n*C] (rows pre, post, res), alpha [3], beta [N]; norm_weight [n*C] with norm_weight=True;
+    sub_weight [C], the gain of the sub-layer's RMSNorm, with sub_norm=True. They are fp32 whatever the streams are."""
+
+    def __init__(
+        self,
+        channels: int,
+        streams: int = 4,
+        *,
+        numerics: Numerics | str = "deepseek_v4",
+        norm_weight: bool = False,
+        sub_norm: bool = False,
+        sub_eps: float = 1e-6,
+        alpha_init: float = 0.01,
+        precision: str = "full",
+        main_grad: bool = False,
+        device=None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        if channels < 1 or not 1 <= streams <= 32:
+            raise ValueError(
+                f"HyperConnection: expected channels >= 1 and streams 1 to 32, got {channels}, {streams}"
+            )
+        if not math.isfinite(alpha_init):
+            raise ValueError(f"HyperConnection: alpha_init: expected a finite number, got {alpha_init}")
+        self.channels, self.streams = channels, streams
+        self.numerics = _numerics(numerics)
+        self.numerics.packed()  # a wrong name is an error here, not in the first step
+        self.sub_norm, self.sub_eps = sub_norm, sub_eps
+        self.alpha_init, self.precision, self.main_grad = alpha_init, precision, main_grad
+        gates = streams * (streams + 2)
+        make = {"device": device, "dtype": dtype}
+        self.phi = nn.Parameter(torch.empty(gates, streams * channels, **make))
+        self.alpha = nn.Parameter(torch.empty(3, **make))
+        self.beta = nn.Parameter(torch.empty(gates, **make))
+        self.norm_weight = nn.Parameter(torch.empty(streams * channels, **make)) if norm_weight else None
+        self.sub_weight = nn.Parameter(torch.empty(channels, **make)) if sub_norm else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.phi)
+        nn.init.constant_(self.alpha, self.alpha_init)
+        nn.init.zeros_(self.beta)
+        for weight in (self.norm_weight, self.sub_weight):
+            if weight is not None:
+                nn.init.ones_(weight)
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, streams={self.streams}, sub_norm={self.sub_norm}"
+
+    def forward(self, x: Tensor, pre_in: Tensor | None = None, carry: bool = False):
+        """Input u [..., C] of the sub-layer and coefficients, as a `Pre`; with carry=True also the x to merge with."""
+        if x.shape[-2:] != (self.streams, self.channels):
+            raise ValueError(
+                f"HyperConnection: x: expected [..., {self.streams}, {self.channels}], got {list(x.shape)}"
+            )
+        return F.pre(
+            x,
+            self.phi,
+            self.alpha,
+            self.beta,
+            self.norm_weight,
+            self.sub_weight,
+            pre_in,
+            numerics=self.numerics,
+            sub_norm=self.sub_norm,
+            sub_eps=self.sub_eps,
+            precision=self.precision,
+            main_grad=self.main_grad,
+            carry=carry,
+        )
+
+    def merge(
+        self,
+        x: Tensor,
+        f: Tensor,
+        coef: F.Pre,
+        bias: Tensor | None = None,
+        *,
+        dropout: float = 0.0,
+        dropout_step: Tensor | None = None,
+        token_base: int = 0,
+    ) -> Tensor:
+        """The streams after the sub-layer, from its output f (and the bias of its last linear, if that was left out)."""
+        return F.post(
+            x,
+            f,
+            coef.post,
+            coef.res,
+            bias,
+            numerics=self.numerics,
+            dropout=dropout,
+            training=self.training,
+            dropout_step=dropout_step,
+            token_base=token_base,
+        )
+
+
+def _branch(result) -> tuple[Tensor, Tensor | None]:
+    """A sub-layer's result: its output, or the pair (output, bias) of those that leave the bias to the merge."""
+    return result if isinstance(result, tuple) else (result, None)
+
+
+class HyperConnectionLayer(nn.Module):
+    """A sub-layer (attention, MLP, anything from [..., C] to [..., C]) in n residual streams: x -> x.
+
+    `norm=True` puts an RMSNorm between the aggregate and the sub-layer, inside the same operator; a sub-layer that
+    normalises its own input takes norm=False. Other arguments as for HyperConnection."""
+
+    def __init__(
+        self,
+        sublayer: nn.Module,
+        channels: int,
+        streams: int = 4,
+        *,
+        norm: bool = True,
+        dropout: float = 0.0,
+        **options,
+    ):
+        super().__init__()
+        if not 0 <= dropout < 1:
+            raise ValueError(f"HyperConnectionLayer: dropout: expected a number in [0, 1), got {dropout}")
+        self.connection = HyperConnection(channels, streams, sub_norm=norm, **options)
+        self.sublayer = sublayer
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        coef, x = self.connection(x, carry=True)
+        f, bias = _branch(self.sublayer(coef.u, *args, **kwargs))
+        return self.connection.merge(x, f, coef, bias, dropout=self.dropout)
+
+
+class Expand(nn.Module):
+    """Entry of a stack: [..., C] to [..., n, C], a copy for each stream."""
+
+    def __init__(self, streams: int = 4):
+        super().__init__()
+        self.streams = streams
+
+    def forward(self, u: Tensor) -> Tensor:
+        return F.expand(u, self.streams)
+
+
+class Contract(nn.Module):
+    """Exit of a stack: the mean or the sum of the streams."""
+
+    def __init__(self, kind: str = "mean"):
+        super().__init__()
+        F._choice("mhc_contract", "kind", kind, F.CONTRACTIONS)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.contract(x, self.kind)
+
+
+class Head(nn.Module):
+    """Exit of a stack: learned contraction. Parameters phi [n, n*C], alpha [1], beta [n]."""
+
+    def __init__(
+        self,
+        channels: int,
+        streams: int = 4,
+        *,
+        rms_eps: float = 1e-6,
+        rms_eps_kind: str = "inside",
+        pre_eps: float = 1e-6,
+        precision: str = "full",
+        main_grad: bool = False,
+        device=None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        self.options = {
+            "rms_eps": rms_eps,
+            "rms_eps_kind": rms_eps_kind,
+            "pre_eps": pre_eps,
+            "precision": precision,
+            "main_grad": main_grad,
+        }
+        make = {"device": device, "dtype": dtype}
+        self.phi = nn.Parameter(torch.empty(streams, streams * channels, **make))
+        self.alpha = nn.Parameter(torch.empty(1, **make))
+        self.beta = nn.Parameter(torch.empty(streams, **make))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.phi)
+        nn.init.ones_(self.alpha)
+        nn.init.zeros_(self.beta)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.head(x, self.phi, self.alpha, self.beta, **self.options)
+
+
+class HyperConnectionStack(nn.Module):
+    """Sub-layers in n residual streams, with entry and exit: [..., C] to [..., C].
+
+    contract: "mean", "sum", "learned" (a Head), or None to return the streams; expand=False takes streams as input: for
+    the stages of a pipeline. recompute=k keeps the streams and sub-layer inputs of every group of k sub-layers only
+    until the group's forward pass has ended, and rebuilds them in one call when its backward pass begins; what is kept
+    is the input of each group, the sub-layers' outputs and the coefficients. Results are bitwise the same.
+    Positional and keyword arguments of forward after the input are handed to every sub-layer."""
+
+    def __init__(
+        self,
+        sublayers: Iterable[nn.Module],
+        channels: int,
+        streams: int = 4,
+        *,
+        norm: bool = True,
+        dropout: float = 0.0,
+        contract: str | None = "mean",
+        expand: bool = True,
+        recompute: int | None = None,
+        device=None,
+        dtype: torch.dtype = torch.float32,
+        **options,
+    ):
+        super().__init__()
+        if recompute is not None and (isinstance(recompute, bool) or int(recompute) != recompute or recompute < 1):
+            raise ValueError(f"HyperConnectionStack: recompute: expected None or 1 and more, got {recompute!r}")
+        make = {"device": device, "dtype": dtype}
+        self.layers = nn.ModuleList(
+            HyperConnectionLayer(sub, channels, streams, norm=norm, dropout=dropout, **make, **options)
+            for sub in sublayers
+        )
+        self.recompute = recompute
+        self.expand = Expand(streams) if expand else None
+        if contract is None:
+            self.contract = None
+        elif contract == "learned":
+            self.contract = Head(channels, streams, **make)
+        else:
+            self.contract = Contract(contract)
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        if self.expand is not None:
+            x = self.expand(x)
+        if self.recompute and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            x = self._forward_groups(x, args, kwargs)
+        else:
+            for layer in self.layers:
+                x = layer(x, *args, **kwargs)
+        return x if self.contract is None else self.contract(x)
+
+    def _forward_groups(self, x: Tensor, args, kwargs) -> Tensor:
+        count = len(self.layers)
+        for start in range(0, count, self.recompute):
+            group = Group(x)
+            for layer in self.layers[start : start + self.recompute]:
+                x = group.run(layer, x, args, kwargs)
+            group.close(x)
+        return x

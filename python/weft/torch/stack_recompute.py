@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recompute inside a stack: the streams and sub-layer inputs of a group of sub-layers are let go when its forward pass
+has ended, and rebuilt by one call of the library when the gradient of the group's output is there.
+
+The tensors that autograd saved stay the same objects. Their storage is emptied and later given back its size, and the
+library writes into it; nothing is copied, and no graph is built twice."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from . import functional as F
+from . import ops, ops_fused
+from .numerics import pack
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+class Group:
+    """One group in one forward pass. The first stream tensor and the last one stay; between them all is rebuilt."""
+
+    def __init__(self, x: Tensor):
+        self._x = x.detach()
+        self._rows: list[tuple] = []
+        self._discarded: list[tuple[Tensor, int]] = []
+        self._numerics = None
+
+    def run(self, layer, x: Tensor, args, kwargs) -> Tensor:
+        """One layer's forward pass, remembered for the replay."""
+        site = layer.connection
+        coef, x = site(x, carry=True)
+        result = layer.sublayer(coef.u, *args, **kwargs)
+        f, bias = result if isinstance(result, tuple) else (result, None)
+        step = F.draw_step(x) if layer.dropout and layer.training else None
+        y = site.merge(x, f, coef, bias, dropout=layer.dropout, dropout_step=step)
+        self._numerics = pack(site.numerics)
+        self._rows.append(
+            (site, coef, F._as_streams(x, f), bias, step, layer.dropout if step is not None else 0.0, y)
+        )
+        return y
+
+    def close(self, output: Tensor) -> None:
+        """Lets go of what can be rebuilt, and rebuilds it when the gradient of `output` has come."""
+        last = len(self._rows) - 1
+        for k, (_, coef, *_, y) in enumerate(self._rows):
+            for tensor in (coef.u,) if k == last else (coef.u, y):
+                if tensor.requires_grad:
+                    self._discarded.append((tensor.detach(), storage_bytes(tensor)))
+        # Detached, or the group would keep the graph alive that keeps it.
+        self._rows = [
+            (site, F.Pre(*(t.detach() for t in coef)), f.detach(), bias, step, p, y.detach())
+            for site, coef, f, bias, step, p, y in self._rows
+        ]
+        if not output.requires_grad:
+            return
+        for tensor, _ in self._discarded:
+            tensor.untyped_storage().resize_(0)
+        output.register_hook(self._restore)
+
+    @torch.no_grad()
+    def _restore(self, grad: Tensor) -> None:
+        for tensor, size in self._discarded:
+            if storage_bytes(tensor) == 0:
+                tensor.untyped_storage().resize_(size)
+        last = len(self._rows) - 1
+        rows = []
+        for k, (site, coef, f, bias, step, p, y) in enumerate(self._rows):
+            scalars = {"dropout": ops.dropped(p, 0), "sub_eps": site.sub_eps}
+            placed = ops_fused.placed(site.sub_norm, coef.u)
+            if k == last:
+                rows.append((scalars, step, coef.pre, None, None, None, None, site.sub_weight, *placed, None))
+            else:
+                rows.append((scalars, step, coef.pre, f, bias, coef.post, coef.res, site.sub_weight, *placed, y))
+        _C.replay(tuple(self._numerics), torch.get_num_threads(), self._x, rows)
