@@ -38,19 +38,14 @@ static __device__ __forceinline__ float reciprocal(float x)
 #define MM_EQ(a, b, x, y) ((a) == (b) ? (x) : (y))
 #define MM_WALK_BACK 1
 
-/* For n and rule constant. The history is shared memory: groups of `width` floats of a thread lie side by side, and the
- * groups of a block's threads one after the other, so that an access is 16 bytes and free of bank conflicts. Handles
- * move by whole groups. */
-struct near_history {
-    float *at;
-    int width; /* a power of two, constant after inlining */
-};
+/* For n and rule constant. The history is shared memory in which the threads of a block lie side by side: an access of a
+ * warp touches every bank once. */
 #define MM(name) mm_##name
 #define MM_FN static __device__ __forceinline__
 #define MM_UNROLL _Pragma("unroll")
-#define MM_HISTORY near_history
-#define MM_AT(h, i) ((h).at[((i) & ~((h).width - 1)) * COEF_THREADS + ((i) & ((h).width - 1))])
-#define MM_FROM(h, i) (near_history{(h).at + (int)((i) & ~((h).width - 1)) * COEF_THREADS, (h).width})
+#define MM_HISTORY float *
+#define MM_AT(h, i) (h)[COEF_THREADS * (i)]
+#define MM_FROM(h, i) ((h) + COEF_THREADS * (int)(i))
 #include "core/mhc_math.h"
 #undef MM
 #undef MM_FN
@@ -96,7 +91,7 @@ static inline gate_numbers numbers_of(const weft_mhc_numerics *q)
 
 template <int N> static __device__ __forceinline__ void sinkhorn_fwd(float *z, const gate_numbers &m)
 {
-    const near_history none = {nullptr, 1};
+    float *const none = nullptr;
     switch (m.sinkhorn) {
     case WEFT_SINKHORN_LOG: mm_sinkhorn_fwd(z, none, false, N, m.iters, m.sinkhorn_eps, WEFT_SINKHORN_LOG); break;
     case WEFT_SINKHORN_SOFTMAX_EPS:
@@ -114,8 +109,7 @@ template <int N> static __device__ __forceinline__ void sinkhorn_fwd(float *z, c
 template <int N>
 static __device__ __forceinline__ void sinkhorn_bwd(float *z, float *d, float *shared, const gate_numbers &m)
 {
-    constexpr int width = N == 2 ? 2 : 4;
-    const near_history hist = {shared + threadIdx.x % COEF_THREADS * width, width};
+    float *const hist = shared + threadIdx.x % COEF_THREADS;
     switch (m.sinkhorn) {
     case WEFT_SINKHORN_LOG: mm_sinkhorn_bwd(z, d, hist, N, m.iters, m.sinkhorn_eps, WEFT_SINKHORN_LOG); break;
     case WEFT_SINKHORN_SOFTMAX_EPS:
