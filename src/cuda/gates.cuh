@@ -89,36 +89,65 @@ static inline gate_numbers numbers_of(const weft_mhc_numerics *q)
     return m;
 }
 
+template <int N, int RULE> static __device__ __forceinline__ void rule_fwd(float *z, const gate_numbers &m)
+{
+    mm_sinkhorn_fwd(z, nullptr, false, N, m.iters, m.sinkhorn_eps, RULE);
+}
+
 template <int N> static __device__ __forceinline__ void sinkhorn_fwd(float *z, const gate_numbers &m)
 {
-    float *const none = nullptr;
     switch (m.sinkhorn) {
-    case WEFT_SINKHORN_LOG: mm_sinkhorn_fwd(z, none, false, N, m.iters, m.sinkhorn_eps, WEFT_SINKHORN_LOG); break;
-    case WEFT_SINKHORN_SOFTMAX_EPS:
-        mm_sinkhorn_fwd(z, none, false, N, m.iters, m.sinkhorn_eps, WEFT_SINKHORN_SOFTMAX_EPS);
+    case WEFT_SINKHORN_LOG:
+        if (mm_sk_near(z, N) > 0)
+            rule_fwd<N, MM_LOG_NEAR>(z, m);
+        else
+            rule_fwd<N, WEFT_SINKHORN_LOG>(z, m);
         break;
-    case WEFT_SINKHORN_CLAMP:
-        mm_sinkhorn_fwd(z, none, false, N, m.iters, m.sinkhorn_eps, WEFT_SINKHORN_CLAMP);
-        break;
-    case WEFT_SINKHORN_ADD: mm_sinkhorn_fwd(z, none, false, N, m.iters, m.sinkhorn_eps, WEFT_SINKHORN_ADD); break;
-    default: mm_sinkhorn_fwd(z, none, false, N, m.iters, m.sinkhorn_eps, WEFT_SINKHORN_THRESHOLD); break;
+    case WEFT_SINKHORN_SOFTMAX_EPS: rule_fwd<N, WEFT_SINKHORN_SOFTMAX_EPS>(z, m); break;
+    case WEFT_SINKHORN_CLAMP: rule_fwd<N, WEFT_SINKHORN_CLAMP>(z, m); break;
+    case WEFT_SINKHORN_ADD: rule_fwd<N, WEFT_SINKHORN_ADD>(z, m); break;
+    default: rule_fwd<N, WEFT_SINKHORN_THRESHOLD>(z, m); break;
     }
+}
+
+template <int N, int RULE>
+static __device__ __forceinline__ void rule_bwd(float *z, float *d, float *shared, const gate_numbers &m)
+{
+    mm_sinkhorn_bwd(z, d, shared + threadIdx.x % COEF_THREADS, N, m.iters, m.sinkhorn_eps, RULE);
 }
 
 /* z: logits, overwritten; d: upstream of res, becomes the gradient of the logits. */
 template <int N>
 static __device__ __forceinline__ void sinkhorn_bwd(float *z, float *d, float *shared, const gate_numbers &m)
 {
-    float *const hist = shared + threadIdx.x % COEF_THREADS;
     switch (m.sinkhorn) {
-    case WEFT_SINKHORN_LOG: mm_sinkhorn_bwd(z, d, hist, N, m.iters, m.sinkhorn_eps, WEFT_SINKHORN_LOG); break;
-    case WEFT_SINKHORN_SOFTMAX_EPS:
-        mm_sinkhorn_bwd(z, d, hist, N, m.iters, m.sinkhorn_eps, WEFT_SINKHORN_SOFTMAX_EPS);
+    case WEFT_SINKHORN_LOG:
+        if (mm_sk_near(z, N) > 0)
+            rule_bwd<N, MM_LOG_NEAR>(z, d, shared, m);
+        else
+            rule_bwd<N, WEFT_SINKHORN_LOG>(z, d, shared, m);
         break;
-    case WEFT_SINKHORN_CLAMP: mm_sinkhorn_bwd(z, d, hist, N, m.iters, m.sinkhorn_eps, WEFT_SINKHORN_CLAMP); break;
-    case WEFT_SINKHORN_ADD: mm_sinkhorn_bwd(z, d, hist, N, m.iters, m.sinkhorn_eps, WEFT_SINKHORN_ADD); break;
-    default: mm_sinkhorn_bwd(z, d, hist, N, m.iters, m.sinkhorn_eps, WEFT_SINKHORN_THRESHOLD); break;
+    case WEFT_SINKHORN_SOFTMAX_EPS: rule_bwd<N, WEFT_SINKHORN_SOFTMAX_EPS>(z, d, shared, m); break;
+    case WEFT_SINKHORN_CLAMP: rule_bwd<N, WEFT_SINKHORN_CLAMP>(z, d, shared, m); break;
+    case WEFT_SINKHORN_ADD: rule_bwd<N, WEFT_SINKHORN_ADD>(z, d, shared, m); break;
+    default: rule_bwd<N, WEFT_SINKHORN_THRESHOLD>(z, d, shared, m); break;
     }
+}
+
+/* Matrix and history in workspace; the rule is found out at run time. */
+static __device__ int rule_of(const float *z, int n, const gate_numbers &m)
+{
+    return m.sinkhorn == WEFT_SINKHORN_LOG && far_sk_near(z, n) > 0 ? MM_LOG_NEAR : m.sinkhorn;
+}
+
+static __device__ void sinkhorn_fwd_any(float *z, int n, const gate_numbers &m)
+{
+    far_sinkhorn_fwd(z, nullptr, false, n, m.iters, m.sinkhorn_eps, rule_of(z, n, m));
+}
+
+static __device__ void sinkhorn_bwd_any(float *z, float *d, float *hist, int n, const gate_numbers &m)
+{
+    far_sinkhorn_bwd(z, d, hist, n, m.iters, m.sinkhorn_eps, rule_of(z, n, m));
 }
 
 /* ---- a token's row of a small tensor ------------------------------------------------------------------------------- */
@@ -360,7 +389,7 @@ template <bool SINKHORN> static __global__ void __launch_bounds__(COEF_THREADS) 
                 put(to, matrix_at(to, token, n, j - 2 * n), value);
         }
         if (!SINKHORN || !has(p.third.v)) continue;
-        far_sinkhorn_fwd(z, nullptr, false, n, p.numbers.iters, p.numbers.sinkhorn_eps, p.numbers.sinkhorn);
+        sinkhorn_fwd_any(z, n, p.numbers);
 #pragma unroll 1
         for (int k = 0; k < n * n; k++) put(p.third.v, matrix_at(p.third.v, token, n, k), z[k]);
     }
@@ -562,7 +591,7 @@ template <bool SINKHORN> static __global__ void __launch_bounds__(COEF_THREADS) 
                     z[k] = far_gate_logit(h, inv, param[rows + 2], param[2 * n + k]);
                     d[k] = get(p.d_third.v, matrix_at(p.d_third.v, token, n, k));
                 }
-                far_sinkhorn_bwd(z, d, hist, n, p.numbers.iters, p.numbers.sinkhorn_eps, p.numbers.sinkhorn);
+                sinkhorn_bwd_any(z, d, hist, n, p.numbers);
             }
             float d_inv = 0, d_alpha[3] = {0, 0, 0};
             __syncthreads();

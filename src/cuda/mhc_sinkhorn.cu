@@ -45,7 +45,7 @@ static __global__ void __launch_bounds__(COEF_THREADS) fwd_any(sinkhorn_params p
     for (int64_t token = thread; token < p.tokens; token += gridDim.x * (int64_t)COEF_THREADS) {
 #pragma unroll 1
         for (int k = 0; k < n * n; k++) z[k] = get(p.logits.v, matrix_at(p.logits.v, token, n, k));
-        far_sinkhorn_fwd(z, nullptr, false, n, p.numbers.iters, p.numbers.sinkhorn_eps, p.numbers.sinkhorn);
+        sinkhorn_fwd_any(z, n, p.numbers);
 #pragma unroll 1
         for (int k = 0; k < n * n; k++) put(p.to.v, matrix_at(p.to.v, token, n, k), z[k]);
     }
@@ -62,7 +62,7 @@ static __global__ void __launch_bounds__(COEF_THREADS) bwd_any(sinkhorn_params p
             z[k] = get(p.logits.v, matrix_at(p.logits.v, token, n, k));
             d[k] = get(p.d_res.v, matrix_at(p.d_res.v, token, n, k));
         }
-        far_sinkhorn_bwd(z, d, hist, n, p.numbers.iters, p.numbers.sinkhorn_eps, p.numbers.sinkhorn);
+        sinkhorn_bwd_any(z, d, hist, n, p.numbers);
 #pragma unroll 1
         for (int k = 0; k < n * n; k++) put(p.to.v, matrix_at(p.to.v, token, n, k), d[k]);
     }
