@@ -74,6 +74,77 @@ static void repeated_row_maxima(void **state)
     test_verdict();
 }
 
+/* A matrix whose logits reach down to `spread` below their row's maximum, and no further. */
+static void fill_spread(arg *logits, int64_t token, int64_t n, int pattern, double spread, rng *r)
+{
+    for (int64_t row = 0; row < n; row++)
+        for (int64_t col = 0; col < n; col++) {
+            double z = 0;
+            switch (pattern) {
+            case 0: z = rng_next(r) & 1 ? -spread : 0; break;
+            case 1: z = col > row ? -spread : 0; break;  /* a triangle: converges to a permutation, slowly */
+            case 2: z = col != row ? -spread : 0; break; /* nearly a permutation from the start */
+            case 3: z = col > 0 ? -spread : 0; break;    /* one column takes all, the others have tiny sums */
+            default: z = -spread * rng_uniform(r); break;
+            }
+            if (col == row && pattern != 1 && pattern != 3) z = 0;
+            if (col == n - 1 && row == 0 && n > 1) z = -spread;
+            arg_set(logits, (token * n + row) * n + col, z + 8 * (double)row);
+        }
+}
+
+/* The log rule leaves its logarithms out where a token's logits are close enough (sk_near in core/mhc_math.h): on both
+ * sides of the edge, and at the smallest numbers that may appear, results are what the reference says, and a token does
+ * not notice which way its neighbours went. */
+static void log_rule_near_and_far(void **state)
+{
+    (void)state;
+    static const char *const ops[] = {"mhc_sinkhorn_fwd", "mhc_sinkhorn_bwd"};
+    static const int64_t streams[] = {1, 2, 3, 4, 5, 8, 13, 32};
+    static const int iterations[] = {1, 2, 20, 300};
+    static const double spreads[] = {39.99, 60, 5, 40.01, 40, 20};
+    enum { TOKENS = 30 };
+    weft_exec execs[GRID_EXECS];
+    int count = grid_execs(execs, 1);
+    rng r = {79};
+    for (int o = 0; o < 2; o++)
+        for (int v = 0; v < 8; v++)
+            for (int it = 0; it < 4; it++) {
+                spec s = {.op = ops[o], .tokens = TOKENS, .streams = streams[v], .channels = 1};
+                int64_t n = s.streams, size = n * n;
+                if (test_quick() && n * iterations[it] > 500) continue;
+                s.numerics = (weft_mhc_numerics){.sinkhorn = WEFT_SINKHORN_LOG, .sinkhorn_iters = iterations[it]};
+                problem *all = problem_make(&s);
+                s.tokens = 1;
+                problem *one = problem_make(&s);
+                for (int64_t t = 0; t < TOKENS; t++)
+                    fill_spread(problem_arg(all, "logits"), t, n, (int)(t % 5), spreads[t % 6], &r);
+                problem_seal(all);
+                truth want = truth_make(all);
+                for (int e = 0; e < count; e++) {
+                    problem_must_run(all, execs[e]);
+                    truth_compare(&want, all, execs[e]);
+                    for (int64_t t = 0; t < TOKENS; t++) {
+                        for (int i = 0; i < all->num_args; i++)
+                            for (int64_t k = 0; !arg_is_output(&all->arg[i]) && k < size; k++)
+                                arg_set(&one->arg[i], k, arg_get(&all->arg[i], t * size + k));
+                        problem_seal(one);
+                        problem_must_run(one, execs[e]);
+                        for (int i = 0; i < all->num_args; i++)
+                            if (arg_is_output(&all->arg[i]) &&
+                                memcmp(arg_at(&one->arg[i], 0), arg_at(&all->arg[i], t * size),
+                                       (size_t)size * sizeof(float)) != 0)
+                                test_failed("%s on %s: token %d alone has other bits", problem_text(all),
+                                            exec_name(execs[e]), (int)t);
+                    }
+                }
+                truth_free(&want);
+                problem_free(one);
+                problem_free(all);
+            }
+    test_verdict();
+}
+
 /* What every rule promises: columns sum to one where eps is negligible, rows nearly so after many iterations. */
 static void columns_sum_to_one(void **state)
 {
@@ -112,6 +183,7 @@ int main(void)
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
         cmocka_unit_test(repeated_row_maxima),
+        cmocka_unit_test(log_rule_near_and_far),
         cmocka_unit_test(columns_sum_to_one),
     };
     return suite_run("mhc_sinkhorn", tests);

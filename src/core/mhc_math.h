@@ -16,7 +16,14 @@
  *     MM_WALK_BACK            1: Sinkhorn's backward keeps divisors instead of matrices (see sk_walks); 0 by default
  *     MM_HISTORY              handle of the memory in which Sinkhorn's backward keeps its steps: a real *
  *     MM_AT(h, i)             its i-th real, an lvalue;    MM_FROM(h, i)   the handle of what begins there
- * Arrays are indexed [a * n + b]; n and rule are constants wherever speed matters. */
+ * Arrays are indexed [a * n + b]; n and rule are constants wherever speed matters.
+ *
+ * `rule` is a weft_sinkhorn or MM_LOG_NEAR: the log rule has two ways to the same function, and the includer asks sk_near
+ * which one a token takes. */
+#ifndef MM_LOG_NEAR
+#define MM_LOG_NEAR (-1) /* the log rule without logarithms */
+#define MM_NEAR 40       /* how far below its row's maximum a logit may be for it, see sk_near */
+#endif
 #ifndef MM_RECIPROCAL
 #define MM_RECIPROCAL(x) ((scalar)1 / (x))
 #endif
@@ -64,12 +71,36 @@ MM_FN real MM(gate_logit)(real h, real inv, scalar alpha, scalar beta)
 
 /* ---- Sinkhorn --------------------------------------------------------------------------------------------------- */
 
-/* D(s), the divisor that a rule makes of a sum; threshold has none (see sk_half). NaN stays NaN. */
+MM_FN real MM(row_max)(const real *row, int n)
+{
+    real top = row[0];
+    MM_UNROLL for (int b = 1; b < n; b++) top = MM_MAX(top, row[b]);
+    return top;
+}
+
+/* The log rule's potentials are the logarithms of what a matrix exp(z - rowmax) is scaled by when its rows and columns are
+ * divided by their sums in turn. That costs no exponentials, but the matrix must not underflow. With entries of the
+ * start in [exp(-S), 1], entries after any half-step lie in [exp(-2 S) / n, 1], whatever the number of iterations, and
+ * divisors in [1/n, n], except that the first column's go down to exp(-S) ([M3]). S = 40 keeps all of them normal
+ * numbers up to 32 streams, with a factor of 40 to spare for rounding.
+ * 1 where that holds, 0 where it does not. A NaN becomes a matrix of NaN either way. */
+MM_FN real MM(sk_near)(const real *z, int n)
+{
+    real spread = MM_SET(0);
+    MM_UNROLL for (int a = 0; a < n; a++)
+    {
+        real top = MM(row_max)(z + a * n, n);
+        MM_UNROLL for (int b = 0; b < n; b++) spread = MM_MAX(spread, top - z[a * n + b]);
+    }
+    return MM_GT(MM_SET(MM_NEAR), spread, MM_SET(1), MM_SET(0));
+}
+
+/* D(s), the divisor that a rule makes of a sum; threshold has none (see sk_reciprocals). NaN stays NaN. */
 MM_FN real MM(sk_divisor)(real s, scalar eps, int rule)
 {
     real e = MM_SET(eps);
     if (rule == WEFT_SINKHORN_CLAMP) return MM_GT(e, s, e, s);
-    return rule == WEFT_SINKHORN_THRESHOLD ? s : s + eps;
+    return rule == WEFT_SINKHORN_THRESHOLD || rule == MM_LOG_NEAR ? s : s + eps;
 }
 
 /* r[k] = 1/D[k]. Divisions are what a half-step waits for, so with `shared`, a constant, four divisors share one:
@@ -87,7 +118,7 @@ MM_FN void MM(sk_reciprocals)(real *r, const real *d, int n, scalar eps, int rul
     }
     MM_UNROLL for (int k = shared ? n / 4 * 4 : 0; k < n; k++)
     {
-        r[k] = (scalar)1 / d[k];
+        r[k] = rule == MM_LOG_NEAR ? MM_RECIPROCAL(d[k]) : (scalar)1 / d[k];
         if (rule == WEFT_SINKHORN_THRESHOLD) r[k] = MM_GT(d[k], MM_SET(eps), r[k], MM_SET(0));
     }
 }
@@ -168,16 +199,7 @@ MM_FN int MM(sk_steps)(int iters, int rule)
 /* Reals in front of the half-steps: the softmax, or the logits where backward asks for their maxima. */
 MM_FN int MM(sk_head)(int n, int rule)
 {
-    return rule == WEFT_SINKHORN_THRESHOLD ? 0 : n * n;
-}
-
-MM_FN void MM(row_max)(const real *z, real *top, int n)
-{
-    MM_UNROLL for (int a = 0; a < n; a++)
-    {
-        top[a] = z[a * n];
-        MM_UNROLL for (int b = 1; b < n; b++) top[a] = MM_MAX(top[a], z[a * n + b]);
-    }
+    return rule == WEFT_SINKHORN_THRESHOLD || rule == MM_LOG_NEAR ? 0 : n * n;
 }
 
 /* The matrix the half-steps start from: exp, exp(z - rowmax), or row softmax (without the eps). */
@@ -185,9 +207,7 @@ MM_FN void MM(sk_start)(const real *z, real *p, int n, int rule)
 {
     MM_UNROLL for (int a = 0; a < n; a++)
     {
-        real top = z[a * n], s;
-        MM_UNROLL for (int b = 1; b < n; b++) top = MM_MAX(top, z[a * n + b]);
-        if (rule == WEFT_SINKHORN_THRESHOLD) top = MM_SET(0);
+        real top = rule == WEFT_SINKHORN_THRESHOLD ? MM_SET(0) : MM(row_max)(z + a * n, n), s;
         MM_UNROLL for (int b = 0; b < n; b++) p[a * n + b] = MM_EXP(z[a * n + b] - top);
         if (rule == WEFT_SINKHORN_SOFTMAX_EPS) {
             s = p[a * n];
@@ -224,47 +244,57 @@ MM_FN void MM(sk_step)(real *a, real *d, MM_HISTORY *hist, bool keep, int n, int
 MM_FN void MM(sk_rounds)(real *z, MM_HISTORY hist, bool keep, int n, int iters, scalar eps, int rule, bool shared)
 {
     real d[WEFT_MAX_STREAMS];
-    int softmax = rule == WEFT_SINKHORN_SOFTMAX_EPS;
+    int softmax = rule == WEFT_SINKHORN_SOFTMAX_EPS, near = rule == MM_LOG_NEAR;
     if (softmax) {
         MM_UNROLL for (int i = 0; i < n * n; i++) z[i] = z[i] + eps;
         MM(sk_step)(z, d, &hist, keep, n, 0, eps, rule, shared);
     }
-    for (int t = softmax; t < iters; t++) {
+    if (near) { /* four of the first columns' sums may have a product that underflows */
+        MM(sk_step)(z, d, &hist, keep, n, 1, eps, rule, shared);
+        MM(sk_step)(z, d, &hist, keep, n, 0, eps, rule, false);
+    }
+    for (int t = softmax || near; t < iters; t++) {
         MM(sk_step)(z, d, &hist, keep, n, 1, eps, rule, shared);
         MM(sk_step)(z, d, &hist, keep, n, 0, eps, rule, shared);
+    }
+}
+
+/* The log rule in logarithms, for any logits. hist receives the shifted logits and the potentials of every iteration. */
+MM_FN void MM(sk_log_fwd)(real *z, MM_HISTORY hist, bool keep, int n, int iters)
+{
+    real r[WEFT_MAX_STREAMS], g[WEFT_MAX_STREAMS];
+    int nn = n * n;
+    /* The rule is invariant to a shift of each row; without it, large common offsets would cost precision. */
+    MM_UNROLL for (int a = 0; a < n; a++)
+    {
+        real top = MM(row_max)(z + a * n, n);
+        MM_UNROLL for (int b = 0; b < n; b++) z[a * n + b] = z[a * n + b] - top;
+    }
+    if (keep) {
+        MM_UNROLL for (int i = 0; i < nn; i++) MM_AT(hist, i) = z[i];
+        hist = MM_FROM(hist, nn);
+    }
+    MM_UNROLL for (int k = 0; k < n; k++) r[k] = g[k] = MM_SET(0);
+    for (int t = 0; t < iters; t++) {
+        MM_UNROLL for (int a = 0; a < n; a++) r[a] = MM(neg_lse)(z, g, a * n, 1, n);
+        MM_UNROLL for (int b = 0; b < n; b++) g[b] = MM(neg_lse)(z, r, b, n, n);
+        if (keep) {
+            MM_UNROLL for (int a = 0; a < n; a++) MM_AT(hist, a) = r[a], MM_AT(hist, n + a) = g[a];
+            hist = MM_FROM(hist, 2 * n);
+        }
+    }
+    MM_UNROLL for (int a = 0; a < n; a++)
+    {
+        MM_UNROLL for (int b = 0; b < n; b++) z[a * n + b] = MM_EXP(r[a] + z[a * n + b] + g[b]);
     }
 }
 
 /* res from logits z; z is overwritten by the result. With `keep`, a constant, hist receives sk_history reals. */
 MM_FN void MM(sinkhorn_fwd)(real *z, MM_HISTORY hist, bool keep, int n, int iters, scalar eps, int rule)
 {
-    real r[WEFT_MAX_STREAMS], g[WEFT_MAX_STREAMS];
     int nn = n * n;
     if (rule == WEFT_SINKHORN_LOG) {
-        MM_HISTORY now = hist;
-        if (keep) now = MM_FROM(hist, nn);
-        /* The rule is invariant to a shift of each row; without it, large common offsets would cost precision. */
-        MM(row_max)(z, r, n);
-        MM_UNROLL for (int a = 0; a < n; a++)
-        {
-            MM_UNROLL for (int b = 0; b < n; b++) z[a * n + b] = z[a * n + b] - r[a];
-        }
-        if (keep) { /* backward goes on with the shifted logits */
-            MM_UNROLL for (int i = 0; i < nn; i++) MM_AT(hist, i) = z[i];
-        }
-        MM_UNROLL for (int b = 0; b < n; b++) g[b] = MM_SET(0);
-        for (int t = 0; t < iters; t++) {
-            MM_UNROLL for (int a = 0; a < n; a++) r[a] = MM(neg_lse)(z, g, a * n, 1, n);
-            MM_UNROLL for (int b = 0; b < n; b++) g[b] = MM(neg_lse)(z, r, b, n, n);
-            if (keep) {
-                MM_UNROLL for (int a = 0; a < n; a++) MM_AT(now, a) = r[a], MM_AT(now, n + a) = g[a];
-                now = MM_FROM(now, 2 * n);
-            }
-        }
-        MM_UNROLL for (int a = 0; a < n; a++)
-        {
-            MM_UNROLL for (int b = 0; b < n; b++) z[a * n + b] = MM_EXP(r[a] + z[a * n + b] + g[b]);
-        }
+        MM(sk_log_fwd)(z, hist, keep, n, iters);
         return;
     }
     if (keep && (rule == WEFT_SINKHORN_CLAMP || rule == WEFT_SINKHORN_ADD)) {
@@ -276,19 +306,21 @@ MM_FN void MM(sinkhorn_fwd)(real *z, MM_HISTORY hist, bool keep, int n, int iter
     }
     if (keep) hist = MM_FROM(hist, MM(sk_head)(n, rule));
     /* Sharing a division needs the product of four divisors to stay a normal number. They are at least eps and at most
-     * n + eps, except where threshold has no divisor at all. */
-    if (n >= 4 && rule != WEFT_SINKHORN_THRESHOLD && eps >= (scalar)1e-9 && eps <= (scalar)1e6)
+     * n + eps, except where threshold has no divisor at all; between 1/n and n in the log rule. */
+    bool bounded =
+        rule == MM_LOG_NEAR || (rule != WEFT_SINKHORN_THRESHOLD && eps >= (scalar)1e-9 && eps <= (scalar)1e6);
+    if (n >= 4 && bounded)
         MM(sk_rounds)(z, hist, keep, n, iters, eps, rule, true);
     else
         MM(sk_rounds)(z, hist, keep, n, iters, eps, rule, false);
 }
 
-/* Backward of the log rule: d (upstream of res) becomes the gradient of the logits. */
-MM_FN void MM(sk_log_bwd)(real *z, real *d, MM_HISTORY hist, int n, int iters, scalar eps)
+/* Backward of the log rule in logarithms: d (upstream of res) becomes the gradient of the logits. */
+MM_FN void MM(sk_log_bwd)(real *z, real *d, MM_HISTORY hist, int n, int iters)
 {
     real gg[WEFT_MAX_STREAMS], gf[WEFT_MAX_STREAMS];
     int nn = n * n;
-    MM(sinkhorn_fwd)(z, hist, true, n, iters, eps, WEFT_SINKHORN_LOG);
+    MM(sk_log_fwd)(z, hist, true, n, iters);
     MM_UNROLL for (int i = 0; i < nn; i++)
     {
         d[i] = d[i] * z[i];    /* gradient of log res */
@@ -331,7 +363,7 @@ MM_FN void MM(sinkhorn_bwd)(real *z, real *d, MM_HISTORY hist, int n, int iters,
 {
     int nn = n * n, kept = MM(sk_kept)(n, rule), softmax = rule == WEFT_SINKHORN_SOFTMAX_EPS;
     if (rule == WEFT_SINKHORN_LOG) {
-        MM(sk_log_bwd)(z, d, hist, n, iters, eps);
+        MM(sk_log_bwd)(z, d, hist, n, iters);
         return;
     }
     MM_HISTORY at = MM_FROM(hist, MM(sk_head)(n, rule) + kept * (int64_t)MM(sk_steps)(iters, rule));
@@ -343,11 +375,12 @@ MM_FN void MM(sinkhorn_bwd)(real *z, real *d, MM_HISTORY hist, int n, int iters,
         at = MM_FROM(at, -kept);
         MM(sk_half_bwd)(d, z, at, n, 1, eps, rule);
     }
-    if (rule == WEFT_SINKHORN_THRESHOLD) return; /* the start was exp(z): G is the gradient of z */
+    /* G is the gradient of z where the start was exp(z), or where a shift of a row cannot be felt. */
+    if (rule == WEFT_SINKHORN_THRESHOLD || rule == MM_LOG_NEAR) return;
     if (softmax) MM(sk_half_bwd)(d, z, MM_FROM(at, -kept), n, 0, eps, rule);
     MM_UNROLL for (int a = 0; a < n; a++)
     {
-        real *g = d + a * n, s = MM_SET(0), count = MM_SET(0), top, zero = MM_SET(0);
+        real *g = d + a * n, s = MM_SET(0), count = MM_SET(0), zero = MM_SET(0);
         MM_HISTORY row = MM_FROM(hist, a * n); /* of the softmax, or of the logits */
         if (softmax) {
             MM_UNROLL for (int b = 0; b < n; b++)
@@ -358,7 +391,7 @@ MM_FN void MM(sinkhorn_bwd)(real *z, real *d, MM_HISTORY hist, int n, int iters,
             MM_UNROLL for (int b = 0; b < n; b++) g[b] = MM_FMA(-s, MM_AT(row, b), g[b]);
         } else {
             /* exp(z - max): the maximum moves with its entry; equal maxima share the term. */
-            top = MM_AT(row, 0);
+            real top = MM_AT(row, 0);
             MM_UNROLL for (int b = 1; b < n; b++) top = MM_MAX(top, MM_AT(row, b));
             MM_UNROLL for (int b = 0; b < n; b++)
             {
@@ -371,9 +404,11 @@ MM_FN void MM(sinkhorn_bwd)(real *z, real *d, MM_HISTORY hist, int n, int iters,
     }
 }
 
-/* Reals of history that sinkhorn_bwd needs. */
+/* Reals of history that sinkhorn_bwd needs; in the log rule for tokens of either kind. */
 MM_FN int64_t MM(sk_history)(int n, int iters, int rule)
 {
-    if (rule == WEFT_SINKHORN_LOG) return n * n + 2 * n * (int64_t)iters;
-    return MM(sk_head)(n, rule) + MM(sk_kept)(n, rule) * (int64_t)MM(sk_steps)(iters, rule);
+    int linear = rule == WEFT_SINKHORN_LOG ? MM_LOG_NEAR : rule;
+    int64_t size = MM(sk_head)(n, linear) + MM(sk_kept)(n, linear) * (int64_t)MM(sk_steps)(iters, linear);
+    int64_t potentials = n * n + 2 * n * (int64_t)iters;
+    return rule == WEFT_SINKHORN_LOG && potentials > size ? potentials : size;
 }

@@ -6,28 +6,20 @@
 #include "cpu/common/math.h"
 #include "cpu/common/tiles.h"
 
+#define CASE_RULE(name, BODY)                                                                                      \
+    case name: {                                                                                                   \
+        const int RULE = name;                                                                                     \
+        BODY;                                                                                                      \
+    } break;
+
 #define FOR_RULE(rule, BODY)                                                                                       \
     switch (rule) {                                                                                                \
-    case WEFT_SINKHORN_LOG: {                                                                                      \
-        const int RULE = WEFT_SINKHORN_LOG;                                                                        \
-        BODY;                                                                                                      \
-    } break;                                                                                                       \
-    case WEFT_SINKHORN_SOFTMAX_EPS: {                                                                              \
-        const int RULE = WEFT_SINKHORN_SOFTMAX_EPS;                                                                \
-        BODY;                                                                                                      \
-    } break;                                                                                                       \
-    case WEFT_SINKHORN_CLAMP: {                                                                                    \
-        const int RULE = WEFT_SINKHORN_CLAMP;                                                                      \
-        BODY;                                                                                                      \
-    } break;                                                                                                       \
-    case WEFT_SINKHORN_ADD: {                                                                                      \
-        const int RULE = WEFT_SINKHORN_ADD;                                                                        \
-        BODY;                                                                                                      \
-    } break;                                                                                                       \
-    default: {                                                                                                     \
-        const int RULE = WEFT_SINKHORN_THRESHOLD;                                                                  \
-        BODY;                                                                                                      \
-    }                                                                                                              \
+        CASE_RULE(MM_LOG_NEAR, BODY)                                                                               \
+        CASE_RULE(WEFT_SINKHORN_LOG, BODY)                                                                         \
+        CASE_RULE(WEFT_SINKHORN_SOFTMAX_EPS, BODY)                                                                 \
+        CASE_RULE(WEFT_SINKHORN_CLAMP, BODY)                                                                       \
+        CASE_RULE(WEFT_SINKHORN_ADD, BODY)                                                                         \
+        CASE_RULE(WEFT_SINKHORN_THRESHOLD, BODY)                                                                   \
     }
 
 /* Up to 4x4 the matrix is copied to a local array that the compiler keeps in registers. */
@@ -47,30 +39,68 @@ INLINE void small_bwd(const int n, vf *z, vf *d, vf *hist, int iters, float eps,
     for (int i = 0; i < n * n; i++) d[i] = b[i];
 }
 
-void CPU(sinkhorn_lanes_fwd)(const weft_mhc_numerics *m, int n, vf *z)
+static void rule_fwd(const weft_mhc_numerics *m, int rule, int n, vf *z)
 {
     float eps = (float)m->sinkhorn_eps;
     int iters = m->sinkhorn_iters;
     if (n == 4) {
-        FOR_RULE(m->sinkhorn, small_fwd(4, z, iters, eps, RULE))
+        FOR_RULE(rule, small_fwd(4, z, iters, eps, RULE))
     } else if (n == 2) {
-        FOR_RULE(m->sinkhorn, small_fwd(2, z, iters, eps, RULE))
+        FOR_RULE(rule, small_fwd(2, z, iters, eps, RULE))
     } else {
-        mm_sinkhorn_fwd(z, NULL, false, n, iters, eps, (int)m->sinkhorn);
+        mm_sinkhorn_fwd(z, NULL, false, n, iters, eps, rule);
     }
+}
+
+static void rule_bwd(const weft_mhc_numerics *m, int rule, int n, vf *z, vf *d, vf *hist)
+{
+    float eps = (float)m->sinkhorn_eps;
+    int iters = m->sinkhorn_iters;
+    if (n == 4) {
+        FOR_RULE(rule, small_bwd(4, z, d, hist, iters, eps, RULE))
+    } else if (n == 2) {
+        FOR_RULE(rule, small_bwd(2, z, d, hist, iters, eps, RULE))
+    } else {
+        mm_sinkhorn_bwd(z, d, hist, n, iters, eps, rule);
+    }
+}
+
+/* Which lanes of the log rule can do without logarithms: 1 or 0. */
+INLINE int near_lanes(const weft_mhc_numerics *m, int n, const vf *z, vf *near)
+{
+    if (m->sinkhorn != WEFT_SINKHORN_LOG) return 0;
+    *near = mm_sk_near(z, n);
+    return vf_lanes_gt(*near, vf_set1(0));
+}
+
+/* from where near is 0. */
+INLINE void take_far(vf *to, const vf *from, int count, vf near)
+{
+    for (int k = 0; k < count; k++) to[k] = vf_gt(near, vf_set1(0), to[k], from[k]);
+}
+
+/* Where the lanes of the log rule differ, all of them go both ways and each keeps its own: a token has the bits that it
+ * has in any other company. */
+void CPU(sinkhorn_lanes_fwd)(const weft_mhc_numerics *m, int n, vf *z)
+{
+    vf near, far[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS];
+    int lanes = near_lanes(m, n, z, &near), mixed = lanes != 0 && lanes != ALL_LANES;
+    for (int k = 0; mixed && k < n * n; k++) far[k] = z[k];
+    rule_fwd(m, lanes ? MM_LOG_NEAR : (int)m->sinkhorn, n, z);
+    if (!mixed) return;
+    rule_fwd(m, WEFT_SINKHORN_LOG, n, far);
+    take_far(z, far, n * n, near);
 }
 
 void CPU(sinkhorn_lanes_bwd)(const weft_mhc_numerics *m, int n, vf *z, vf *d, vf *hist)
 {
-    float eps = (float)m->sinkhorn_eps;
-    int iters = m->sinkhorn_iters;
-    if (n == 4) {
-        FOR_RULE(m->sinkhorn, small_bwd(4, z, d, hist, iters, eps, RULE))
-    } else if (n == 2) {
-        FOR_RULE(m->sinkhorn, small_bwd(2, z, d, hist, iters, eps, RULE))
-    } else {
-        mm_sinkhorn_bwd(z, d, hist, n, iters, eps, (int)m->sinkhorn);
-    }
+    vf near, far[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS], d_far[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS];
+    int lanes = near_lanes(m, n, z, &near), mixed = lanes != 0 && lanes != ALL_LANES;
+    for (int k = 0; mixed && k < n * n; k++) far[k] = z[k], d_far[k] = d[k];
+    rule_bwd(m, lanes ? MM_LOG_NEAR : (int)m->sinkhorn, n, z, d, hist);
+    if (!mixed) return;
+    rule_bwd(m, WEFT_SINKHORN_LOG, n, far, d_far, hist);
+    take_far(d, d_far, n * n, near);
 }
 
 int64_t CPU(sinkhorn_history)(const weft_mhc_numerics *m, int64_t n)

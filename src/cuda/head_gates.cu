@@ -3,6 +3,7 @@
  * The gates of the learned head contraction [M9]. */
 #include "cuda/head_gates.h"
 
+#include "cuda/common/launch.cuh"
 #include "cuda/head_gates.cuh"
 
 static gate_numbers head_numbers(double rms_eps, weft_eps_kind kind, double pre_eps)

@@ -4,7 +4,8 @@
 #ifndef WEFT_CUDA_HEAD_GATES_CUH
 #define WEFT_CUDA_HEAD_GATES_CUH
 
-#include "cuda/gates.cuh"
+#include "cuda/token_math.cuh"
+#include "cuda/token_sums.cuh"
 
 struct head_gates_params {
     gate_numbers numbers;
@@ -35,7 +36,7 @@ static __global__ void __launch_bounds__(256) head_gates_fwd(head_gates_params p
     }
 }
 
-/* One token per thread, chunks and slots as in gates_bwd_small. */
+/* One token per thread, chunks and slots as in gates_bwd.cuh. */
 static __global__ void __launch_bounds__(COEF_THREADS) head_gates_bwd(head_gates_params p)
 {
     constexpr int MOST = WEFT_MAX_STREAMS + 1;

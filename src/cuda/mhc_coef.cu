@@ -2,7 +2,7 @@
  *
  * Coefficients = gates + Sinkhorn [M4], one token per thread and one launch a pass. Everything between h and the
  * coefficients stays on chip; backward starts again from h and ms. */
-#include "cuda/gates.cuh"
+#include "cuda/gates_run.cuh"
 
 static gates_fwd_call fwd_call(const void *args)
 {
@@ -19,32 +19,22 @@ static gates_bwd_call bwd_call(const void *args)
 
 static weft_status fwd(const weft_call *call, const void *args)
 {
-    gates_fwd_call a = fwd_call(args);
-    return gates_fwd_run<true>(call, "coefficients", &a);
+    return gates_fwd_run<true>(call, "coefficients", fwd_call(args));
 }
 
 static weft_status bwd(const weft_call *call, const void *args)
 {
-    gates_bwd_call a = bwd_call(args);
-    return gates_bwd_run<true>(call, "gradient of the coefficients", &a);
+    return gates_bwd_run<true>(call, "gradient of the coefficients", bwd_call(args));
 }
 
 static size_t fwd_workspace(const weft_call *call, const void *args)
 {
-    gates_fwd_call a = fwd_call(args);
-    weft_cuda_coef_plan plan;
-    float *rooms;
-    weft_arena arena = gates_fwd_lay_out<true>(call, &a, &plan, &rooms);
-    return weft_arena_bytes(&arena);
+    return gates_fwd_workspace<true>(call, fwd_call(args));
 }
 
 static size_t bwd_workspace(const weft_call *call, const void *args)
 {
-    gates_bwd_call a = bwd_call(args);
-    weft_cuda_coef_plan plan;
-    float *rooms, *partial;
-    weft_arena arena = gates_bwd_lay_out<true>(call, &a, &plan, &rooms, &partial);
-    return weft_arena_bytes(&arena);
+    return gates_bwd_workspace<true>(call, bwd_call(args));
 }
 
 const weft_kernel weft_cuda_mhc_coef_fwd[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {}};

@@ -3,22 +3,11 @@
  * The plan of gates and Sinkhorn [M2] [M3] [M4]. */
 #include "cuda/mhc_coef_plan.h"
 
-#include <math.h>
+#include "cuda/mhc_math_f32.h"
 
 /* For the size of the history only, so that it is written down once. */
-#define real float
-#define scalar float
 #define MM(name) mm_##name
 #define MM_FN static inline
-#define MM_WALK_BACK 1
-#define MM_SET(x) ((float)(x))
-#define MM_EXP(x) expf(x)
-#define MM_LOG(x) logf(x)
-#define MM_SQRT(x) sqrtf(x)
-#define MM_MAX(a, b) fmaxf(a, b)
-#define MM_FMA(a, b, c) fmaf(a, b, c)
-#define MM_GT(a, b, x, y) ((a) > (b) ? (x) : (y))
-#define MM_EQ(a, b, x, y) ((a) == (b) ? (x) : (y))
 #include "core/mhc_math.h"
 
 enum { ROOM_BYTES = 64 << 20 }; /* for rooms in the workspace, unless a single block needs more */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Gates [M2], one token per thread and one launch a pass. mhc_coef runs the same kernels with Sinkhorn behind them. */
-#include "cuda/gates.cuh"
+#include "cuda/gates_run.cuh"
 
 static gates_fwd_call fwd_call(const void *args)
 {
@@ -18,32 +18,22 @@ static gates_bwd_call bwd_call(const void *args)
 
 static weft_status fwd(const weft_call *call, const void *args)
 {
-    gates_fwd_call a = fwd_call(args);
-    return gates_fwd_run<false>(call, "gates", &a);
+    return gates_fwd_run<false>(call, "gates", fwd_call(args));
 }
 
 static weft_status bwd(const weft_call *call, const void *args)
 {
-    gates_bwd_call a = bwd_call(args);
-    return gates_bwd_run<false>(call, "gradient of the gates", &a);
+    return gates_bwd_run<false>(call, "gradient of the gates", bwd_call(args));
 }
 
 static size_t fwd_workspace(const weft_call *call, const void *args)
 {
-    gates_fwd_call a = fwd_call(args);
-    weft_cuda_coef_plan plan;
-    float *rooms;
-    weft_arena arena = gates_fwd_lay_out<false>(call, &a, &plan, &rooms);
-    return weft_arena_bytes(&arena);
+    return gates_fwd_workspace<false>(call, fwd_call(args));
 }
 
 static size_t bwd_workspace(const weft_call *call, const void *args)
 {
-    gates_bwd_call a = bwd_call(args);
-    weft_cuda_coef_plan plan;
-    float *rooms, *partial;
-    weft_arena arena = gates_bwd_lay_out<false>(call, &a, &plan, &rooms, &partial);
-    return weft_arena_bytes(&arena);
+    return gates_bwd_workspace<false>(call, bwd_call(args));
 }
 
 const weft_kernel weft_cuda_mhc_scale_fwd[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {}};

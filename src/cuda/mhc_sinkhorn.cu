@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Sinkhorn [M3], one matrix per thread. A thread reads its matrices before it writes, so both passes work in place. */
-#include "cuda/gates.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/token_math.cuh"
+#include "cuda/token_rows.cuh"
 
 struct sinkhorn_params {
     gate_numbers numbers;
@@ -45,7 +47,7 @@ static __global__ void __launch_bounds__(COEF_THREADS) fwd_any(sinkhorn_params p
     for (int64_t token = thread; token < p.tokens; token += gridDim.x * (int64_t)COEF_THREADS) {
 #pragma unroll 1
         for (int k = 0; k < n * n; k++) z[k] = get(p.logits.v, matrix_at(p.logits.v, token, n, k));
-        far_sinkhorn_fwd(z, nullptr, false, n, p.numbers.iters, p.numbers.sinkhorn_eps, p.numbers.sinkhorn);
+        sinkhorn_fwd_any(z, n, p.numbers);
 #pragma unroll 1
         for (int k = 0; k < n * n; k++) put(p.to.v, matrix_at(p.to.v, token, n, k), z[k]);
     }
@@ -62,7 +64,7 @@ static __global__ void __launch_bounds__(COEF_THREADS) bwd_any(sinkhorn_params p
             z[k] = get(p.logits.v, matrix_at(p.logits.v, token, n, k));
             d[k] = get(p.d_res.v, matrix_at(p.d_res.v, token, n, k));
         }
-        far_sinkhorn_bwd(z, d, hist, n, p.numbers.iters, p.numbers.sinkhorn_eps, p.numbers.sinkhorn);
+        sinkhorn_bwd_any(z, d, hist, n, p.numbers);
 #pragma unroll 1
         for (int k = 0; k < n * n; k++) put(p.to.v, matrix_at(p.to.v, token, n, k), d[k]);
     }
@@ -101,11 +103,8 @@ static weft_status fwd(const weft_call *call, const void *args)
     p.to = rows_of(&a->res);
     launch_shape shape = {dim3(grid_of(plan.blocks)), COEF_THREADS};
     if (!plan.in_registers) return launch(call, what, fwd_any, shape, p);
-    switch (p.streams) {
-    case 2: return launch(call, what, fwd_small<2>, shape, p);
-    case 4: return launch(call, what, fwd_small<4>, shape, p);
-    default: return launch(call, what, fwd_small<8>, shape, p);
-    }
+    const kernel_of<sinkhorn_params> small[] = {fwd_small<2>, fwd_small<4>, fwd_small<8>};
+    return launch(call, what, by_streams(small, p.streams), shape, p);
 }
 
 static weft_status bwd(const weft_call *call, const void *args)
@@ -120,11 +119,8 @@ static weft_status bwd(const weft_call *call, const void *args)
     p.to = rows_of(&a->d_logits);
     launch_shape shape = {dim3(grid_of(plan.blocks)), COEF_THREADS, plan.shared};
     if (!plan.in_registers) return launch(call, what, bwd_any, shape, p);
-    switch (p.streams) {
-    case 2: return launch(call, what, bwd_small<2>, shape, p);
-    case 4: return launch(call, what, bwd_small<4>, shape, p);
-    default: return launch(call, what, bwd_small<8>, shape, p);
-    }
+    const kernel_of<sinkhorn_params> small[] = {bwd_small<2>, bwd_small<4>, bwd_small<8>};
+    return launch(call, what, by_streams(small, p.streams), shape, p);
 }
 
 static size_t workspace_of(const weft_cuda_coef_plan *plan)

@@ -19,7 +19,7 @@
 #define MM_EQ(a, b, x, y) ((a) == (b) ? (x) : (y))
 #include "core/mhc_math.h"
 
-/* Once more as CUDA includes it: a history that is not an array, and of divisors only. */
+/* Once more with a history that is not an array, and, as CUDA has it, of divisors only. */
 struct apart {
     float *at;
     int step;

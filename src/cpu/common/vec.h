@@ -95,6 +95,21 @@ INLINE vf vf_eq(vf a, vf b, vf x, vf y)
 #endif
 }
 
+/* The lanes in which a > b, a bit each, and all of them. */
+enum { ALL_LANES = (1 << LANES) - 1 };
+INLINE int vf_lanes_gt(vf a, vf b)
+{
+#if WEFT_CPU_LEVEL == 2
+    return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
+#elif WEFT_CPU_LEVEL == 1
+    return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ));
+#else
+    int lanes = 0;
+    for (int i = 0; i < LANES; i++) lanes |= (a[i] > b[i]) << i;
+    return lanes;
+#endif
+}
+
 /* a > b ? a : b and a < b ? a : b: b where one of them is NaN. */
 INLINE vf vf_max(vf a, vf b)
 {
