@@ -21,8 +21,8 @@ from .functional import (
     sinkhorn,
 )
 from .grads import GradX
-from .numerics import Numerics
 from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer, HyperConnectionStack
+from .numerics import Numerics
 
 __all__ = [
     "Boundary",

@@ -69,7 +69,7 @@ def _choice(op: str, name: str, value: str, names: tuple[str, ...]) -> int:
 
 
 def draw_step(like: Tensor) -> Tensor:
-    """A step for dropout from torch's generator: 8 bytes on the device of `like`, no synchronisation, safe to capture."""
+    """A step for dropout from torch's generator: 8 bytes on the device of `like`; no host synchronisation."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=like.device)
 
 
@@ -260,9 +260,7 @@ def rmsnorm(u: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tenso
     return torch.ops.weft.rmsnorm.default(u, weight, float(eps))
 
 
-def replay(
-    x: Tensor, layers: list[ReplayLayer], numerics: Numerics | str
-) -> list[tuple[Tensor | None, Tensor | None]]:
+def replay(x: Tensor, layers: list[ReplayLayer], numerics: Numerics | str) -> list[tuple[Tensor | None, Tensor | None]]:
     """Rebuilds several sub-layers from the first stream tensor and what their forward passes stored, bit for bit as the
     single operators would: (u, y) of each, None where it is not wanted. Forward only."""
     if torch.is_grad_enabled() and any(

@@ -169,8 +169,8 @@ class CarryNode(torch.autograd.Function):
 
 
 def call_and_carry(name: str, args: tuple, params: tuple[int, ...] = ()) -> tuple:
-    """The results of torch.ops.weft.<name>, and x (its first argument) to be used in the operator's stead from there on:
-    the gradient of that x is a buffer which this operator's backward pass adds to. Nobody else may hold that gradient."""
+    """The results of torch.ops.weft.<name>, and x (its first argument) to be used from there on: the gradient of that x
+    is a buffer which this operator's backward pass adds to. Nobody else may hold that gradient."""
     x = args[0]
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
         return *call(name, args, params), x

@@ -42,9 +42,7 @@ class HyperConnection(nn.Module):
     ):
         super().__init__()
         if channels < 1 or not 1 <= streams <= 32:
-            raise ValueError(
-                f"HyperConnection: expected channels >= 1 and streams 1 to 32, got {channels}, {streams}"
-            )
+            raise ValueError(f"HyperConnection: expected channels >= 1 and streams 1 to 32, got {channels}, {streams}")
         if not math.isfinite(alpha_init):
             raise ValueError(f"HyperConnection: alpha_init: expected a finite number, got {alpha_init}")
         self.channels, self.streams = channels, streams
@@ -105,7 +103,7 @@ class HyperConnection(nn.Module):
         dropout_step: Tensor | None = None,
         token_base: int = 0,
     ) -> Tensor:
-        """The streams after the sub-layer, from its output f (and the bias of its last linear, if that was left out)."""
+        """The streams after the sub-layer, from its output f and the bias of its last linear, if that was left out."""
         return F.post(
             x,
             f,

@@ -83,7 +83,7 @@ def define(schema: str, outputs: Callable, launch: Callable, save: Callable | No
         torch.library.register_autograd(f"weft::{name}", backward, setup_context=setup_context, lib=LIB)
 
 
-# ---- shapes of results -----------------------------------------------------------------------------------------------
+# ---- shapes of results -------------------------------------------------------------------------------------------
 
 
 def none(like: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def differentiate(ctx, name: str, want: list[bool], *args) -> tuple:
     return tuple(g if w else None for w, g in zip(want, grads, strict=True))
 
 
-# ---- projection --------------------------------------------------------------------------------------------------------
+# ---- projection --------------------------------------------------------------------------------------------------
 
 
 def _project_outputs(x, phi, norm_weight, precision):
@@ -202,7 +202,7 @@ define(
     _project_bwd,
 )
 
-# ---- gates, Sinkhorn, and both in one ----------------------------------------------------------------------------------
+# ---- gates, Sinkhorn, and both in one ----------------------------------------------------------------------------
 
 
 def _coef_outputs(h, ms, alpha, beta, numerics):
@@ -291,7 +291,7 @@ define(
     _sinkhorn_bwd,
 )
 
-# ---- aggregate ---------------------------------------------------------------------------------------------------------
+# ---- aggregate ---------------------------------------------------------------------------------------------------
 
 
 def _aggregate_outputs(x, pre):
@@ -332,7 +332,7 @@ define(
     _aggregate_bwd,
 )
 
-# ---- post: expand the sub-layer's output and mix the streams -------------------------------------------------------------
+# ---- post: expand the sub-layer's output and mix the streams -----------------------------------------------------
 # `step` is an int64 tensor of one element, drawn from torch's generator: with it as the counter's step, masks repeat
 # under checkpointing and change with every replay of a captured graph, and no mask is stored.
 
@@ -392,7 +392,7 @@ define(
     _post_bwd,
 )
 
-# ---- expand and contract -------------------------------------------------------------------------------------------------
+# ---- expand and contract -----------------------------------------------------------------------------------------
 
 
 def _expand_outputs(u, streams):
@@ -453,7 +453,7 @@ define(
 )
 define("mhc_contract_bwd(Tensor d_u, int streams, int kind) -> Tensor", _contract_bwd_outputs, _contract_bwd)
 
-# ---- learned head --------------------------------------------------------------------------------------------------------
+# ---- learned head ------------------------------------------------------------------------------------------------
 
 
 def head_scalars(rms_eps, rms_eps_kind, pre_eps) -> tuple:
@@ -519,7 +519,7 @@ define(
     _head_bwd,
 )
 
-# ---- RMSNorm of the sub-layer's input ----------------------------------------------------------------------------------
+# ---- RMSNorm of the sub-layer's input ----------------------------------------------------------------------------
 
 
 def _rmsnorm_outputs(u, weight, eps):

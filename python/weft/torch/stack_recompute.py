@@ -38,9 +38,7 @@ class Group:
         step = F.draw_step(x) if layer.dropout and layer.training else None
         y = site.merge(x, f, coef, bias, dropout=layer.dropout, dropout_step=step)
         self._numerics = pack(site.numerics)
-        self._rows.append(
-            (site, coef, F._as_streams(x, f), bias, step, layer.dropout if step is not None else 0.0, y)
-        )
+        self._rows.append((site, coef, F._as_streams(x, f), bias, step, layer.dropout if step is not None else 0.0, y))
         return y
 
     def close(self, output: Tensor) -> None:
