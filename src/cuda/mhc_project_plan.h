@@ -16,8 +16,7 @@ enum {
     PROJECT_LEAVES =
         64, /* ranges of columns that a token's sum begins with; they are summed by fours, three times */
     PROJECT_FAN = 4,
-    PROJECT_STAGE = 64,   /* columns that a leaf is a multiple of */
-    PROJECT_TILE_ROWS = 8 /* rows of phi in a tensor-core tile */
+    PROJECT_STAGE = 64 /* columns that a leaf is a multiple of */
 };
 
 #ifdef __CUDACC__
