@@ -76,9 +76,11 @@ static void check_fwd(int64_t tokens, int64_t columns, int32_t tiles, bool large
 {
     const weft_project_fwd_plan p = weft_cuda_project_fwd_plan(tokens, columns, tiles, large, sms);
     const int64_t stages = up(columns, PROJECT_STAGE);
-    assert_true(p.tile_tokens == 32 || p.tile_tokens == 128 || p.tile_tokens == 256);
+    assert_true(p.tile_tokens == 32 || p.tile_tokens == 128 || p.tile_tokens == 192 || p.tile_tokens == 256);
     assert_true(p.splits == 1 || p.splits == 4 || p.splits == 16 || p.splits == 64);
     assert_true(p.tile_tokens != 256 || large);
+    assert_true(p.tile_tokens != 192 || tiles == 3);
+    assert_true(p.packed == (tiles <= 3 && (p.tile_tokens == 128 || p.tile_tokens == 192)));
     assert_true(p.tile_tokens != 32 || tiles <= 3);
     assert_true(p.blocks == up(tokens, p.tile_tokens) * p.splits);
     int64_t leaves = PROJECT_LEAVES / p.splits; /* of a split, which hands on a whole subtree */
