@@ -284,6 +284,35 @@ static void plans(void **state)
     test_verdict();
 }
 
+/* Every tile of tokens that the projection has, with tokens and columns left over at the end. */
+static void projection_plans(void **state)
+{
+    (void)state;
+    need_gpu();
+    static const char *const ops[] = {"mhc_project_fwd", "mhc_head_fwd"};
+    static const int64_t tokens[] = {577, 261, 700}, channels[] = {1024, 250, 2048};
+    static const int multiprocessors[] = {1, 2, 3, 7, 64, 200};
+    for (int v = 0; v < 12; v++) {
+        if (test_quick() && v % 4) continue;
+        spec s = {.op = ops[v % 2],
+                  .tokens = tokens[v / 4],
+                  .streams = 4,
+                  .channels = channels[v / 4],
+                  .act = v / 2 % 2 ? WEFT_F16 : WEFT_BF16};
+        s.wide = s.act;
+        problem *p = problem_make(&s);
+        pack want = run_pack(p, on_cuda(0));
+        for (size_t k = 0; k < sizeof multiprocessors / sizeof *multiprocessors; k++) {
+            pack got = run_pack(p, on_cuda(multiprocessors[k]));
+            pack_expect_same(p, &got, &want, "planned for another number of multiprocessors");
+            pack_free(&got);
+        }
+        pack_free(&want);
+        problem_free(p);
+    }
+    test_verdict();
+}
+
 /* ---- precision ----------------------------------------------------------------------------------------------- */
 
 /* exec.precision = tf32 loses bits where it says so, and only in the projection of f32 streams. */
@@ -530,6 +559,7 @@ int main(void)
         cmocka_unit_test(streams_at_once),
         cmocka_unit_test(many_callers),
         cmocka_unit_test(plans),
+        cmocka_unit_test(projection_plans),
         cmocka_unit_test(tf32),
         cmocka_unit_test(host_memory_is_refused),
         cmocka_unit_test(other_devices_are_refused),
