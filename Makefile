@@ -45,7 +45,8 @@ build: deps-build
 	@cmake --build --preset release
 
 build-tests: deps-test
-	@cmake --preset release $(CMAKE_FLAGS) -DWEFT_TESTS=ON >/dev/null
+	@cmake --preset release $(CMAKE_FLAGS) -DWEFT_TESTS=ON -DWEFT_PYTHON=ON \
+		-DWEFT_TEST_PYTHON="$$(tools/python_env.sh)" >/dev/null
 	@cmake --build --preset release
 
 python: deps-build
@@ -65,6 +66,8 @@ bench: build
 # The log is kept so that a run of several suites can close with the summary of this one.
 test: build-tests
 	@set -o pipefail; ctest --preset release | tee build/ctest.log
+	@grep -q '^WEFT_TEST_PYTHON:[^=]*=.' build/CMakeCache.txt || \
+		echo "Tests of the Python package: skipped, there is no Python with PyTorch and pytest."
 	@$(if $(GOLDEN),,echo "Golden files: skipped, there is no ../shared/golden and WEFT_GOLDEN_DIR is not set.")
 
 format: deps-format

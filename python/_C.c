@@ -41,6 +41,7 @@ typedef struct module_state {
 typedef struct call_object {
     PyObject_HEAD const weft_op_info *op;
     size_t dropout; /* offset of the weft_dropout in args, 0 where there is none */
+    bool frugal;    /* the last run needed no workspace: the next one tries without asking */
     void *args;
 } call_object;
 
@@ -398,33 +399,50 @@ static bool take_workspace(gathered *g, weft_exec *exec, size_t bytes, void **ho
     return true;
 }
 
-static bool run_call(gathered *g, const weft_op_info *op, void *args, int precision, int threads)
+static weft_status call_unlocked(const weft_op_info *op, const weft_exec *exec, const void *args)
 {
-    weft_exec exec = {.backend = g->dtype == WEFT_F64 ? WEFT_BACKEND_REF : WEFT_BACKEND_CPU,
-                      .precision = (weft_precision)precision,
-                      .threads = threads};
-    if (g->device.type == DL_CUDA) {
-        exec.backend = WEFT_BACKEND_CUDA;
-        exec.device = g->device.index;
-        exec.threads = 0;
-        if (g->exchange->stream(DL_CUDA, g->device.index, &exec.stream) != 0) {
-            if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "%s: no current stream", g->op);
-            return false;
-        }
-    }
+    PyThreadState *thread = PyEval_SaveThread();
+    weft_status status = weft_op_call(op, exec, args);
+    PyEval_RestoreThread(thread);
+    return status;
+}
+
+static bool fill_exec(const gathered *g, int precision, int threads, weft_exec *exec)
+{
+    *exec = (weft_exec){.backend = g->dtype == WEFT_F64 ? WEFT_BACKEND_REF : WEFT_BACKEND_CPU,
+                        .precision = (weft_precision)precision,
+                        .threads = threads};
+    if (g->device.type != DL_CUDA) return true;
+    exec->backend = WEFT_BACKEND_CUDA;
+    exec->device = g->device.index;
+    exec->threads = 0;
+    if (g->exchange->stream(DL_CUDA, g->device.index, &exec->stream) == 0) return true;
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "%s: no current stream", g->op);
+    return false;
+}
+
+/* `frugal` spares most small operators a second validation, which is a good part of what they cost on a GPU. */
+static bool run_call(gathered *g, const weft_op_info *op, void *args, int precision, int threads, bool *frugal)
+{
+    weft_exec exec;
+    if (!fill_exec(g, precision, threads, &exec)) return false;
+    weft_status status = WEFT_ERR_WORKSPACE;
+    if (*frugal) status = call_unlocked(op, &exec, args);
+    *frugal = status == WEFT_OK;
+    if (status == WEFT_OK) return true;
+
     size_t bytes = 0;
     void *host = NULL;
     PyObject *tensor = NULL;
-    weft_status status = weft_op_workspace(op, &exec, args, &bytes);
+    if (status == WEFT_ERR_WORKSPACE) status = weft_op_workspace(op, &exec, args, &bytes);
     if (status != WEFT_OK) {
         raise_status(status);
         return false;
     }
+    *frugal = bytes == 0;
     bool ok = take_workspace(g, &exec, bytes, &host, &tensor);
     if (ok) {
-        PyThreadState *thread = PyEval_SaveThread();
-        status = weft_op_call(op, &exec, args);
-        PyEval_RestoreThread(thread);
+        status = call_unlocked(op, &exec, args);
         ok = status == WEFT_OK;
         if (!ok) raise_status(status);
     }
@@ -442,7 +460,7 @@ static PyObject *run(PyObject *module, PyObject *const *objects, Py_ssize_t coun
         PyErr_SetString(PyExc_TypeError, "run: expected (call, add, precision, threads, step, tensor ...)");
         return NULL;
     }
-    const call_object *call = (const call_object *)objects[RUN_CALL];
+    call_object *call = (call_object *)objects[RUN_CALL];
     const weft_op_info *op = call->op;
     if (count - RUN_TENSORS != op->num_args) {
         PyErr_Format(PyExc_TypeError, "%s: expected %d tensors, got %zd", op->name, (int)op->num_args,
@@ -461,7 +479,7 @@ static PyObject *run(PyObject *module, PyObject *const *objects, Py_ssize_t coun
         weft_dropout *dropout = (weft_dropout *)((char *)args + call->dropout);
         if (!read_step(&g, objects[RUN_STEP], &dropout->step)) return NULL;
     }
-    if (!run_call(&g, op, args, (int)precision, (int)threads)) return NULL;
+    if (!run_call(&g, op, args, (int)precision, (int)threads, &call->frugal)) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -493,11 +511,11 @@ static PyObject *replay(PyObject *module, PyObject *tuple)
     Py_ssize_t count = PyList_Size(list);
     weft_mhc_replay_layer *layers = calloc(count ? (size_t)count : 1, sizeof *layers);
     if (!layers) return PyErr_NoMemory();
-    bool ok = true;
+    bool ok = true, frugal = false;
     for (Py_ssize_t l = 0; ok && l < count; l++) ok = read_layer(&g, PyList_GetItem(list, l), &layers[l]);
     args.layers = layers;
     args.num_layers = count > INT32_MAX ? INT32_MAX : (int32_t)count;
-    ok = ok && run_call(&g, op, &args, 0, threads);
+    ok = ok && run_call(&g, op, &args, 0, threads, &frugal);
     free(layers);
     if (!ok) return NULL;
     Py_RETURN_NONE;

@@ -8,6 +8,7 @@ set -eu
 missing=
 need_command() { command -v "$1" >/dev/null 2>&1 || missing="$missing $2"; }
 need_header() { echo "#include <$1>" | "${CC:-cc}" -E -x c - >/dev/null 2>&1 || missing="$missing $2"; }
+need_python() { python3 -c "$1" >/dev/null 2>&1 || missing="$missing $2"; }
 need_clang_link() {
     echo 'int main(void) { return 0; }' | clang "$1" -x c -o /dev/null - >/dev/null 2>&1 || missing="$missing $2"
 }
@@ -26,6 +27,9 @@ find_missing() {
     need_command c++ g++
     need_command nm binutils
     need_command python3 python3
+    # The extension is compiled against Python's headers, and its tests may need an environment of their own.
+    need_python 'import sysconfig, os; assert os.path.exists(sysconfig.get_paths()["include"] + "/Python.h")' python3-dev
+    need_python 'import venv, ensurepip' python3-venv
     need_command pkg-config pkg-config
     need_header cmocka.h libcmocka-dev
     if [ "$1" = test ]; then return; fi

@@ -104,6 +104,11 @@ class Sink:
         self.carried: Tensor | None = None  # gradient of x from elsewhere, to be added to
 
     def differentiate(self, definition: ops.Definition, want: list[bool], args: tuple) -> tuple:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "weft: gradients that go into main_grad, GradX or a carried x cannot be differentiated again"
+                " (create_graph=True)"
+            )
         targets, added, returned = {}, [], {}
         for k, param in self.params.items():
             main = getattr(param, "main_grad", None)
@@ -128,31 +133,13 @@ class Sink:
         return tuple(returned.get(k, t) if w else None for k, (w, t) in enumerate(zip(want, out, strict=True)))
 
 
-class SinkNode(torch.autograd.Function):
-    """An operator whose node asks a sink where its gradients go. Arguments: the operator's own, its name, the sink."""
-
-    @staticmethod
-    def forward(ctx, *everything):
-        *args, name, sink = everything
-        output = getattr(torch.ops.weft, name).default(*args)
-        ctx.set_materialize_grads(False)
-        ops.DEFINITIONS[name].save(ctx, tuple(args), output)
-        ctx.name, ctx.sink = name, sink
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
-        return *ops.DEFINITIONS[ctx.name].backward(ctx, *grads), None, None
-
-
 class CarryNode(torch.autograd.Function):
-    """As SinkNode, with x itself as one more result: what is done with that has its gradient added to in place, instead
+    """As ops.Node, with x itself as one more result: what is done with that has its gradient added to in place, instead
     of being summed with this operator's by autograd, in a pass of its own."""
 
     @staticmethod
     def forward(ctx, *everything):
-        output = SinkNode.forward(ctx, *everything)
+        output = ops.Node.forward(ctx, *everything)
         return *output, everything[0]
 
     @staticmethod
@@ -165,7 +152,7 @@ class CarryNode(torch.autograd.Function):
         ctx.sink.carried = carried
         if all(g is None for g in grads):
             return carried, *(None,) * (len(ctx.needs_input_grad) - 1)
-        return SinkNode.backward(ctx, *grads)
+        return ops.Node.backward(ctx, *grads)
 
 
 def call_and_carry(name: str, args: tuple, params: tuple[int, ...] = ()) -> tuple:
@@ -181,11 +168,11 @@ def call(name: str, args: tuple, params: tuple[int, ...] = (), grad_x: GradX | N
     """Calls torch.ops.weft.<name>. `params` are the positions of parameters whose `main_grad` takes the gradient, where
     the live parameter has one in backward; `grad_x` sums the gradient of the first argument."""
     if grad_x is None and not (params and torch.is_grad_enabled() and not torch.compiler.is_compiling()):
-        return getattr(torch.ops.weft, name).default(*args)
+        return ops.DEFINITIONS[name].op(*args)
     x = args[0]
     if grad_x is not None:
         if not (torch.is_grad_enabled() and x.requires_grad):
             grad_x = None
         else:
             grad_x.attach(role, x)
-    return SinkNode.apply(*args, name, Sink(params, args, grad_x, role))
+    return ops.Node.apply(*args, name, Sink(params, args, grad_x, role))

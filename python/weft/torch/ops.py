@@ -45,8 +45,9 @@ def run(name: str, scalars: tuple, *tensors: Tensor | None, add: tuple = (), pre
 
 
 class Definition(NamedTuple):
-    """An operator in parts, for whoever builds another autograd node from them (grads.py)."""
+    """An operator in parts."""
 
+    op: Callable
     outputs: Callable
     launch: Callable
     save: Callable | None
@@ -56,31 +57,66 @@ class Definition(NamedTuple):
 DEFINITIONS: dict[str, Definition] = {}
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_plain(args: tuple) -> bool:
+    """Nobody below autograd wants to see the call: no tensor subclass, no dispatch mode."""
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    return all(type(a) in PLAIN for a in args if isinstance(a, Tensor))
+
+
+class Node(torch.autograd.Function):
+    """The autograd node of every operator. Arguments: the operator's own, its name, and a sink (grads.py) that says
+    where gradients go, or None."""
+
+    @staticmethod
+    def forward(ctx, *everything):
+        *args, name, sink = everything
+        definition = DEFINITIONS[name]
+        with torch._C._AutoDispatchBelowAutograd():
+            output = definition.op(*args)
+        ctx.set_materialize_grads(False)
+        if definition.save is not None:
+            definition.save(ctx, tuple(args), output)
+        ctx.name, ctx.sink = name, sink
+        return output
+
+    @staticmethod
+    def backward(ctx, *grads):
+        backward = DEFINITIONS[ctx.name].backward
+        if backward is None:
+            raise NotImplementedError(f"{ctx.name}: it has no gradient: weft's operators can be differentiated once")
+        return *backward(ctx, *grads), None, None
+
+
 def define(schema: str, outputs: Callable, launch: Callable, save: Callable | None = None, backward=None) -> None:
-    """Registers an operator. `save(ctx, inputs, output)` and `backward(ctx, *grads)` as in torch.library."""
+    """Registers an operator: `save(ctx, inputs, output)` keeps what `backward(ctx, *grads)` needs.
+
+    The autograd kernel is written here and not left to torch.library.register_autograd, because the ways through the
+    dispatcher are most of what a small call costs."""
     name = schema.partition("(")[0]
-    DEFINITIONS[name] = Definition(outputs, launch, save, backward)
 
     def kernel(*args):
         results = outputs(*args)
         launch(results, *args)
         return results
 
-    def refuse(ctx, *grads):
-        raise NotImplementedError(f"{name}: it has no gradient: weft's operators can be differentiated once")
+    def autograd(*args):
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return Node.apply(*args, name, None)
+        if is_plain(args):
+            return kernel(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
 
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIB.impl(name, kernel, "CompositeExplicitAutograd")
+    LIB.impl(name, autograd, "Autograd")
     torch.library.register_fake(f"weft::{name}", outputs, lib=LIB)
-    if backward is None:
-        torch.library.register_autograd(f"weft::{name}", refuse, lib=LIB)
-    else:
-
-        def setup_context(ctx, inputs, output):
-            ctx.set_materialize_grads(False)
-            save(ctx, inputs, output)
-
-        torch.library.register_autograd(f"weft::{name}", backward, setup_context=setup_context, lib=LIB)
+    op = getattr(torch.ops.weft, name).default
+    DEFINITIONS[name] = Definition(op, outputs, launch, save, backward)
 
 
 # ---- shapes of results -------------------------------------------------------------------------------------------
@@ -148,10 +184,10 @@ def dense(grad: Tensor | None) -> Tensor | None:
 def differentiate(ctx, name: str, want: list[bool], *args) -> tuple:
     """Runs the registered gradient `name` and returns what autograd takes: None where a gradient is not wanted. A node
     with a sink (grads.py) has it say where gradients go."""
-    sink = getattr(ctx, "sink", None)
+    sink = ctx.sink
     if sink is not None:
         return sink.differentiate(DEFINITIONS[name], want, args)
-    grads = getattr(torch.ops.weft, name).default(*args)
+    grads = DEFINITIONS[name].op(*args)
     if isinstance(grads, Tensor):
         grads = (grads,)
     return tuple(g if w else None for w, g in zip(want, grads, strict=True))

@@ -1,0 +1,310 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What mHC costs in a training step: forward and backward of a slice of a GPT with a plain residual, with weft, and with
+the same mathematics in PyTorch under torch.compile.
+
+    bench/step_torch.py [--channels 4096 --layers 3 ...] [--kinds plain,weft,native] [--json] [--plot FILE.svg]
+
+A slice is a stack of pre-norm attention and SwiGLU sub-layers without embedding or loss: heads of 128, causal
+scaled_dot_product_attention, an MLP of width floor(8C/384)*128, RMSNorm, no biases, bf16 weights and streams, fp32 phi.
+Everything but the hyper-connections is the same code, eager, in all kinds. A step is one forward pass and one backward
+pass from a fixed random gradient into a gradient of the input and of all parameters. Times are medians over --repeats
+steps between CUDA events; the kinds take turns. Peak memory is what PyTorch's allocator had at most during a step,
+counting weights and gradients. Before timing, outputs and input gradients of the kinds are compared.
+
+Without options the two slices of docs/performance.md are measured, 16384 tokens each, which needs a GPU with 40 GB."""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+try:
+    import weft.torch as wt
+except ImportError:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+    import weft.torch as wt
+
+SLICES = ((4096, 3), (2048, 4))
+HEAD, EPS = 128, 1e-6
+KINDS = ("plain", "weft", "weft_recompute", "native")
+
+
+# ---- sub-layers: the same for every kind -------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.heads = max(1, channels // HEAD)
+        self.qkv = nn.Linear(channels, 3 * channels, bias=False)
+        self.out = nn.Linear(channels, channels, bias=False)
+
+    def forward(self, u):
+        batch, length, channels = u.shape
+        q, k, v = self.qkv(u).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, channels))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        width = max(HEAD, 8 * channels // 384 * 128)
+        self.up = nn.Linear(channels, 2 * width, bias=False)
+        self.down = nn.Linear(width, channels, bias=False)
+
+    def forward(self, u):
+        gate, up = self.up(u).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+def sublayers(channels, layers):
+    return [make(channels) for _ in range(layers) for make in (Attention, SwiGLU)]
+
+
+# ---- the kinds -----------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    def __init__(self, subs, channels):
+        super().__init__()
+        self.subs = nn.ModuleList(subs)
+        self.norms = nn.ModuleList(nn.RMSNorm(channels, eps=EPS) for _ in subs)
+
+    def forward(self, x):
+        for norm, sub in zip(self.norms, self.subs, strict=True):
+            x = x + sub(norm(x))
+        return x
+
+
+def native_pre(x, phi, alpha, beta, n):
+    """The part in front of a sub-layer, deepseek_v4's numerics, as one writes it in PyTorch: fp32 inside."""
+    rows = x.flatten(-2).float()
+    h = rows @ phi.T * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-6)
+    h_pre, h_post, h_res = h.split([n, n, n * n], -1)
+    pre = torch.sigmoid(alpha[0] * h_pre + beta[:n]) + 1e-6
+    post = 2 * torch.sigmoid(alpha[1] * h_post + beta[n : 2 * n])
+    a = torch.softmax((alpha[2] * h_res + beta[2 * n :]).unflatten(-1, (n, n)), -1) + 1e-6
+    a = a / (a.sum(-2, keepdim=True) + 1e-6)
+    for _ in range(19):
+        a = a / (a.sum(-1, keepdim=True) + 1e-6)
+        a = a / (a.sum(-2, keepdim=True) + 1e-6)
+    u = (pre.unsqueeze(-1) * x.float()).sum(-2).to(x.dtype)
+    return u, post, a
+
+
+def native_post(x, f, post, res):
+    mixed = (res.unsqueeze(-1) * x.float().unsqueeze(-2)).sum(-3)
+    return (post.unsqueeze(-1) * f.float().unsqueeze(-2) + mixed).to(x.dtype)
+
+
+class Native(nn.Module):
+    def __init__(self, subs, channels, streams, compiled):
+        super().__init__()
+        self.subs = nn.ModuleList(subs)
+        self.norms = nn.ModuleList(nn.RMSNorm(channels, eps=EPS) for _ in subs)
+        self.sites = nn.ModuleList(wt.HyperConnection(channels, streams) for _ in subs)
+        self.streams = streams
+        self.pre = torch.compile(native_pre, fullgraph=True) if compiled else native_pre
+        self.post = torch.compile(native_post, fullgraph=True) if compiled else native_post
+
+    def forward(self, x):
+        x = x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, x.shape[-1]).contiguous()
+        for site, norm, sub in zip(self.sites, self.norms, self.subs, strict=True):
+            u, post, res = self.pre(x, site.phi, site.alpha, site.beta, self.streams)
+            x = self.post(x, sub(norm(u)), post, res)
+        return x.mean(-2)
+
+
+def build(kind, args, device, dtype):
+    torch.manual_seed(0)
+    with torch.device(device):
+        subs = sublayers(args.channels, args.layers)
+        if kind == "plain":
+            model = Plain(subs, args.channels)
+        elif kind == "native":
+            model = Native(subs, args.channels, args.streams, not args.no_compile)
+        else:
+            group = 2 if kind == "weft_recompute" else None
+            model = wt.HyperConnectionStack(subs, args.channels, args.streams, sub_eps=EPS, recompute=group)
+    model.to(dtype)
+    generator = torch.Generator(device="cpu").manual_seed(7)
+    for module in model.modules():  # coefficients that differ from token to token, the same in every kind
+        if isinstance(module, wt.HyperConnection):
+            module.phi.data = torch.randn(module.phi.shape, generator=generator).to(device) / module.phi.shape[1] ** 0.5
+            module.alpha.data = torch.ones(3, device=device)
+            module.beta.data = torch.zeros(module.phi.shape[0], device=device)
+            if module.sub_weight is not None:
+                module.sub_weight.data = torch.ones(args.channels, device=device)
+    return model
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+class Step:
+    def __init__(self, kind, args, device, dtype):
+        self.kind, self.device = kind, device
+        self.model = build(kind, args, device, dtype)
+        generator = torch.Generator().manual_seed(1)
+        shape = (args.batch, args.length, args.channels)
+        self.x = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+        self.grad = torch.randn(shape, generator=generator).to(device, dtype)
+        self.times = []
+
+    def run(self):
+        self.x.grad = None
+        self.model.zero_grad(set_to_none=True)
+        y = self.model(self.x)
+        y.backward(self.grad)
+        return y
+
+    def timed(self):
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            self.run()
+            return 1e3 * (time.perf_counter() - start)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def peak(self):
+        """GiB during a step, weights and gradients included; only this model's, since the others hold memory too."""
+        if self.device.type != "cuda":
+            return None
+        self.x.grad = None
+        self.model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        mine = sum(p.numel() * p.element_size() for p in self.model.parameters()) + 2 * self.x.numel() * 2
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.run()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before + mine) / 2**30
+
+
+def distance(a, b):
+    a, b = a.detach().double(), b.detach().double()
+    return ((a - b).norm() / b.norm()).item()
+
+
+def measure(args, device):
+    dtype = torch.bfloat16
+    steps = [Step(kind, args, device, dtype) for kind in args.kinds]
+    results = {}
+    for step in steps:  # correctness, and the warm-up that compiles
+        for _ in range(3):
+            y = step.run()
+        results[step.kind] = (y.detach().clone(), step.x.grad.clone())
+    hyper = [k for k in args.kinds if k != "plain"]
+    for kind in hyper[1:]:
+        errors = [distance(a, b) for a, b in zip(results[kind], results[hyper[0]], strict=True)]
+        if not all(e < 0.03 for e in errors):  # bf16 through the whole stack; NaN fails
+            raise SystemExit(f"{kind} and {hyper[0]} differ: output {errors[0]:.2e}, input gradient {errors[1]:.2e}")
+    results.clear()
+    for _ in range(args.repeats):
+        for step in steps:
+            step.times.append(step.timed())
+    rows = []
+    plain = next((statistics.median(s.times) for s in steps if s.kind == "plain"), None)
+    for step in steps:
+        ms, peak = statistics.median(step.times), step.peak()
+        rows.append(
+            {
+                "bench": "step_torch",
+                "kind": step.kind,
+                "channels": args.channels,
+                "layers": args.layers,
+                "streams": args.streams,
+                "tokens": args.batch * args.length,
+                "ms": round(ms, 3),
+                "ms_min": round(min(step.times), 3),
+                "overhead": None if plain is None else round(ms / plain - 1, 4),
+                "peak_gib": None if peak is None else round(peak, 2),
+                "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+                "torch": torch.__version__,
+            }
+        )
+    return rows
+
+
+# ---- showing ---------------------------------------------------------------------------------------------------------
+
+
+def table(rows):
+    lines = ["| slice | kind | ms | overhead | peak GiB |", "|---|---|---|---|---|"]
+    for r in rows:
+        over = "" if r["overhead"] is None else f"{100 * r['overhead']:+.1f}%"
+        peak = "" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}"
+        lines.append(f"| C {r['channels']}, {r['layers']} layers | {r['kind']} | {r['ms']:.1f} | {over} | {peak} |")
+    return "\n".join(lines)
+
+
+def plot(rows, path):
+    """Bars of step times, one group a slice."""
+    colours = {"plain": "#9aa5b1", "weft": "#7fb685", "weft_recompute": "#b9cf7e", "native": "#e29578"}
+    height, width = 60 + 26 * len(rows), 720
+    most = max(r["ms"] for r in rows)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif"'
+        ' font-size="12" fill="#1c2833">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="12" y="22" font-size="15" font-weight="bold">{escape(rows[0]["device"])}: a training step,'
+        f" milliseconds, {rows[0]['tokens']} tokens</text>",
+    ]
+    for i, r in enumerate(rows):
+        y = 40 + 26 * i
+        over = "" if not r["overhead"] else f" ({100 * r['overhead']:+.1f}%)"
+        peak = "" if r["peak_gib"] is None else f", {r['peak_gib']:.1f} GiB"
+        parts += [
+            f'<text x="12" y="{y + 14}">C {r["channels"]} {escape(r["kind"])}</text>',
+            f'<rect x="170" y="{y}" width="{330 * r["ms"] / most:.1f}" height="20" fill="{colours[r["kind"]]}"/>',
+            f'<text x="{176 + 330 * r["ms"] / most:.1f}" y="{y + 14}">{r["ms"]:.1f}{over}{peak}</text>',
+        ]
+    Path(path).write_text("\n".join([*parts, "</svg>"]) + "\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--channels", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--no-compile", action="store_true", help="native code eager")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot")
+    args = parser.parse_args()
+    args.kinds = args.kinds.split(",")
+    unknown = set(args.kinds) - set(KINDS)
+    if unknown:
+        parser.error(f"--kinds: expected {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
+    slices = SLICES if args.channels is None else ((args.channels, args.layers or 2),)
+    rows = []
+    for args.channels, args.layers in slices:
+        rows += measure(args, torch.device(args.device))
+    if args.json:
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        print(table(rows))
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()
