@@ -590,6 +590,19 @@ def test_where_nothing_is_recorded(context):
     assert y.requires_grad == (context is bypass_recompute)
 
 
+def test_a_compiled_graph_plans_its_own_memory():
+    x = leaf(4, 8)
+
+    def network(x):
+        manager = CheckpointWithoutOutputManager()
+        loss = managed(manager)(torch.tanh, x).square().sum()
+        manager.discard_all_outputs_and_register_unified_recompute(loss)
+        return loss
+
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+    agree(gradients(lambda: compiled(x), x), gradients(lambda: network(x), x))
+
+
 def test_a_dropped_graph_is_freed_at_once():
     gc.disable()
     try:

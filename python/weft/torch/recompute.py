@@ -246,11 +246,11 @@ class CheckpointWithoutOutput:
         self._result: Any = None
 
     def checkpoint(self, fn: Callable, *args: Any) -> Any:
-        """fn(*args), a tensor or a tuple, to be run again. Without autograd and under bypass_recompute the function
-        is called and nothing else happens."""
+        """fn(*args), a tensor or a tuple, to be run again. Without autograd, under bypass_recompute and in a compiled
+        graph, which plans its own memory, the function is called and nothing else happens."""
         if self._state is not _State.NEW:
             raise RuntimeError(f"checkpoint: expected an object that has not run, got one that {self._state.value}")
-        if _bypassed.get() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or _bypassed.get() or not torch.is_grad_enabled():
             self._state = _State.PLAIN
             return fn(*args)
         self._operation = _Operation(fn, args, self._retain)
@@ -270,7 +270,8 @@ class CheckpointWithoutOutput:
         if self._is_managed:
             return
         self.discard_output()
-        _at_gradient(hook_tensor, self.recompute)
+        if self._state is _State.EMPTY:
+            _at_gradient(hook_tensor, self.recompute)
 
     def discard_output(self) -> None:
         if self._state is _State.NEW:
@@ -325,7 +326,8 @@ class CheckpointWithoutOutputManager:
         """Empties all outputs of the group, and runs the group again when the gradient of `hook_tensor` is complete.
         The hook's tensor is no output of the group: whoever comes after the group reads it."""
         self.discard_all_outputs()
-        _at_gradient(hook_tensor, self.recompute_now)
+        if self.checkpoints:
+            _at_gradient(hook_tensor, self.recompute_now)
 
     def discard_all_outputs(self) -> None:
         """Empties all outputs of the group. The caller sees to recompute_now() in time."""

@@ -39,8 +39,8 @@ def shares(storage: UntypedStorage, tensors: Iterable[Tensor]) -> bool:
 
 def over(storage: UntypedStorage, like: Tensor) -> Tensor:
     """A new tensor on `storage` with the layout of `like`, and a version counter of its own."""
-    empty = torch.empty(0, dtype=like.dtype, device=like.device)
-    return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
+    fresh = torch.empty(0, dtype=like.dtype, device=like.device)
+    return fresh.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 def empty(kept: Sequence[Kept]) -> None:
