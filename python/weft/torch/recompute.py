@@ -92,19 +92,13 @@ class _Operation:
         self.is_empty = False
 
     def run_first(self, args: tuple) -> Any:
-        cached = torch.is_autocast_cache_enabled()
-        # Copies of weights that autocast makes here have no graph; a later layer must not be given them.
-        torch.set_autocast_cache_enabled(False)
-        try:
-            if capturing():
-                with NoDraws():
-                    result = self.fn(*args)
-            else:
-                before = RandomState(self.devices)
+        if capturing():
+            with NoDraws():
                 result = self.fn(*args)
-                self.random = before if before.moved_on() else None
-        finally:
-            torch.set_autocast_cache_enabled(cached)
+        else:
+            before = RandomState(self.devices)
+            result = self.fn(*args)
+            self.random = before if before.moved_on() else None
         inputs = [a for a in args if isinstance(a, Tensor)]
         for output in _positions(result):
             if output is None:
