@@ -110,11 +110,79 @@ static __device__ __forceinline__ void join_extra(float (&v)[E], const backward_
     for (int e = 0; e < E; e++) v[e] = sum[e] + v[e];
 }
 
-/* EXTRA: with more terms, or with a d_x that is not simply stored in the activations' type, 16 bytes at a time.
- * A warp owns NQ * 8 columns. Which of them a tensor-core tile calls its n-th is free: with column
+/* W neighbouring elements, of T or fp32, as they came. */
+template <int W> struct wide {
+    uint32_t word[W];
+};
+
+template <class T, int W> static __device__ __forceinline__ void fetch(wide<W> &to, const view &from, int64_t i)
+{
+    if (from.dtype == WEFT_F32) {
+        raw<float, W> r;
+        load_raw_shared(r, (const float *)from.data + i);
+        memcpy(&to, &r, sizeof r);
+    } else {
+        raw<T, W> r;
+        load_raw_shared(r, (const T *)from.data + i);
+        memcpy(&to, &r, sizeof r);
+    }
+}
+
+template <class T, int W>
+static __device__ __forceinline__ void unpack(float (&v)[W], const wide<W> &from, weft_dtype dtype)
+{
+    if (dtype == WEFT_F32) {
+        raw<float, W> r;
+        memcpy(&r, &from, sizeof r);
+        unpack(v, r);
+    } else {
+        raw<T, W> r;
+        memcpy(&r, &from, sizeof r);
+        unpack(v, r);
+    }
+}
+
+/* What join_extra adds to one row of one lane, fetched a stage before it is needed: there is one block on a
+ * multiprocessor, too few warps to wait for memory one after the other. */
+template <int W> struct terms {
+    wide<W> base, du;
+    float pre;
+};
+
+template <class T, int W>
+static __device__ __forceinline__ void fetch_terms(terms<W> &to, const backward_args &p, int64_t token,
+                                                   uint32_t column, uint32_t stream, uint32_t channel)
+{
+    if (has(p.base)) fetch<T>(to.base, p.base, token * p.base.stride[0] + column);
+    if (!has(p.du)) return;
+    to.pre = get(p.pre, token * p.pre.stride[0] + stream * p.pre.stride[1]);
+    fetch<T>(to.du, p.du, token * p.du.stride[0] + channel);
+}
+
+/* The same sum as join_extra's. */
+template <class T, int W>
+static __device__ __forceinline__ void join_terms(float (&v)[W], const backward_args &p, const terms<W> &from)
+{
+    float sum[W] = {}, du[W];
+    if (has(p.base)) unpack<T>(sum, from.base, p.base.dtype);
+    if (has(p.du)) {
+        unpack<T>(du, from.du, p.du.dtype);
+#pragma unroll
+        for (int e = 0; e < W; e++) sum[e] = has(p.base) ? sum[e] + from.pre * du[e] : from.pre * du[e];
+    }
+#pragma unroll
+    for (int e = 0; e < W; e++) v[e] = sum[e] + v[e];
+}
+
+/* How d_x is made: stored 16 bytes at a time in the activations' type; the same with more terms or in fp32; or element
+ * by element in any layout. */
+enum extra_kind { EXTRA_NONE, EXTRA_AHEAD, EXTRA_ANY };
+
+/* A warp owns NQ * 8 columns. Which of them a tensor-core tile calls its n-th is free: with column
  * (n >> 1) * 2 NQ + 2 q + (n & 1) for tile q, a lane ends up with 2 NQ neighbouring columns of d_x. */
-template <class T, int NT, int NQ, bool EXTRA>
-__global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backward_kernel(const backward_args p)
+template <class T, int NT, int NQ, extra_kind EXTRA>
+__global__ void __launch_bounds__(WARPS * 32, NT <= 3 && EXTRA == EXTRA_NONE ? 2 : 1)
+    backward_kernel(const backward_args p)
 {
     constexpr int COLUMNS = WARPS * NQ * 8, PIECES = COLUMNS / 8, THREADS = WARPS * 32, DH = dh_row<NT>::pieces;
     constexpr int X_BYTES = STAGE_TOKENS * PIECES * 16, STAGE_BYTES = X_BYTES + STAGE_TOKENS * DH * 16;
@@ -193,6 +261,22 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
     T *d_x_to = (T *)p.d_x.data + (token0 + g) * p.d_x.stride[0] + column;
     float dpsi[MK][NT][4] = {};
     int slot = 0;
+
+    constexpr int ROWS = EXTRA == EXTRA_AHEAD ? STAGE_TOKENS / 8 : 1; /* of this lane in a stage */
+    terms<WIDTH> now[ROWS], next_terms[ROWS];
+    uint32_t stream = 0, channel = 0;
+    auto fetch_ahead = [&](terms<WIDTH>(&to)[ROWS], int stage) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const int row = stage * STAGE_TOKENS + r * 8 + g;
+            if (row < rows && column < p.k.count)
+                fetch_terms<T>(to[r], p, token0 + row, (uint32_t)column, stream, channel);
+        }
+    };
+    if constexpr (EXTRA == EXTRA_AHEAD) {
+        column_at(p.k, (uint32_t)column, stream, channel);
+        fetch_ahead(now, 0);
+    }
     for (int stage = 0; stage < stages; stage++) {
         copy_wait<STAGES - 2>();
         __syncthreads();
@@ -205,6 +289,7 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
             }
             copy_commit();
         }
+        if constexpr (EXTRA == EXTRA_AHEAD) fetch_ahead(next_terms, stage + 1);
         const char *base = shared + slot * STAGE_BYTES, *dh_base = base + X_BYTES;
         const uint32_t x_at = shared_address(base), dh_at = shared_address(dh_base);
 #pragma unroll
@@ -274,11 +359,16 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
                 for (int q = 0; q < NQ; q++)
 #pragma unroll
                     for (int e = 0; e < 2; e++) v[2 * q + e] = fmaf(coef, x[2 * q + e], acc[q][half * 2 + e]);
-                if constexpr (!EXTRA) {
+                if constexpr (EXTRA == EXTRA_NONE) {
                     store<T, WIDTH>(d_x_to + (m * 16 + half * 8) * p.d_x.stride[0], v);
                     continue;
                 }
                 const int64_t token = token0 + stage * STAGE_TOKENS + row;
+                if constexpr (EXTRA == EXTRA_AHEAD) {
+                    join_terms<T>(v, p, now[m * 2 + half]);
+                    put_wide<T, WIDTH>(p.d_x, token * p.d_x.stride[0] + column, v);
+                    continue;
+                }
                 join_extra<T>(v, p, token, (uint32_t)column);
                 if (p.d_x_plain) {
                     put_wide<T, WIDTH>(p.d_x, token * p.d_x.stride[0] + column, v);
@@ -289,6 +379,7 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && !EXTRA ? 2 : 1) backwar
                 }
             }
         }
+        if constexpr (EXTRA == EXTRA_AHEAD) memcpy(now, next_terms, sizeof now);
         slot = slot + 1 == STAGES ? 0 : slot + 1;
         d_x_to += STAGE_TOKENS * p.d_x.stride[0];
     }
@@ -355,9 +446,12 @@ static weft_status launch_backward(const weft_call *call, const backward_args &p
     constexpr size_t stage = STAGE_TOKENS * WARPS * NQ * 16 + STAGE_TOKENS * dh_row<NT>::bytes;
     launch_shape shape = {
         .grid = (unsigned)blocks, .block = WARPS * 32, .shared = stage * STAGES, .order = OVERLAP};
-    if (has(p.du) || has(p.base) || !p.d_x_plain || p.d_x.add || (has(p.d_x) && p.d_x.dtype != number<T>::dtype))
-        return launch(call, "projection backward", backward_kernel<T, NT, NQ, true>, shape, p);
-    return launch(call, "projection backward", backward_kernel<T, NT, NQ, false>, shape, p);
+    const char *what = "projection backward";
+    if (p.d_x_plain && !has(p.du) && !has(p.base) && (!has(p.d_x) || p.d_x.dtype == number<T>::dtype))
+        return launch(call, what, backward_kernel<T, NT, NQ, EXTRA_NONE>, shape, p);
+    if (NT <= 3 && p.d_x_plain && (!has(p.du) || p.du_vectors))
+        return launch(call, what, backward_kernel < T, NT, NQ, NT <= 3 ? EXTRA_AHEAD : EXTRA_ANY >, shape, p);
+    return launch(call, what, backward_kernel<T, NT, NQ, EXTRA_ANY>, shape, p);
 }
 
 static bool wants_sums(const weft_mhc_project_bwd_args *a)
