@@ -14,7 +14,7 @@ import torch
 from compat_oracle import as_dtypes, assert_close, assert_golden, check, differentiate, draw, golden
 from torch import nn
 from weft.compat import megatron
-from weft.torch.recompute import CheckpointWithoutOutputManager
+from weft.torch import CheckpointWithoutOutputManager
 
 EPS = 1e-6
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
@@ -100,6 +100,8 @@ SIGNATURES = {
     "fused_proj_rms": "x, weight, eps=1e-06",
     "fused_proj_rms_compute_h": GATES,
     "get_bias_dropout_add": "training, fused, mhc_recompute_manager=None",
+    "build_mhc_recompute_layer_plan": "num_layers, mhc_recompute_layer_num, use_mhc_recompute",
+    "finalize_mhc_recompute_layer": "mhc_manager, hidden_states, is_last_in_recompute_block",
     "SinkhornKnopp.apply": "H_res_logits, num_iterations",
     "HyperConnectionModule": "config, layer_number",
     "HyperConnectionModule.forward": "self, hidden_states, mhc_recompute_manager=None",

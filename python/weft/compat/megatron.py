@@ -6,6 +6,7 @@
                                                megatron.core.transformer.hyper_connection), and `bind`, which
                                                puts them into the slots of dev's or dsv4's own module
     get_bias_dropout_add                       with dev's mhc_recompute_manager
+    build_mhc_recompute_layer_plan, finalize_mhc_recompute_layer    as in weft.torch
 
 Where Megatron is installed the module derives from Megatron's, elsewhere from a small base here with the same
 constructor, so a checkpoint fits either.
@@ -27,13 +28,43 @@ import torch
 from torch import Tensor, nn
 
 from weft.compat import _require as require
-from weft.torch import Numerics
+from weft.torch import (
+    CheckpointWithoutOutput,
+    Numerics,
+    build_mhc_recompute_layer_plan,
+    finalize_mhc_recompute_layer,
+)
 from weft.torch import functional as weft
 
 try:
     from megatron.core.transformer.hyper_connection import HyperConnectionModule as _MegatronModule
 except ImportError:
     _MegatronModule = None
+
+__all__ = [
+    "HyperConnectionModule",
+    "SinkhornKnopp",
+    "bind",
+    "build_mhc_recompute_layer_plan",
+    "finalize_mhc_recompute_layer",
+    "fused_h_aggregate",
+    "fused_h_aggregate_into",
+    "fused_h_post_bda",
+    "fused_proj_rms",
+    "fused_proj_rms_compute_h",
+    "fused_sinkhorn",
+    "get_bias_dropout_add",
+    "learned_output_contract",
+    "native_fused_add_3",
+    "native_h_aggregate",
+    "native_h_aggregate_into",
+    "native_h_post_bda",
+    "native_proj_rms",
+    "native_proj_rms_compute_h",
+    "native_sinkhorn",
+    "use_native",
+    "uses_native",
+]
 
 _EPS = 1e-6  # of the RMS norm, of Sinkhorn and of dev's H_pre: constants in Megatron too
 _native = os.environ.get("WEFT_COMPAT_NATIVE", "0") not in ("", "0")
@@ -316,11 +347,10 @@ def _run(manager, function: Callable, *args):
     """function(*args), as a discardable operation where there is a manager."""
     if manager is None:
         return function(*args)
-    if type(manager).__module__.split(".")[0] == "megatron":
-        from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-    else:
-        from weft.torch.recompute import CheckpointWithoutOutput
-    return CheckpointWithoutOutput(ckpt_manager=manager).checkpoint(function, *args)
+    checkpoint = CheckpointWithoutOutput
+    if type(manager).__module__.split(".")[0] == "megatron":  # a manager takes operations of its own kind only
+        from megatron.core.tensor_parallel.random import CheckpointWithoutOutput as checkpoint
+    return checkpoint(ckpt_manager=manager).checkpoint(function, *args)
 
 
 # ---- main: the module --------------------------------------------------------------------------------------
