@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 Named = dict[str, Tensor]
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
 
 # ---- equations ---------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def differentiate(function: Callable, inputs: Named, upstream: Named | None = No
     results = function(**leaves)
     if upstream is None:
         drawn = draw(99, **{name: tuple(t.shape) for name, t in results.items()})
-        upstream = {name: drawn[name].to(t.dtype) for name, t in results.items()}
+        upstream = {name: drawn[name].to(t) for name, t in results.items()}
     torch.autograd.backward(list(results.values()), [upstream[k] for k in results])
     grads = {name: leaf.grad for name, leaf in leaves.items()}
     return {k: t.detach() for k, t in results.items()}, upstream, grads
@@ -134,23 +135,31 @@ def check(
     stores: dict[str, int] | None = None,
     alike: tuple[str, ...] = (),
 ) -> None:
-    """function on inputs as they are against oracle on their fp64 values: every result, every gradient. `alike` are
-    inputs whose gradients are sums of like terms: a scalar's own gradient may cancel and is no scale for its error."""
+    """function on inputs as they are against oracle on their fp64 values: every result, every gradient; on the GPU
+    too where there is one. `alike` are inputs whose gradients are sums of like terms: a scalar's own may cancel, so it
+    is no scale for its error."""
     stores = stores or {}
-    got, upstream, d_got = differentiate(function, inputs)
+    for device in DEVICES:
+        if device == "cpu" or all(t.dtype != torch.float64 for t in inputs.values()):  # fp64 is for the CPU
+            _check_on(device, function, oracle, inputs, depth, stores, alike)
+
+
+def _check_on(device, function, oracle, inputs, depth, stores, alike) -> None:
+    got, upstream, d_got = differentiate(function, {k: t.to(device) for k, t in inputs.items()})
     want, _, d_want = differentiate(
-        oracle, {k: t.double() for k, t in inputs.items()}, {k: t.double() for k, t in upstream.items()}
+        oracle, {k: t.double() for k, t in inputs.items()}, {k: t.cpu().double() for k, t in upstream.items()}
     )
     assert got.keys() == want.keys()
     for name, value in want.items():
-        assert_close(name, got[name], value, depth, stores.get(name, 1))
+        assert_close(f"{name} on {device}", got[name].cpu(), value, depth, stores.get(name, 1))
     shared = largest_of(*(d_want[name] for name in alike))
     for name, value in d_want.items():
         assert value is not None and value.abs().max() > 0, f"d_{name}: the case does not test it"
-        assert d_got[name] is not None, f"d_{name}: no gradient"
+        assert d_got[name] is not None, f"d_{name} on {device}: no gradient"
         assert d_got[name].dtype == inputs[name].dtype
         largest = shared if name in alike else None
-        assert_close(f"d_{name}", d_got[name], value, depth, stores.get(f"d_{name}", 1), largest)
+        stored = stores.get(f"d_{name}", 1)
+        assert_close(f"d_{name} on {device}", d_got[name].cpu(), value, depth, stored, largest)
 
 
 # ---- golden files ------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 import compat_oracle as oracle
 import pytest
 import torch
-from compat_oracle import as_dtypes, check, draw
+from compat_oracle import as_dtypes, check, differentiate, draw
 from torch import nn
 from weft.compat import liger
 
@@ -165,6 +165,24 @@ def test_backward_of_one_output_alone():
     post.sum().backward()
     assert inputs["alpha_post"].grad.abs() > 0
     assert inputs["alpha_pre"].grad is None or inputs["alpha_pre"].grad == 0
+
+
+# ---- torch.compile -----------------------------------------------------------------------------------------
+
+
+def test_compile():
+    module = liger.LigerMHC(nn.Linear(16, 16), hc=4, c=16, phi_dtype=torch.float32)
+    inputs = as_dtypes(draw(8, x=(5, 4, 16)), torch.float32)
+
+    def layer_of(x):
+        return {"y": module(x)}
+
+    plain, upstream, d_plain = differentiate(layer_of, inputs)
+    compiled = torch.compile(layer_of, fullgraph=True, backend="aot_eager")
+    whole, _, d_whole = differentiate(compiled, inputs, upstream)
+    oracle.assert_close("y", whole["y"], plain["y"], 64)
+    for name, value in d_plain.items():
+        oracle.assert_close(f"d_{name}", d_whole[name], value, 64)
 
 
 # ---- misuse ------------------------------------------------------------------------------------------------

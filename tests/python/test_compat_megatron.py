@@ -431,16 +431,16 @@ def test_h_aggregate(prefix, dtype, s, b, n, c):
     inputs = as_dtypes(draw(8, x=(s, b, n, c), h_pre=(s, b, n)), dtype, wide=PARAMETERS)
     expected = lambda x, h_pre: {"u": oracle.aggregate(x, h_pre)}  # noqa: E731
     check(lambda **a: {"u": function(prefix, "h_aggregate")(**a)}, expected, inputs, depth(n, c, 0, 0))
-    out = torch.full((s, b, c), float("nan"), dtype=dtype)
 
     def into(**arguments):
-        u = function(prefix, "h_aggregate_into")(**arguments, out=out)
-        assert u.data_ptr() == out.data_ptr() and not out.requires_grad
+        out = torch.full((s, b, c), float("nan"), dtype=dtype, device=arguments["x"].device)
+        for _ in range(2):  # a replay writes the same memory again
+            u = function(prefix, "h_aggregate_into")(**arguments, out=out)
+            assert u.data_ptr() == out.data_ptr() and not out.requires_grad
+        assert torch.equal(out, function(prefix, "h_aggregate")(**arguments))
         return {"u": u}
 
-    for _ in range(2):  # a replay writes the same memory again
-        check(into, expected, inputs, depth(n, c, 0, 0))
-    assert torch.equal(out, function(prefix, "h_aggregate")(**inputs))
+    check(into, expected, inputs, depth(n, c, 0, 0))
 
 
 @pytest.mark.parametrize("coefficients", [torch.float32, torch.bfloat16])
@@ -659,6 +659,28 @@ def test_apply_h_post_with_a_manager(biased):
         assert_close(name, d_managed[name], value, 16)
 
 
+# ---- torch.compile -----------------------------------------------------------------------------------------
+
+
+def test_compile():
+    module = make(4, 16)
+
+    def layer(x, bias):
+        u, res, post = module(x)
+        y = module.fused_h_res_h_post_bda(res, x, post, (torch.tanh(u), bias), 0.0, True, True)
+        streams = y.unflatten(-1, (4, 16))
+        mix = megatron.fused_sinkhorn(res, 3)
+        return {"y": megatron.fused_h_post_bda(mix, streams, post, torch.tanh(u), bias)}
+
+    inputs = as_dtypes(draw(21, x=(3, 2, 64), bias=(16,)), torch.float32)
+    plain, upstream, d_plain = differentiate(layer, inputs)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    whole, _, d_whole = differentiate(compiled, inputs, upstream)
+    assert_close("y", whole["y"], plain["y"], 64)
+    for name, value in d_plain.items():
+        assert_close(f"d_{name}", d_whole[name], value, 64)
+
+
 # ---- bias, dropout, add ------------------------------------------------------------------------------------
 
 
@@ -826,6 +848,7 @@ MISUSE = {
     "head's n": (lambda: M.learned_output_contract(X, W[:3], B[:3], ONE, 3, 1e-6), ValueError, "multiple of n = 3"),
     "add": (lambda: M.native_fused_add_3(X, X, F), ValueError, "c: expected shape"),
     "slots": (lambda: M.bind(nn.Linear(2, 2)), ValueError, "expected a module with slots"),
+    "another preset": (lambda: M.bind(nn.Linear(2, 2), "liger"), ValueError, "preset: expected one of megatron_main"),
     "residual": (lambda: bda((X, None), F, 0.0), ValueError, "residual: expected shape"),
     "prob": (lambda: bda((X, None), X, 1.0), ValueError, "0 <= prob < 1"),
 }

@@ -117,18 +117,18 @@ def test_post(dtype, lead, n, c):
 def test_post_into_out():
     inputs = draw(5, x=(3, 8), residual=(3, 4, 8), post_layer_mix=(3, 4, 1), comb_res_mix=(3, 4, 4))
     inputs = as_dtypes(inputs, torch.float32)
-    out = torch.full((3, 4, 8), float("nan"))
 
     def into(**arguments):
+        out = torch.full_like(arguments["residual"], float("nan"), requires_grad=False)
         y = tk.mhc_post(**arguments, out=out)
-        assert y.data_ptr() == out.data_ptr()
+        assert y.data_ptr() == out.data_ptr() and not out.requires_grad
+        assert torch.equal(out, tk.mhc_post(**arguments))
         return {"y": y}
 
     def expected(x, residual, post_layer_mix, comb_res_mix):
         return {"y": oracle.combine(residual, x, post_layer_mix.squeeze(-1), comb_res_mix, None, "in_out")}
 
     check(into, expected, inputs, depth(4, 8, 0, 0))
-    assert not out.requires_grad and torch.equal(out, tk.mhc_post(**inputs))
 
 
 def test_orientation_of_comb():
@@ -167,15 +167,15 @@ def test_head_takes_the_first_rows_of_a_longer_fn():
 @pytest.mark.parametrize("lead, n, c", [((2, 3), 4, 40), ((5,), 2, 33), ((), 8, 7)])
 def test_expand(dtype, lead, n, c):
     inputs = as_dtypes(draw(8, hidden=(*lead, c)), dtype)
-    out = torch.empty(*lead, n, c, dtype=dtype)
-    for target in (None, out):
-        check(
-            lambda hidden: {"x": tk.expand_to_mhc(hidden, n, target)},  # noqa: B023
-            lambda hidden: {"x": torch.stack([hidden] * n, -2)},
-            inputs,
-            depth(n, 1, 0, 0),
-        )
-    assert torch.equal(out, tk.expand_to_mhc(inputs["hidden"], n))
+
+    def into(hidden):
+        out = torch.full((*lead, n, c), float("nan"), dtype=dtype, device=hidden.device)
+        x = tk.expand_to_mhc(hidden, n, out)
+        assert x.data_ptr() == out.data_ptr() and torch.equal(out, tk.expand_to_mhc(hidden, n))
+        return {"x": x}
+
+    for function in (lambda hidden: {"x": tk.expand_to_mhc(hidden, n)}, into):
+        check(function, lambda hidden: {"x": torch.stack([hidden] * n, -2)}, inputs, depth(n, 1, 0, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -269,6 +269,24 @@ def test_golden_head(case):
     assert_golden(case, "d_x_head", grads["residual"], g["d_x_head"], 2.0**-7)
     for name in ("fn", "scale", "base"):
         assert_golden(case, f"d_head_{name}", grads[name], g[f"d_head_{name}"], 1e-4)
+
+
+# ---- torch.compile -----------------------------------------------------------------------------------------
+
+
+def test_compile():
+    inputs = as_dtypes(draw(11, **layer_shapes((5,), 4, 16)), torch.float32)
+
+    def layer_of(residual, **parameters):
+        u, (post, comb) = tk.mhc_pre(residual, **parameters)
+        return {"y": tk.mhc_post(torch.tanh(u), residual, post, comb)}
+
+    plain, upstream, d_plain = differentiate(layer_of, inputs)
+    compiled = torch.compile(layer_of, fullgraph=True, backend="aot_eager")
+    whole, _, d_whole = differentiate(compiled, inputs, upstream)
+    oracle.assert_close("y", whole["y"], plain["y"], 64)
+    for name, value in d_plain.items():
+        oracle.assert_close(f"d_{name}", d_whole[name], value, 64)
 
 
 # ---- misuse ------------------------------------------------------------------------------------------------

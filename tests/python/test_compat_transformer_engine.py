@@ -244,9 +244,13 @@ def test_buffer_sums_before_it_rounds(dtype, function):
     s, b, c, n = 3, 2, 40, 4
     inputs = draw(10, x=(s, b, c, n), f=(s, b, c), bias=(c,), **parameters(c, n, True))
     inputs = as_dtypes(inputs, dtype, wide="phi alpha beta norm_weight")
-    buffer = torch.full((s * b * c * n,), float("nan"), dtype=inputs["alpha"].dtype)
+
+    def call(**arguments):
+        buffer = torch.full_like(arguments["x"], float("nan"), dtype=inputs["alpha"].dtype)
+        return function(**arguments, buffer=buffer.view(-1))
+
     # One rounding of d_x: the sum of three parts is kept wide until the end.
-    check(lambda **a: function(**a, buffer=buffer), expected_layer, inputs, depth(c, n, s * b))
+    check(call, expected_layer, inputs, depth(c, n, s * b))
     assert not te._opened
 
 
@@ -264,17 +268,17 @@ def test_buffer_serves_one_layer_after_the_other():
         f"{k}2": t for k, t in draw(12, f=(s, b, c), **parameters(c, n)).items()
     }
     inputs = as_dtypes(inputs, torch.float32)
-    buffer = torch.empty(s, b, c, n)
 
-    def two(function):
+    def two(function, shared):
         def run(x, f, phi, alpha, beta, f2, phi2, alpha2, beta2):
-            first = function(x=x, f=f, phi=phi, alpha=alpha, beta=beta)
-            second = function(x=first["y"], f=f2, phi=phi2, alpha=alpha2, beta=beta2)
+            buffer = {"buffer": torch.empty_like(x)} if shared else {}
+            first = function(x=x, f=f, phi=phi, alpha=alpha, beta=beta, **buffer)
+            second = function(x=first["y"], f=f2, phi=phi2, alpha=alpha2, beta=beta2, **buffer)
             return {"u": first["u"], "u2": second["u"], "y": second["y"]}
 
         return run
 
-    check(two(lambda **a: layer(**a, buffer=buffer)), two(expected_layer), inputs, 2 * depth(c, n, s * b))
+    check(two(layer, True), two(expected_layer, False), inputs, 2 * depth(c, n, s * b))
 
 
 def test_gradient_does_not_alias_the_buffer():
@@ -361,6 +365,24 @@ def test_golden_intermediates(case):
     got = {"H": h[:, :24], "ms": ms, "h_pre": pre, "h_post": post, "h_res_logits": logits, "h_res": res}
     for name, value in got.items():
         assert_golden(case, name, value, g[name], 1e-5)
+
+
+# ---- torch.compile -----------------------------------------------------------------------------------------
+
+
+def test_compile():
+    inputs = as_dtypes(draw(16, x=(3, 2, 16, 4), bias=(16,), **parameters(16, 4, True)), torch.float32)
+
+    def layer_of(x, bias, **parameters):
+        u, post, res = te.mhc_generate_mix_and_aggregate(x, **parameters)
+        return {"y": te.mhc_fused_expand_combine(torch.tanh(u), bias, post, x, res, 4)}
+
+    plain, upstream, d_plain = differentiate(layer_of, inputs)
+    compiled = torch.compile(layer_of, fullgraph=True, backend="aot_eager")
+    whole, _, d_whole = differentiate(compiled, inputs, upstream)
+    oracle.assert_close("y", whole["y"], plain["y"], 64)
+    for name, value in d_plain.items():
+        oracle.assert_close(f"d_{name}", d_whole[name], value, 64)
 
 
 # ---- misuse ------------------------------------------------------------------------------------------------

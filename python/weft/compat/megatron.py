@@ -66,6 +66,8 @@ __all__ = [
     "uses_native",
 ]
 
+# Looked up once: torch.compile cannot follow a call into the library's C interface.
+_PRESETS = {name: Numerics.preset(name) for name in ("megatron_main", "megatron_dev", "megatron_dsv4")}
 _EPS = 1e-6  # of the RMS norm, of Sinkhorn and of dev's H_pre: constants in Megatron too
 _native = os.environ.get("WEFT_COMPAT_NATIVE", "0") not in ("", "0")
 
@@ -247,7 +249,7 @@ def fused_proj_rms_compute_h(
     if _native:
         return native_proj_rms_compute_h(x, weight, alpha_pre, alpha_post, alpha_res, bias, n, eps, compute_h_eps)
     alpha = _check_gates("fused_proj_rms_compute_h", x, weight, alpha_pre, alpha_post, alpha_res, bias, n)
-    numerics = Numerics.preset("megatron_dev")._replace(rms_eps=eps, pre_eps=compute_h_eps)
+    numerics = _PRESETS["megatron_dev"]._replace(rms_eps=eps, pre_eps=compute_h_eps)
     h, ms = weft.project(x.unflatten(-1, (n, -1)), weight)
     pre, post, logits = weft.scale(h, ms, alpha, bias, numerics)
     return pre, post, logits.flatten(-2), _rms(ms).unsqueeze(-1)
@@ -274,7 +276,8 @@ def learned_output_contract(
 def bind(module: nn.Module, preset: str = "megatron_dev") -> nn.Module:
     """Puts weft into the slots of a HyperConnectionModule of branch dev ("megatron_dev"), of dsv4 ("megatron_dsv4")
     or of the 26.04 alpha ("megatron_main"): _sinkhorn_op, _h_aggregate_op, ... The slots carry no dropout."""
-    numerics = Numerics.preset(preset)
+    if preset not in _PRESETS:
+        raise ValueError(f"bind: preset: expected one of {', '.join(_PRESETS)}, got {preset!r}")
     slots: dict[str, Callable] = {
         "_sinkhorn_op": functools.partial(_sinkhorn, preset),
         "_h_aggregate_op": fused_h_aggregate,
@@ -282,7 +285,7 @@ def bind(module: nn.Module, preset: str = "megatron_dev") -> nn.Module:
         "_h_post_bda_op": functools.partial(_h_post_bda, preset),
         "_proj_rms_op": fused_proj_rms,
     }
-    if numerics.pre_eps:  # the other branches gate by themselves, without an eps
+    if _PRESETS[preset].pre_eps:  # the other branches gate by themselves, without an eps
         slots["_proj_rms_compute_h_op"] = fused_proj_rms_compute_h
     found = [name for name in slots if hasattr(module, name)]
     if not found:
@@ -299,7 +302,7 @@ def _sinkhorn(preset: str, input_logits: Tensor, num_iterations: int, eps: float
     require.tensor(op, "input_logits", input_logits, 2)
     require.shape(op, "input_logits", input_logits, (*input_logits.shape[:-1], input_logits.shape[-2]))
     _positive(op, num_iterations)
-    numerics = Numerics.preset(preset)._replace(sinkhorn_iters=num_iterations, sinkhorn_eps=eps)
+    numerics = _PRESETS[preset]._replace(sinkhorn_iters=num_iterations, sinkhorn_eps=eps)
     if _native and numerics.sinkhorn == "softmax_eps":
         return native_sinkhorn(input_logits, num_iterations, eps)
     if _native:
@@ -312,7 +315,7 @@ def _h_post_bda(
     preset: str, h_res: Tensor, original_residual: Tensor, h_post: Tensor, x: Tensor, bias: Tensor | None
 ) -> Tensor:
     _check_merge("fused_h_post_bda", h_res, original_residual, h_post, x, bias)
-    numerics = Numerics.preset(preset)
+    numerics = _PRESETS[preset]
     if _native:
         mix = h_res.mT if numerics.apply == "in_out" else h_res
         return _native_merge(mix, original_residual, h_post, x, bias, 0.0, False)
@@ -570,7 +573,7 @@ class HyperConnectionModule(_MegatronModule or _LocalModule):
 
     @property
     def _numerics(self) -> Numerics:
-        return Numerics.preset("megatron_main")._replace(sinkhorn_iters=self.sinkhorn_iterations)
+        return _PRESETS["megatron_main"]._replace(sinkhorn_iters=self.sinkhorn_iterations)
 
     def _streams(self, op: str, x: Tensor) -> Tensor:
         require.tensor(op, "x", x, 1)
