@@ -290,17 +290,22 @@ def test_gradient_does_not_alias_the_buffer():
     assert torch.equal(grads["x"], before)
 
 
-def test_buffer_is_not_kept():
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "given up after the projection"])
+def test_buffer_is_not_kept(whole):
     inputs = as_dtypes(draw(14, x=(2, 1, 8, 4), f=(2, 1, 8), **parameters(8, 4)), torch.float32)
 
     def train():
         buffer = torch.empty(64)
-        differentiate(lambda **a: layer(**a, buffer=buffer), inputs)
+        if whole:
+            differentiate(lambda **a: layer(**a, buffer=buffer), inputs)
+        else:
+            x = inputs["x"].clone().requires_grad_()
+            te.mhc_fused_projection(x.view(2, 32), inputs["phi"], fused_grad_x_acc_buffer=buffer)
         return weakref.ref(buffer)
 
     buffer = train()
     gc.collect()
-    assert buffer() is None
+    assert buffer() is None and not te._opened
 
 
 def test_buffer_is_ignored_without_gradients():

@@ -375,12 +375,10 @@ class _LocalModule(nn.Module):
     def __init__(self, config, layer_number: int):
         super().__init__()
         self.config, self.layer_number = config, layer_number
-        self.n = _streams_of(config)
-        self.hidden_size = config.hidden_size
-        self.sinkhorn_iterations = config.mhc_sinkhorn_iterations
-        rows = self.n * self.n + 2 * self.n
+        n = _streams_of(config)
+        rows = n * n + 2 * n
         dtype = getattr(config, "params_dtype", torch.float32)
-        self.mapping_proj = nn.Linear(self.n * self.hidden_size, rows, bias=False, dtype=dtype)
+        self.mapping_proj = nn.Linear(n * config.hidden_size, rows, bias=False, dtype=dtype)
         gate = config.mhc_init_gating_factor
         self.alpha_pre = nn.Parameter(torch.full((1,), gate, dtype=dtype))
         self.alpha_post = nn.Parameter(torch.full((1,), gate, dtype=dtype))
@@ -405,6 +403,8 @@ class HyperConnectionModule(_MegatronModule or _LocalModule):
                 f"least 1, got {got}"
             )
         super().__init__(config, layer_number)
+        self.n, self.hidden_size = n, config.hidden_size
+        self.sinkhorn_iterations = config.mhc_sinkhorn_iterations
         if hasattr(self, "_sinkhorn_op"):
             raise NotImplementedError(
                 "HyperConnectionModule: megatron: expected branch main, got one with slots (dev or dsv4): use its "

@@ -17,6 +17,7 @@ for its x, expand_combine closes it, so one buffer can serve one layer after the
 another x, or without its projection, is an error and not a wrong gradient."""
 
 import math
+import weakref
 
 import torch
 from torch import Tensor
@@ -207,13 +208,21 @@ def _per_token(op: str, name: str, value: Tensor, x: Tensor, tail: tuple[int, ..
 
 
 # ---- the shared buffer -------------------------------------------------------------------------------------
-# TransformerEngine hands one raw buffer to three calls; weft has an object for that, which knows its x. The
-# table finds the object of a buffer between the projection, which makes it, and the combine, which is the last.
+# TransformerEngine hands one raw buffer to three calls; weft has an object for that. The table finds the object of a
+# buffer between the projection, which makes it, and the combine, which is the last. The graph keeps the object alive,
+# not the table: a forward pass that is given up keeps nothing.
 
-_opened: dict[tuple[torch.device, int], tuple[int, GradX]] = {}
+
+class _Opened(GradX):
+    def __init__(self, buffer: Tensor, x: Tensor):
+        super().__init__(buffer=buffer)
+        self.of = x.data_ptr()
 
 
-def _buffer(op: str, x: Tensor, buffer: Tensor) -> tuple[torch.device, int]:
+_opened: weakref.WeakValueDictionary[tuple[torch.device, int], _Opened] = weakref.WeakValueDictionary()
+
+
+def _key(op: str, x: Tensor, buffer: Tensor) -> tuple[torch.device, int]:
     name = "fused_grad_x_acc_buffer"
     require.numel(op, name, buffer, x.numel())
     if buffer.dtype != require.full(x) or buffer.device != x.device or not buffer.is_contiguous():
@@ -226,22 +235,21 @@ def _buffer(op: str, x: Tensor, buffer: Tensor) -> tuple[torch.device, int]:
 
 
 def _open_buffer(op: str, x: Tensor, buffer: Tensor) -> GradX | None:
-    key = _buffer(op, x, buffer)
+    key = _key(op, x, buffer)
+    _opened.pop(key, None)
     if not (torch.is_grad_enabled() and x.requires_grad):
-        _opened.pop(key, None)
         return None
-    grad_x = GradX(buffer=buffer)
-    _opened[key] = (x.data_ptr(), grad_x)
+    _opened[key] = grad_x = _Opened(buffer, x)
     return grad_x
 
 
 def _opened_buffer(op: str, x: Tensor, buffer: Tensor, close: bool = False) -> GradX | None:
-    key = _buffer(op, x, buffer)
+    key = _key(op, x, buffer)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return None
-    of, grad_x = _opened.get(key, (None, None))
-    if of != x.data_ptr():
-        got = "one that no projection has opened" if of is None else "one that was opened for another x"
+    grad_x = _opened.get(key)
+    if grad_x is None or grad_x.of != x.data_ptr():
+        got = "one that no projection has opened" if grad_x is None else "one that was opened for another x"
         raise RuntimeError(
             f"{op}: fused_grad_x_acc_buffer: expected the buffer that the projection of this x was given, got {got}"
         )
