@@ -228,9 +228,11 @@ def test_orientation_of_h_res():
     assert torch.equal(y, torch.tensor([[13.0, 24.0], [106.0, 208.0]]).reshape(1, 1, 2, 2))
 
 
-def test_no_tokens():
+@pytest.mark.parametrize("function", [layer, layer_by_parts])
+@pytest.mark.parametrize("buffer", [None, torch.empty(0)], ids=["plain", "buffer"])
+def test_no_tokens(function, buffer):
     inputs = as_dtypes(draw(9, x=(0, 2, 8, 4), f=(0, 2, 8), **parameters(8, 4)), torch.float32)
-    results, _, grads = differentiate(layer, inputs)
+    results, _, grads = differentiate(lambda **a: function(**a, buffer=buffer), inputs)
     assert results["y"].shape == (0, 2, 8, 4)
     assert (grads["phi"] == 0).all() and grads["phi"].shape == (24, 32)
 

@@ -42,7 +42,7 @@ def mhc_generate_mix_and_aggregate(
     use_split_k: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All that comes before a sub-layer: its input (s, b, C), and H_post (s, b, n) and H_res (s, b, n, n) in fp32.
-    Without a buffer this is one pass over x, computed in full precision whatever use_tf32 permits."""
+    Without a buffer this is one pass over x."""
     op = "mhc_generate_mix_and_aggregate"
     streams = _streams(op, x)
     n = streams.shape[-2]
@@ -51,7 +51,8 @@ def mhc_generate_mix_and_aggregate(
     require.shape(op, "alpha", alpha, (3,))
     require.numel(op, "beta", beta, rows.shape[0])
     if fused_grad_x_acc_buffer is None:
-        out = weft.pre(streams, rows, alpha, beta.reshape(-1), gain, numerics=_NUMERICS)
+        precision = _precision(use_tf32)
+        out = weft.pre(streams, rows, alpha, beta.reshape(-1), gain, numerics=_NUMERICS, precision=precision)
         return out.u, out.post, out.res
     grad_x = _open_buffer(op, x, fused_grad_x_acc_buffer)
     tokens = streams.flatten(0, -3)
@@ -59,7 +60,7 @@ def mhc_generate_mix_and_aggregate(
     pre, post, res = weft.coef(h, ms, alpha, beta.reshape(-1), _NUMERICS)
     u = weft.aggregate(tokens, pre, grad_x=grad_x)
     lead = x.shape[:-2]
-    return u.view(*lead, -1), post.view(*lead, n), res.view(*lead, n, n)
+    return u.view(x.shape[:-1]), post.view(*lead, n), res.view(*lead, n, n)
 
 
 def mhc_fused_projection(
@@ -133,7 +134,7 @@ def mhc_fused_aggregate(
         return weft.aggregate(streams, pre)
     grad_x = _opened_buffer(op, x, fused_grad_x_acc_buffer)
     u = weft.aggregate(streams.flatten(0, -3), pre.flatten(0, -2), grad_x=grad_x)
-    return u.view(*x.shape[:-2], -1)
+    return u.view(x.shape[:-1])
 
 
 def mhc_fused_expand_combine(
