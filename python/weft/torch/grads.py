@@ -143,6 +143,8 @@ class SinkNode(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
+        if ctx.sink.grad_x is None and all(g is None for g in grads):
+            return (None,) * len(ctx.needs_input_grad)
         return *ops.DEFINITIONS[ctx.name].backward(ctx, *grads), None, None
 
 

@@ -61,6 +61,13 @@ def define(schema: str, outputs: Callable, launch: Callable, save: Callable | No
     name = schema.partition("(")[0]
     DEFINITIONS[name] = Definition(outputs, launch, save, backward)
 
+    def fake(*args):
+        # A call with one tensor on meta is dispatched here, and would return memory that nobody fills.
+        devices = {t.device for t in args if isinstance(t, Tensor)}
+        if len(devices) > 1:
+            raise ValueError(f"{name}: expected all tensors on one device, got {', '.join(sorted(map(str, devices)))}")
+        return outputs(*args)
+
     def kernel(*args):
         results = outputs(*args)
         launch(results, *args)
@@ -71,7 +78,7 @@ def define(schema: str, outputs: Callable, launch: Callable, save: Callable | No
 
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIB.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"weft::{name}", outputs, lib=LIB)
+    torch.library.register_fake(f"weft::{name}", fake, lib=LIB)
     if backward is None:
         torch.library.register_autograd(f"weft::{name}", refuse, lib=LIB)
     else:
@@ -80,7 +87,12 @@ def define(schema: str, outputs: Callable, launch: Callable, save: Callable | No
             ctx.set_materialize_grads(False)
             save(ctx, inputs, output)
 
-        torch.library.register_autograd(f"weft::{name}", backward, setup_context=setup_context, lib=LIB)
+        def once(ctx, *grads):
+            if all(g is None for g in grads):
+                return (None,) * len(ctx.needs_input_grad)
+            return backward(ctx, *grads)
+
+        torch.library.register_autograd(f"weft::{name}", once, setup_context=setup_context, lib=LIB)
 
 
 # ---- shapes of results -------------------------------------------------------------------------------------------
@@ -430,17 +442,21 @@ def _contract(out, x, kind):
 def _contract_save(ctx, inputs, output):
     x, ctx.kind = inputs
     ctx.streams = x.shape[-2]
+    ctx.swapped = x.stride(-1) > x.stride(-2)
 
 
 def _contract_backward(ctx, d_u):
-    return torch.ops.weft.mhc_contract_bwd(dense(d_u), ctx.streams, ctx.kind), None
+    return torch.ops.weft.mhc_contract_bwd(dense(d_u), ctx.streams, ctx.kind, ctx.swapped), None
 
 
-def _contract_bwd_outputs(d_u, streams, kind):
+def _contract_bwd_outputs(d_u, streams, kind, swapped):
+    """Laid out like x, which is not there any more: (n, C), or (C, n) where `swapped`."""
+    if swapped:
+        return d_u.new_empty((*d_u.shape, streams)).transpose(-1, -2)
     return d_u.new_empty((*d_u.shape[:-1], streams, d_u.shape[-1]))
 
 
-def _contract_bwd(out, d_u, streams, kind):
+def _contract_bwd(out, d_u, streams, kind, swapped):
     run("mhc_contract_bwd", (("kind", kind),), d_u, out)
 
 
@@ -451,7 +467,11 @@ define(
     _contract_save,
     _contract_backward,
 )
-define("mhc_contract_bwd(Tensor d_u, int streams, int kind) -> Tensor", _contract_bwd_outputs, _contract_bwd)
+define(
+    "mhc_contract_bwd(Tensor d_u, int streams, int kind, bool swapped) -> Tensor",
+    _contract_bwd_outputs,
+    _contract_bwd,
+)
 
 # ---- learned head ------------------------------------------------------------------------------------------------
 
