@@ -251,7 +251,8 @@ class HyperConnectionStack(nn.Module):
         if contract is None:
             self.contract = None
         elif contract == "learned":
-            self.contract = Head(channels, streams, **make)
+            shared = {k: options[k] for k in ("precision", "main_grad") if k in options}
+            self.contract = Head(channels, streams, **make, **shared)
         else:
             self.contract = Contract(contract)
 
