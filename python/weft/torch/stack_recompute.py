@@ -33,21 +33,26 @@ class Group:
         """One layer's forward pass, remembered for the replay."""
         site = layer.connection
         coef, x = site(x, carry=True)
+        written = coef.u._version
         result = layer.sublayer(coef.u, *args, **kwargs)
         f, bias = result if isinstance(result, tuple) else (result, None)
         step = F.draw_step(x) if layer.dropout and layer.training else None
         y = site.merge(x, f, coef, bias, dropout=layer.dropout, dropout_step=step)
+        # A sub-layer may hand its input on as its output, which is what the replay starts from, or write to it.
+        if f.untyped_storage().data_ptr() != coef.u.untyped_storage().data_ptr() and coef.u._version == written:
+            self._discard(coef.u)
         self._numerics = pack(site.numerics)
         self._rows.append((site, coef, F._as_streams(x, f), bias, step, layer.dropout if step is not None else 0.0, y))
         return y
 
+    def _discard(self, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            self._discarded.append((tensor.detach(), storage_bytes(tensor)))
+
     def close(self, output: Tensor) -> None:
         """Lets go of what can be rebuilt, and rebuilds it when the gradient of `output` has come."""
-        last = len(self._rows) - 1
-        for k, (_, coef, *_, y) in enumerate(self._rows):
-            for tensor in (coef.u,) if k == last else (coef.u, y):
-                if tensor.requires_grad:
-                    self._discarded.append((tensor.detach(), storage_bytes(tensor)))
+        for *_, y in self._rows[:-1]:
+            self._discard(y)
         # Detached, or the group would keep the graph alive that keeps it.
         self._rows = [
             (site, F.Pre(*(t.detach() for t in coef)), f.detach(), bias, step, p, y.detach())
@@ -66,11 +71,14 @@ class Group:
                 tensor.untyped_storage().resize_(size)
         last = len(self._rows) - 1
         rows = []
+        rebuilt = {tensor.untyped_storage().data_ptr() for tensor, _ in self._discarded}
         for k, (site, coef, f, bias, step, p, y) in enumerate(self._rows):
             scalars = {"dropout": ops.dropped(p, 0), "sub_eps": site.sub_eps}
-            placed = ops_fused.placed(site.sub_norm, coef.u)
+            u = coef.u if coef.u.untyped_storage().data_ptr() in rebuilt else None
+            placed = ops_fused.placed(site.sub_norm, u)
+            weight = None if u is None else site.sub_weight
             if k == last:
-                rows.append((scalars, step, coef.pre, None, None, None, None, site.sub_weight, *placed, None))
+                rows.append((scalars, step, coef.pre, None, None, None, None, weight, *placed, None))
             else:
-                rows.append((scalars, step, coef.pre, f, bias, coef.post, coef.res, site.sub_weight, *placed, y))
+                rows.append((scalars, step, coef.pre, f, bias, coef.post, coef.res, weight, *placed, y))
         _C.replay(tuple(self._numerics), torch.get_num_threads(), self._x, rows)
