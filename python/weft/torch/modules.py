@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import functional as F
 from .numerics import Numerics
-from .stack_recompute import Group
+from .stack_recompute import Group, taken
 
 
 def _numerics(value: Numerics | str) -> Numerics:
@@ -147,6 +147,9 @@ class HyperConnectionLayer(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        group = None if torch.compiler.is_compiling() else taken()
+        if group is not None:
+            return group.forward(self, x, args, kwargs)
         coef, x = self.connection(x, carry=True)
         f, bias = _branch(self.sublayer(coef.u, *args, **kwargs))
         return self.connection.merge(x, f, coef, bias, dropout=self.dropout)

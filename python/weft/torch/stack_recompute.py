@@ -7,6 +7,8 @@ library writes into it; nothing is copied, and no graph is built twice."""
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,19 @@ from .. import _C
 from . import functional as F
 from . import ops, ops_fused
 from .numerics import pack
+
+_calling = threading.local()
+
+
+def taken() -> Group | None:
+    """The group that calls the layer in hand, if one does; whatever that layer calls finds none."""
+    group, _calling.group = getattr(_calling, "group", None), None
+    return group
+
+
+def kept(param: Tensor | None) -> Tensor | None:
+    """A copy: a sharded parameter has its memory during its own layer's passes only."""
+    return None if param is None else param.detach().clone()
 
 
 def storage_bytes(tensor: Tensor) -> int:
@@ -30,6 +45,14 @@ class Group:
         self._numerics = None
 
     def run(self, layer, x: Tensor, args, kwargs) -> Tensor:
+        """Calls a layer as any caller would, its hooks included; the layer comes back to `forward`."""
+        _calling.group = self
+        try:
+            return layer(x, *args, **kwargs)
+        finally:
+            _calling.group = None
+
+    def forward(self, layer, x: Tensor, args, kwargs) -> Tensor:
         """One layer's forward pass, remembered for the replay."""
         site = layer.connection
         coef, x = site(x, carry=True)
@@ -42,7 +65,9 @@ class Group:
         if f.untyped_storage().data_ptr() != coef.u.untyped_storage().data_ptr() and coef.u._version == written:
             self._discard(coef.u)
         self._numerics = pack(site.numerics)
-        self._rows.append((site, coef, F._as_streams(x, f), bias, step, layer.dropout if step is not None else 0.0, y))
+        scalars = {"dropout": ops.dropped(0.0 if step is None else layer.dropout, 0), "sub_eps": site.sub_eps}
+        weights = kept(bias), kept(site.sub_weight)
+        self._rows.append((scalars, site.sub_norm, coef, F._as_streams(x, f), *weights, step, y))
         return y
 
     def _discard(self, tensor: Tensor) -> None:
@@ -55,8 +80,8 @@ class Group:
             self._discard(y)
         # Detached, or the group would keep the graph alive that keeps it.
         self._rows = [
-            (site, F.Pre(*(t.detach() for t in coef)), f.detach(), bias, step, p, y.detach())
-            for site, coef, f, bias, step, p, y in self._rows
+            (scalars, norm, F.Pre(*(t.detach() for t in coef)), f.detach(), bias, weight, step, y.detach())
+            for scalars, norm, coef, f, bias, weight, step, y in self._rows
         ]
         if not output.requires_grad:
             return
@@ -72,11 +97,10 @@ class Group:
         last = len(self._rows) - 1
         rows = []
         rebuilt = {tensor.untyped_storage().data_ptr() for tensor, _ in self._discarded}
-        for k, (site, coef, f, bias, step, p, y) in enumerate(self._rows):
-            scalars = {"dropout": ops.dropped(p, 0), "sub_eps": site.sub_eps}
+        for k, (scalars, norm, coef, f, bias, weight, step, y) in enumerate(self._rows):
             u = coef.u if coef.u.untyped_storage().data_ptr() in rebuilt else None
-            placed = ops_fused.placed(site.sub_norm, u)
-            weight = None if u is None else site.sub_weight
+            placed = ops_fused.placed(norm, u)
+            weight = None if u is None else weight
             if k == last:
                 rows.append((scalars, step, coef.pre, None, None, None, None, weight, *placed, None))
             else:
