@@ -386,6 +386,20 @@ def test_carry_of_what_is_not_used(device):
     same(d_x, want, "u alone")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_carry_of_gradients_in_another_layout(dtype, device):
+    """What is done with x may give a gradient that is laid out otherwise; autograd's own sum has the same value."""
+    case = cases.make("pre", device=device, dtype=dtype, swapped=True)
+    weight = torch.randn(case.tensors["x"].shape, device=device).to(dtype)
+    x = case.tensors["x"].detach().requires_grad_()
+    coef, again = wt.pre(**{**case.tensors, "x": x}, numerics=cases.SHORT, carry=True)
+    (got,) = torch.autograd.grad((again * weight).sum() + coef.u.sum(), x)
+    (want,) = torch.autograd.grad(wt.pre(**{**case.tensors, "x": x}, numerics=cases.SHORT).u.sum(), x)
+    want = want.double() + weight.double()
+    unit = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}[dtype]  # a rounding of each term and one of the sum
+    assert ((got.double() - want).abs() <= unit * (want.abs() + weight.double().abs())).all()
+
+
 def test_carry_without_gradients(device):
     case = cases.make("pre", device=device)
     coef, x = wt.pre(**case.tensors, numerics=cases.SHORT, carry=True)
