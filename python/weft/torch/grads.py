@@ -69,7 +69,8 @@ class GradX:
             return None
         total, self._sum = self._sum, None
         self._users.clear()
-        return total if total.dtype == x.dtype else total.to(x.dtype)
+        # The caller's memory stays the caller's: what autograd gets must not change when it is written again.
+        return total.to(x.dtype, copy=self._buffer is not None)
 
     def _make(self, x: Tensor) -> Tensor:
         dtype = x.dtype if x.dtype == torch.float64 else self._dtype or x.dtype
