@@ -27,7 +27,7 @@ def seeded():
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
 def device(request) -> torch.device:
-    return torch.device(request.param, 0 if request.param == "cuda" else None)
+    return torch.device("cuda:0" if request.param == "cuda" else "cpu")
 
 
 @pytest.fixture(scope="session")

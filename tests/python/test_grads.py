@@ -100,7 +100,10 @@ def test_grad_x_buffer(device):
         outputs = site(**{**tensors, "x": x}, grad_x=grad_x)
         grads += torch.autograd.grad(outputs, x, [torch.ones_like(t) for t in outputs])
     same(grads[1], grads[0], "in the buffer")
-    assert grads[1].untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    same(buffer.view(3, C, N).mT.contiguous(), grads[0].contiguous(), "the buffer was used")
+    kept = grads[1].clone()
+    buffer.fill_(torch.nan)
+    same(grads[1], kept, "the gradient outlives the buffer's contents")
     for wrong in (buffer[1:], buffer.half(), buffer.to("meta")):
         x = tensors["x"].detach().requires_grad_()
         outputs = site(**{**tensors, "x": x}, grad_x=GradX(buffer=wrong))
@@ -384,6 +387,20 @@ def test_carry_of_what_is_not_used(device):
     (d_x,) = torch.autograd.grad(coef.u.sum(), x)
     (want,) = torch.autograd.grad(wt.pre(**options).u.sum(), x)
     same(d_x, want, "u alone")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_carry_of_gradients_in_another_layout(dtype, device):
+    """What is done with x may give a gradient that is laid out otherwise; autograd's own sum has the same value."""
+    case = cases.make("pre", device=device, dtype=dtype, swapped=True)
+    weight = torch.randn(case.tensors["x"].shape, device=device).to(dtype)
+    x = case.tensors["x"].detach().requires_grad_()
+    coef, again = wt.pre(**{**case.tensors, "x": x}, numerics=cases.SHORT, carry=True)
+    (got,) = torch.autograd.grad((again * weight).sum() + coef.u.sum(), x)
+    (want,) = torch.autograd.grad(wt.pre(**{**case.tensors, "x": x}, numerics=cases.SHORT).u.sum(), x)
+    want = want.double() + weight.double()
+    unit = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}[dtype]  # a rounding of each term and one of the sum
+    assert ((got.double() - want).abs() <= unit * (want.abs() + weight.double().abs())).all()
 
 
 def test_carry_without_gradients(device):

@@ -160,8 +160,8 @@ def test_double_backward_is_refused_with_main_grad_and_carry(device):
     for options in ({"main_grad": True}, {"carry": True}):
         result = wt.pre(**leaves, numerics="liger", **options)
         u = result.u if "main_grad" in options else result[0].u
-        (d_x,) = torch.autograd.grad(u, leaves["x"], torch.randn_like(u).requires_grad_(), create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiate twice"):
+        with pytest.raises(RuntimeError, match="differentiate twice|cannot be differentiated again"):
+            (d_x,) = torch.autograd.grad(u, leaves["x"], torch.randn_like(u).requires_grad_(), create_graph=True)
             d_x.sum().backward()
 
 

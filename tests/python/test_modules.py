@@ -219,11 +219,16 @@ def test_shifted_sites(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pair", [False, True], ids=["f", "f and bias"])
 @pytest.mark.parametrize("group", [1, 2, 3, L])
-def test_recompute_is_bitwise(group, dtype, device):
+def test_recompute_is_bitwise(group, pair, dtype, device):
     """Results and gradients, with dropout in the sub-layers and in the merge."""
     x = torch.randn(2, 3, C, device=device, dtype=dtype)
-    plain, model = (stack(device, dropout=0.3, recompute=k).to(dtype) for k in (None, group))
+    plain, model = (stack(device, dropout=0.3, pair=pair, recompute=k).to(dtype) for k in (None, group))
+    with torch.no_grad():
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            one.add_(0.1 * torch.randn_like(one))  # gains and biases that are not 1 and 0
+            other.copy_(one)
     want = step(plain, x)
     same(step(model, x), want, f"groups of {group}")
     same(step(model, x), want, "the next step")
