@@ -16,11 +16,8 @@ static void names(void **state)
         weft_dtype dtype;
         const char *name;
         size_t size;
-    } dtypes[] = {{WEFT_NONE, "none", 0},
-                  {WEFT_F32, "f32", 4},
-                  {WEFT_BF16, "bf16", 2},
-                  {WEFT_F16, "f16", 2},
-                  {WEFT_F64, "f64", 8}};
+    } dtypes[] = {{WEFT_NONE, "none", 0}, {WEFT_F32, "f32", 4}, {WEFT_BF16, "bf16", 2}, {WEFT_F16, "f16", 2},
+                  {WEFT_F64, "f64", 8},   {WEFT_I32, "i32", 4}, {WEFT_I64, "i64", 8}};
     for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++) {
         assert_string_equal(weft_dtype_name(dtypes[i].dtype), dtypes[i].name);
         assert_int_equal(weft_dtype_size(dtypes[i].dtype), dtypes[i].size);
@@ -96,7 +93,7 @@ static void descriptions(void **state)
             assert_true(a->offset + size <= op->args_size);
             assert_int_equal(a->offset % sizeof(void *), 0);
             output = output || a->kind != WEFT_ARG_IN;
-            for (int d = 0; d < a->ndim; d++) assert_true(a->dim[d] >= 1 && a->dim[d] <= WEFT_DIM_ROWS);
+            for (int d = 0; d < a->ndim; d++) assert_true(a->dim[d] >= 1 && a->dim[d] <= WEFT_DIM_CACHE);
             /* "gradients are d_<name>" */
             if (a->kind == WEFT_ARG_GRAD) assert_memory_equal(a->name, "d_", 2);
             for (int32_t m = 0; m < k; m++) {
