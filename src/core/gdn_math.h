@@ -64,24 +64,24 @@ GM_FN real GM(beta_slope)(real b, scalar scale)
     return s * GM(complement)(s, e) * scale;
 }
 
-/* The decay of a token: exp(A) softplus(x), and its derivative by x, exp(A) sigmoid(x). `half` is exp(A/2): applied
- * twice, a product that is a number does not pass through infinity. Far below zero both functions are exp(x) to within
- * rounding, and the product is the square of exp(A/2) exp(x/2), which does not pass through zero either. */
-GM_FN real GM(decay_below)(real x, real half)
+/* d times the decay of a token, exp(A) softplus(x), and d times its derivative by x, exp(A) sigmoid(x). `half` is exp(A/2):
+ * applied twice, and d first, a product that is a number does not pass through infinity. Far below zero both functions are
+ * exp(x) to within rounding, and the product is the square of exp(A/2) exp(x/2), which does not pass through zero either. */
+GM_FN real GM(decay_below)(real x, real half, real d)
 {
     real p = GM_EXP(x * (scalar)0.5) * half;
-    return p * p;
+    return p * d * p;
 }
 
-GM_FN real GM(decay)(real x, real half)
+GM_FN real GM(decay)(real x, real half, real d)
 {
     real zero = GM_SET(0), size = GM_GT(x, zero, x, -x);
     real soft = GM_GT(x, zero, x, zero) + GM_LOG1P(GM_EXP(-size));
-    return GM_GT(GM_SET(-17), x, GM(decay_below)(x, half), soft * half * half);
+    return GM_GT(GM_SET(-17), x, GM(decay_below)(x, half, d), soft * d * half * half);
 }
 
-GM_FN real GM(decay_slope)(real x, real half)
+GM_FN real GM(decay_slope)(real x, real half, real d)
 {
     real e, s = GM(sigmoid)(x, &e);
-    return GM_GT(GM_SET(-17), x, GM(decay_below)(x, half), s * half * half);
+    return GM_GT(GM_SET(-17), x, GM(decay_below)(x, half, d), s * d * half * half);
 }

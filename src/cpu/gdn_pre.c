@@ -164,7 +164,7 @@ static void gates_run(const gdn_pre *p, const outputs *o, const gdn_run *r, floa
         bool begins = !chunk || (t - r->first) % chunk == 0;
         head_load(in, o->a, gdn_token(p, o->a, t), heads);
         for (int64_t h = 0; h < wide; h += LANES) {
-            vf g = -gm_decay(vf_load(in + h) + vf_load(p->dt + h), vf_load(p->half + h));
+            vf g = gm_decay(vf_load(in + h) + vf_load(p->dt + h), vf_load(p->half + h), vf_set1(-1));
             if (!begins) g = vf_load(sum + h) + g;
             vf_store(sum + h, g);
             vf_store(out + h, p->o->g_log2 ? g * 1.44269504f : g);

@@ -253,10 +253,10 @@ static void gates_run(const plan *q, const gdn_run *r, float *scratch, float *su
         head_load(in, &a->a, gdn_token(p, &a->a, t), heads);
         for (int64_t h = 0; h < wide; h += LANES) {
             vf x = vf_load(in + h) + vf_load(p->dt + h), half = vf_load(p->half + h), d = vf_load(sum + h);
-            vf d_a = -gm_decay_slope(x, half) * d;
+            vf d_a = gm_decay_slope(x, half, -d);
             vf_store(out + h, d_a);
             if (!sums) continue;
-            vf_store(sums + h, vf_load(sums + h) - gm_decay(x, half) * d);
+            vf_store(sums + h, vf_load(sums + h) + gm_decay(x, half, -d));
             vf_store(sums + wide + h, vf_load(sums + wide + h) + d_a);
         }
         if (weft_has(&a->d_a.to)) head_store(&a->d_a.to, a->d_a.add, gdn_token(p, &a->d_a.to, t), out, heads);
