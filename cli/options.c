@@ -74,11 +74,88 @@ static int set(const option *o, const char *value)
         *(double *)o->to = v;
         return 1;
     }
+    case OPTION_NUMBER: {
+        double v = strtod(value, &end);
+        if (end == value || *end || !(v >= o->low && v <= o->high)) return 0;
+        *(double *)o->to = v;
+        return 1;
+    }
     }
     return 0;
 }
 
+int options_set(const option *o, const char *value)
+{
+    if (o->kind != OPTION_FLAG) return set(o, value);
+    if (strcmp(value, "on") && strcmp(value, "off")) return 0;
+    *(int *)o->to = !strcmp(value, "on");
+    return 1;
+}
+
+void options_print(const option *o, char *text, size_t size)
+{
+    switch (o->kind) {
+    case OPTION_FLAG: snprintf(text, size, "%s", *(int *)o->to ? "on" : "off"); break;
+    case OPTION_TEXT: snprintf(text, size, "%s", *(const char **)o->to ? *(const char **)o->to : ""); break;
+    case OPTION_CHOICE: snprintf(text, size, "%s", o->choices[*(int *)o->to]); break;
+    case OPTION_INT: snprintf(text, size, "%lld", (long long)*(int64_t *)o->to); break;
+    case OPTION_REAL:
+    case OPTION_NUMBER: snprintf(text, size, "%.17g", *(double *)o->to); break;
+    }
+}
+
+/* The line without white space at its ends and without a comment. */
+static char *trim(char *line)
+{
+    line[strcspn(line, "#")] = 0;
+    line += strspn(line, " \t\r");
+    size_t length = strlen(line);
+    while (length && strchr(" \t\r", line[length - 1])) line[--length] = 0;
+    return line;
+}
+
+int options_read(char *text, const option *options, unsigned char *given, char *error, size_t size)
+{
+    enum { FROM_FILE = 2 };
+    int number = 1;
+    for (char *next, *line = text; line; line = next, number++) {
+        next = strchr(line, '\n');
+        if (next) *next++ = 0;
+        line = trim(line);
+        if (!*line) continue;
+        char *value = strchr(line, '=');
+        if (!value) {
+            snprintf(error, size, "line %d: expected 'name = value', got '%.40s'", number, line);
+            return 0;
+        }
+        *value++ = 0;
+        char *name = trim(line);
+        value = trim(value);
+        int i = 0;
+        while (options[i].name && strcmp(options[i].name, name) != 0) i++;
+        if (!options[i].name) {
+            snprintf(error, size, "line %d: unknown option '%.40s'", number, name);
+            return 0;
+        }
+        if (given[i] & FROM_FILE) {
+            snprintf(error, size, "line %d: '%s' twice", number, options[i].name);
+            return 0;
+        }
+        if (!given[i] && !options_set(&options[i], value)) {
+            snprintf(error, size, "line %d: %s does not take '%.40s'", number, options[i].name, value);
+            return 0;
+        }
+        given[i] |= FROM_FILE;
+    }
+    return 1;
+}
+
 int options_parse(int argc, char **argv, const option *options)
+{
+    return options_parse_given(argc, argv, options, NULL);
+}
+
+int options_parse_given(int argc, char **argv, const option *options, unsigned char *given)
 {
     const char *command = argv[0];
     for (int i = 1; i < argc; i++) {
@@ -100,6 +177,7 @@ int options_parse(int argc, char **argv, const option *options)
             value = argv[++i];
         }
         if (!set(o, value)) return wrong(command, options, "--%s does not take '%s'", o->name, value);
+        if (given) given[o - options] = 1;
     }
     return -1;
 }
