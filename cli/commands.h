@@ -12,5 +12,6 @@ int command_check(int argc, char **argv);
 int command_bench(int argc, char **argv);
 int command_train(int argc, char **argv);
 int command_sample(int argc, char **argv);
+int command_report(int argc, char **argv);
 
 #endif

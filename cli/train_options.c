@@ -53,7 +53,7 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
                          .steps = 200,
                          .batch = 8,
                          .micro = 1,
-                         .warmup = 20,
+                         .warmup = -1,
                          .seed = 1,
                          .rate = 1e-3,
                          .rate_end = 1e-4,
@@ -94,14 +94,14 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
         FLAG(recompute, "recompute", "rebuild streams in backward instead of keeping them", 0),
         INT(group, "group", 0, WEFT_PLAN_MAX_LAYERS, "layers per recompute group; 0: the best number", 0),
         FLAG(poison, "poison", "fill discarded memory with NaN (a test of recompute)", 0),
-        INT(steps, "steps", 1, 1 << 30, "training steps", 1),
+        INT(steps, "steps", 0, 1 << 30, "training steps; 0: first values are saved and nothing is learnt", 1),
         INT(batch, "batch", 1, 1 << 20, "sequences of a micro-batch", 1),
         INT(micro, "micro", 1, 1 << 20, "micro-batches of a step, per process", 1),
         CHOICE(optimizer, "optimizer", optimizers, "muon: for the layers' matrices, adamw for the rest"),
         NUMBER(rate, "rate", 0, 1e30, "learning rate after warm-up"),
         NUMBER(rate_end, "rate-end", 0, 1e30, "learning rate at the end of the cosine"),
         NUMBER(muon_rate, "muon-rate", 0, 1e30, "the same for muon's matrices"),
-        INT(warmup, "warmup", 0, 1 << 30, "steps of linear warm-up", 1),
+        INT(warmup, "warmup", -1, 1 << 30, "steps of linear warm-up; -1: a tenth of all, at most 100", 1),
         NUMBER(decay, "decay", 0, 1e6, "weight decay of matrices"),
         NUMBER(clip, "clip", 0, 1e30, "largest gradient norm; 0: no clipping"),
         NUMBER(beta1, "beta1", 0, 0.999999999, "adamw"),
@@ -149,7 +149,7 @@ int train_options_model(const train_options *o, weft_model_config *c, char *erro
                  residuals[o->residual]);
         return 0;
     }
-    if (o->warmup > o->steps) {
+    if (o->warmup > o->steps) { /* a run that never reaches its rate */
         snprintf(error, size, "--warmup %lld is longer than --steps %lld", (long long)o->warmup,
                  (long long)o->steps);
         return 0;

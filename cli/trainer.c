@@ -173,9 +173,10 @@ static int norms(trainer *t, step_figures *f)
 static double scheduled(const train_options *o, int64_t step, double high, double low)
 {
     const double pi = 3.14159265358979323846;
-    if (step < o->warmup) return high * (double)(step + 1) / (double)o->warmup;
-    int64_t rest = o->steps - o->warmup;
-    double part = rest > 0 ? (double)(step - o->warmup) / (double)rest : 1;
+    int64_t tenth = o->steps / 10 < 100 ? o->steps / 10 : 100, warmup = o->warmup < 0 ? tenth : o->warmup;
+    if (step < warmup) return high * (double)(step + 1) / (double)warmup;
+    int64_t rest = o->steps - warmup;
+    double part = rest > 0 ? (double)(step - warmup) / (double)rest : 1;
     part = part > 1 ? 1 : part;
     return low + (high - low) * 0.5 * (1 + cos(pi * part));
 }
@@ -216,8 +217,8 @@ int trainer_step(trainer *t, step_figures *f)
     if (!accumulate(t, &f->loss)) return 0;
     if (!isfinite(f->loss)) {
         if (!must(t, weft_model_first_bad(&t->exec, &t->model, name))) return 0;
-        return fail(t, "step %lld: the loss is %g; first tensor that is not finite: %s", (long long)t->step + 1,
-                    f->loss,
+        return fail(t, "step %lld: the loss is %s; first tensor that is not finite: %s", (long long)t->step + 1,
+                    isnan(f->loss) ? "not a number" : "infinite",
                     name[0]               ? name
                     : t->ranks->count > 1 ? "in another process"
                                           : "none, the loss itself");

@@ -19,6 +19,7 @@ static const struct command {
     {"bench", command_bench, "speed of the operators beside the machine's copy bandwidth"},
     {"train", command_train, "train a small language model with the residual connection of your choice"},
     {"sample", command_sample, "text from a trained model"},
+    {"report", command_report, "one page of plots from the logs of runs"},
 };
 enum { NUM_COMMANDS = sizeof commands / sizeof commands[0] };
 
