@@ -54,7 +54,7 @@ static void tick_y(const plot *p, double y)
 
 static void ticks(const plot *p)
 {
-    double step = round_step(p->x1 - p->x0, 8);
+    double step = fmax(1, round_step(p->x1 - p->x0, 8)); /* steps and layers are whole */
     for (double x = ceil(p->x0 / step) * step; x <= p->x1 * (1 + 1e-9); x += step)
         fprintf(p->to, "<text class=\"tick\" x=\"%.1f\" y=\"%d\" text-anchor=\"middle\">%.6g</text>\n",
                 across(p, x), HEIGHT - BOTTOM + 16, x);
@@ -63,10 +63,10 @@ static void ticks(const plot *p)
         for (double y = ceil(p->y0 / step - 1e-9) * step; y <= p->y1 + step * 1e-9; y += step) tick_y(p, y);
         return;
     }
-    int many = p->y1 / p->y0 > 1e4;
+    int many = p->y1 / p->y0 > 1e4, few = p->y1 / p->y0 < 10;
     for (double power = pow(10, floor(log10(p->y0))); power <= p->y1; power *= 10) {
-        static const double digits[] = {1, 2, 5};
-        for (int d = 0; d < (many ? 1 : 3); d++)
+        static const double digits[] = {1, 2, 5, 1.5, 3, 4, 7};
+        for (int d = 0; d < (many ? 1 : few ? 7 : 3); d++)
             if (power * digits[d] >= p->y0 * 0.999 && power * digits[d] <= p->y1 * 1.001)
                 tick_y(p, power * digits[d]);
     }

@@ -135,6 +135,16 @@ static void table(const report *r)
     fputs("</table></div>\n", r->to);
 }
 
+/* The mean of the values within a fiftieth of the run on either side; NaN where the value itself is none. */
+static double mean_around(const double *values, size_t count, size_t at)
+{
+    size_t reach = count / 50, first = at > reach ? at - reach : 0, used = 0;
+    double sum = 0;
+    for (size_t i = first; i <= at + reach && i < count; i++)
+        if (isfinite(values[i])) sum += values[i], used++;
+    return isfinite(values[at]) ? sum / (double)used : (double)NAN;
+}
+
 /* One chart of a column of all runs; `second`: another column in dashes, or RUN_COLUMNS. */
 static void chart(const report *r, const char *title, const char *label, run_column column, run_column second,
                   int log_y, plot_style look)
@@ -155,12 +165,9 @@ static void chart(const report *r, const char *title, const char *label, run_col
         if (second < RUN_COLUMNS)
             plot_line(&p, run->column[RUN_STEP], run->column[second], run->count, i, PLOT_DASHED);
         if (look != PLOT_FAINT) continue;
-        double *smooth = malloc(run->count * sizeof *smooth), at = (double)NAN;
-        for (size_t k = 0; smooth && k < run->count; k++) {
-            double y = run->column[column][k];
-            at = isfinite(at) && isfinite(y) ? 0.9 * at + 0.1 * y : y;
-            smooth[k] = at;
-        }
+        double *smooth = malloc(run->count * sizeof *smooth);
+        for (size_t k = 0; smooth && k < run->count; k++)
+            smooth[k] = mean_around(run->column[column], run->count, k);
         if (smooth) plot_line(&p, run->column[RUN_STEP], smooth, run->count, i, PLOT_LINE);
         free(smooth);
     }
