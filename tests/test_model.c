@@ -211,6 +211,86 @@ static void gains_tell_the_kinds_apart(void **state)
     }
 }
 
+/* ---- stages of a pipeline -------------------------------------------------------------------------------------------------- */
+
+/* Copies what the whole has under the names of a stage; `back` adds a stage's gradients up instead. */
+static void share(const gpt *all, gpt *part, int back)
+{
+    int32_t tensors, others;
+    weft_model_param_count(&all->config, &tensors, NULL);
+    weft_model_param_count(&part->config, &others, NULL);
+    for (int32_t t = 0; t < others; t++)
+        for (int32_t u = 0; u < tensors; u++) {
+            weft_model_param to, from;
+            weft_model_param_at(&part->config, t, &to);
+            weft_model_param_at(&all->config, u, &from);
+            if (strcmp(from.name, to.name)) continue;
+            size_t bytes = (size_t)from.count * sizeof(float);
+            if (back)
+                assert_memory_equal((float *)part->gradients + to.offset, (float *)all->gradients + from.offset,
+                                    bytes);
+            else
+                memcpy((float *)part->parameters + to.offset, (float *)all->parameters + from.offset, bytes);
+        }
+}
+
+static void stages_are_the_whole(void **state)
+{
+    (void)state;
+    static const struct {
+        weft_stage stage;
+        int32_t first, layers;
+    } cuts[] = {{WEFT_STAGE_FIRST, 0, 2}, {WEFT_STAGE_MIDDLE, 2, 1}, {WEFT_STAGE_LAST, 3, 2}};
+    for (int k = 0; k < WEFT_RESIDUAL_MHC_SINGLE_PASS; k++) {
+        weft_model_config c = gpt_config((weft_residual)k, WEFT_F32);
+        gpt all, part[3];
+        float *hop[2], *d_hop[2];
+        double loss = 0;
+        c.layers = 5, c.dropout = 0.2, c.bias = 1;
+        c.recompute = k != WEFT_RESIDUAL_PLAIN;
+        gpt_open(&all, &c, 2, 8, 0.1);
+        double want = gpt_step(&all) * 16;
+        size_t streams = (size_t)(16 * c.streams * c.channels) * sizeof(float);
+        for (int i = 0; i < 2; i++) hop[i] = must_alloc(streams), d_hop[i] = must_alloc(streams);
+        weft_model_args args[3];
+        for (int i = 0; i < 3; i++) {
+            c.stage = cuts[i].stage, c.first_layer = cuts[i].first, c.layers = cuts[i].layers;
+            gpt_open(&part[i], &c, 2, 8, 0);
+            share(&all, &part[i], 0);
+            memset(part[i].gradients, 0, (size_t)part[i].elements * sizeof(float));
+            args[i] = (weft_model_args){.struct_size = sizeof *args,
+                                        .parameters = part[i].parameters,
+                                        .gradients = part[i].gradients,
+                                        .tokens = all.tokens,
+                                        .targets = all.targets,
+                                        .training = 1,
+                                        .step = &all.step,
+                                        .loss = &loss,
+                                        .streams_in = i > 0 ? hop[i - 1] : NULL,
+                                        .streams_out = i < 2 ? hop[i] : NULL,
+                                        .d_streams_out = i < 2 ? d_hop[i] : NULL,
+                                        .d_streams_in = i > 0 ? d_hop[i - 1] : NULL};
+            if (weft_model_forward(&part[i].exec, &part[i].model, &args[i]) != WEFT_OK)
+                fail_msg("%s", weft_last_error());
+        }
+        assert_memory_equal(&loss, &want, sizeof loss);
+        for (int i = 2; i >= 0; i--) {
+            if (weft_model_backward(&part[i].exec, &part[i].model, &args[i]) != WEFT_OK)
+                fail_msg("%s", weft_last_error());
+            share(&all, &part[i], 1);
+        }
+        weft_model_args bad = args[1];
+        bad.streams_in = NULL;
+        assert_int_equal(weft_model_forward(&part[1].exec, &part[1].model, &bad), WEFT_ERR_ARGUMENT);
+        bad = args[0], bad.streams_out = NULL;
+        assert_int_equal(weft_model_forward(&part[0].exec, &part[0].model, &bad), WEFT_ERR_ARGUMENT);
+        assert_int_equal(weft_model_logits(&part[0].model).dtype, WEFT_NONE);
+        for (int i = 0; i < 2; i++) free(hop[i]), free(d_hop[i]);
+        for (int i = 0; i < 3; i++) gpt_close(&part[i]);
+        gpt_close(&all);
+    }
+}
+
 /* ---- recompute, memory ---------------------------------------------------------------------------------------------------------- */
 
 static void recompute_changes_no_bit(void **state)
@@ -332,6 +412,8 @@ static void bad_configurations(void **state)
     BAD(WEFT_RESIDUAL_MHC, "dtype", c.dtype = WEFT_BF16);
     BAD(WEFT_RESIDUAL_MHC, "struct_size", c.struct_size = 8);
     BAD(WEFT_RESIDUAL_MHC, "rope_base", c.rope_base = 0);
+    BAD(WEFT_RESIDUAL_MHC, "first_layer", c.first_layer = 1);
+    BAD(WEFT_RESIDUAL_MHC_SINGLE_PASS, "stage", c.stage = WEFT_STAGE_FIRST);
 #undef BAD
     weft_model_bytes bytes;
     weft_exec exec = {.backend = WEFT_BACKEND_REF};
@@ -367,11 +449,17 @@ static void bad_values_are_named(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(gradients_are_exact),          cmocka_unit_test(every_parameter_learns),
-        cmocka_unit_test(cpu_follows_the_reference),    cmocka_unit_test(threads_change_nothing),
-        cmocka_unit_test(begins_as_the_plain_residual), cmocka_unit_test(gains_tell_the_kinds_apart),
-        cmocka_unit_test(recompute_changes_no_bit),     cmocka_unit_test(memory_is_what_the_query_says),
-        cmocka_unit_test(calls_out_of_order),           cmocka_unit_test(bad_configurations),
+        cmocka_unit_test(gradients_are_exact),
+        cmocka_unit_test(every_parameter_learns),
+        cmocka_unit_test(cpu_follows_the_reference),
+        cmocka_unit_test(threads_change_nothing),
+        cmocka_unit_test(begins_as_the_plain_residual),
+        cmocka_unit_test(gains_tell_the_kinds_apart),
+        cmocka_unit_test(stages_are_the_whole),
+        cmocka_unit_test(recompute_changes_no_bit),
+        cmocka_unit_test(memory_is_what_the_query_says),
+        cmocka_unit_test(calls_out_of_order),
+        cmocka_unit_test(bad_configurations),
         cmocka_unit_test(bad_values_are_named),
     };
     return suite_run("model", tests);

@@ -43,14 +43,27 @@ typedef enum weft_exit {
     WEFT_EXIT_COUNT
 } weft_exit;
 
+/* Which part of a model: all of it, or a stage of a pipeline. A stage has the parameters of its part under the names they
+ * have in the whole; streams [T, n, C] go from one stage to the next, and their gradients back: T n C elements a hop. No
+ * recompute group crosses a stage. */
+typedef enum weft_stage {
+    WEFT_STAGE_WHOLE = 0,
+    WEFT_STAGE_FIRST,  /* embedding, expand, layers */
+    WEFT_STAGE_MIDDLE, /* layers */
+    WEFT_STAGE_LAST,   /* layers, exit, norm, head, loss */
+    WEFT_STAGE_COUNT
+} weft_stage;
+
 /* Zero-initialise and call weft_model_defaults, or fill every field. */
 typedef struct weft_model_config {
     size_t struct_size;
     weft_dtype dtype; /* f32 on cpu, f64 on ref */
     weft_residual residual;
     weft_exit exit;
-    int32_t streams; /* 1 with WEFT_RESIDUAL_PLAIN */
-    int32_t layers, heads;
+    int32_t streams;                  /* 1 with WEFT_RESIDUAL_PLAIN */
+    int32_t layers, heads;            /* layers of this stage */
+    int32_t first_layer;              /* number of the first of them in the whole model */
+    weft_stage stage;                 /* mhc_single_pass is whole: its mixes would have to hop as well */
     int64_t vocab, channels, hidden;  /* hidden: width of the MLP */
     int64_t context;                  /* longest sequence */
     int32_t bias;                     /* 1: biases on all linear maps of the layers */
@@ -88,7 +101,7 @@ typedef struct weft_model_param {
     int32_t ndim;
     int64_t shape[2];
     int64_t offset, count; /* elements, in the array of all parameters */
-    int32_t layer;         /* -1 outside the layers */
+    int32_t layer;         /* of this stage; -1 outside the layers */
     int32_t matrix;        /* 1: a weight of a linear map: decayed, and Muon's where it has two dimensions */
     weft_init init;
 } weft_model_param;
@@ -131,19 +144,22 @@ typedef struct weft_model_args {
     size_t struct_size;
     const weft_blas *blas; /* NULL: the backend's own loop */
     const void *parameters;
-    void *gradients;        /* backward: added to */
-    const int32_t *tokens;  /* [sequences, length], 0 .. vocab-1 */
-    const int32_t *targets; /* the same shape; -1: does not count. NULL in forward: logits only */
-    int32_t training;       /* 1: dropout */
-    const uint64_t *step;   /* of dropout, read when the pass runs; NULL = 0 */
-    int64_t token_base;     /* global index of token 0, for micro-batches and ranks */
-    double loss_scale;      /* of the gradient; 0: 1/tokens, the gradient of the mean loss */
-    double *loss;           /* out, optional: sum over the tokens that count, of -log p(target) */
+    void *gradients;       /* backward: added to */
+    const int32_t *tokens; /* [sequences, length], 0 .. vocab-1; whole and first stage */
+    const int32_t
+        *targets;     /* the same shape; -1: does not count. NULL in forward: logits only. Whole and last stage */
+    int32_t training; /* 1: dropout */
+    const uint64_t *step;                   /* of dropout, read when the pass runs; NULL = 0 */
+    int64_t token_base;                     /* global index of token 0, for micro-batches and ranks */
+    double loss_scale;                      /* of the gradient; 0: 1/tokens, the gradient of the mean loss */
+    double *loss;                           /* out, optional: sum over the tokens that count, of -log p(target) */
+    const void *streams_in, *d_streams_out; /* middle and last stage: forward; first and middle: backward */
+    void *streams_out, *d_streams_in;       /* first and middle stage: forward; middle and last: backward */
 } weft_model_args;
 
 WEFT_API weft_status weft_model_forward(const weft_exec *exec, weft_model *model, const weft_model_args *args);
 WEFT_API weft_status weft_model_backward(const weft_exec *exec, weft_model *model, const weft_model_args *args);
-/* [sequences * length, vocab] of the last forward. Backward overwrites it. */
+/* [sequences * length, vocab] of the last forward; absent where a stage has no head. Backward overwrites it. */
 WEFT_API weft_tensor weft_model_logits(const weft_model *model);
 
 /* The composite residual map W_last ... W_1 of the last forward, token by token: how much a signal can grow on its way

@@ -76,6 +76,8 @@ static weft_status check_ranges(const weft_model_config *c)
         {"exit", c->exit, 0, WEFT_EXIT_COUNT - 1},
         {"streams", c->streams, 1, WEFT_MAX_STREAMS},
         {"layers", c->layers, 1, WEFT_PLAN_MAX_LAYERS},
+        {"first_layer", c->first_layer, 0, 1 << 20},
+        {"stage", c->stage, 0, WEFT_STAGE_COUNT - 1},
         {"heads", c->heads, 1, 1024},
         {"vocab", c->vocab, 1, 1 << 24},
         {"channels", c->channels, 1, 1 << 20},
@@ -134,6 +136,12 @@ weft_status weft_model_check(const weft_model_config *c)
         return weft_fail(WEFT_ERR_ARGUMENT,
                          "model: recompute: expected hc, mhc or mhc_single_pass, got residual: it has "
                          "one stream and nothing to rebuild");
+    if (single && c->stage != WEFT_STAGE_WHOLE)
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "model: stage: expected the whole model with mhc_single_pass, got a stage");
+    if (has_entry(c) && c->first_layer)
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: first_layer: expected 0 at the entry, got %d",
+                         (int)c->first_layer);
     if (c->group && !c->recompute)
         return weft_fail(WEFT_ERR_ARGUMENT, "model: group: expected 0 without recompute, got %d", (int)c->group);
     if (c->poison && !c->recompute)

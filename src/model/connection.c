@@ -234,7 +234,7 @@ static weft_dropout dropout_of(const run *r, int32_t index)
     if (!r->args->training) return (weft_dropout){0};
     return (weft_dropout){.p = r->config->dropout,
                           .seed = r->config->dropout_seed,
-                          .site = (uint64_t)index,
+                          .site = (uint64_t)(index + SITES * r->config->first_layer),
                           .step = r->args->step,
                           .token_base = r->args->token_base};
 }

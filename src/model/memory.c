@@ -10,14 +10,16 @@ static void *take(weft_arena *arena, const weft_model_config *c, int64_t element
 
 void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int64_t length, whole *w)
 {
-    bool learned = c->exit == WEFT_EXIT_LEARNED;
+    bool learned = c->exit == WEFT_EXIT_LEARNED && has_exit(c);
     *w = (whole){.rope = take(arena, c, length * (c->channels / c->heads)),
                  .ones = take(arena, c, 1),
-                 .one_hot = take(arena, c, c->streams),
-                 .z = take(arena, c, tokens * c->channels),
-                 .zn = take(arena, c, tokens * c->channels),
-                 .logits = take(arena, c, tokens * c->vocab),
-                 .losses = take(arena, c, tokens)};
+                 .one_hot = take(arena, c, c->streams)};
+    if (has_exit(c)) {
+        w->z = take(arena, c, tokens * c->channels);
+        w->zn = take(arena, c, tokens * c->channels);
+        w->logits = take(arena, c, tokens * c->vocab);
+        w->losses = take(arena, c, tokens);
+    }
     w->exit_h = learned ? take(arena, c, tokens * c->streams) : NULL;
     w->exit_ms = learned ? take(arena, c, tokens) : NULL;
 }

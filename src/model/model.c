@@ -112,6 +112,90 @@ static linear head_of(const run *r)
     return (linear){HEAD, PARAM_COUNT, 0, r->config->channels, r->config->vocab};
 }
 
+static weft_status copy_streams(run *r, void *to, const void *from)
+{
+    RUN_NN(r, blend, to, 0, from, 1, r->tokens * r->config->streams * r->config->channels);
+    return WEFT_OK;
+}
+
+static weft_status enter(run *r, const weft_tensor *x)
+{
+    const weft_model_config *c = r->config;
+    if (!has_entry(c)) return copy_streams(r, x->data, r->args->streams_in);
+    RUN_NN(r, embed_fwd,
+           &(weft_embed){.tokens = r->args->tokens,
+                         .count = r->tokens,
+                         .channels = c->channels,
+                         .weight = param_data(r, EMBED, 0),
+                         .rows = r->scratch.row_a});
+    RUN_OP(r, mhc_expand_fwd, .u = rows_of(r, r->scratch.row_a), .x = *x);
+    return WEFT_OK;
+}
+
+static weft_status enter_bwd(run *r)
+{
+    const weft_model_config *c = r->config;
+    if (!has_entry(c)) return copy_streams(r, r->args->d_streams_in, r->scratch.d_x);
+    RUN_OP(r, mhc_expand_bwd, .d_x = weft_dense3(r->scratch.d_x, c->dtype, r->tokens, c->streams, c->channels),
+           .d_u = {rows_of(r, r->scratch.row_a), 0});
+    RUN_NN(r, embed_bwd,
+           &(weft_embed){.tokens = r->args->tokens,
+                         .count = r->tokens,
+                         .channels = c->channels,
+                         .rows = r->scratch.row_a,
+                         .d_weight = param_grad_data(r, EMBED, 0)});
+    return WEFT_OK;
+}
+
+static weft_status leave(run *r, const weft_tensor *x)
+{
+    const weft_model_config *c = r->config;
+    linear head = head_of(r);
+    if (!has_exit(c)) return copy_streams(r, r->args->streams_out, x->data);
+    WEFT_TRY(exit_forward(r, x));
+    RUN_OP(r, rmsnorm_fwd, .eps = c->norm_eps, .u = rows_of(r, r->whole.z), .weight = param_tensor(r, NORM, 0),
+           .v = rows_of(r, r->whole.zn));
+    WEFT_TRY(linear_forward(r, &head, r->whole.zn, r->whole.logits));
+    if (!r->nn.query && !r->args->targets) return WEFT_OK;
+    RUN_NN(r, loss_fwd,
+           &(weft_loss){.tokens = r->tokens,
+                        .vocab = c->vocab,
+                        .logits = r->whole.logits,
+                        .targets = r->args->targets,
+                        .losses = r->whole.losses});
+    if (r->args->loss) RUN_NN(r, sum, r->whole.losses, r->tokens, 0, r->args->loss);
+    return WEFT_OK;
+}
+
+static weft_status leave_bwd(run *r, const weft_tensor *x)
+{
+    const weft_model_config *c = r->config;
+    linear head = head_of(r);
+    double scale = r->args->loss_scale != 0 ? r->args->loss_scale : 1 / (double)(r->tokens > 0 ? r->tokens : 1);
+    if (!has_exit(c)) return copy_streams(r, r->scratch.d_x, r->args->d_streams_out);
+    RUN_NN(r, loss_bwd,
+           &(weft_loss){.tokens = r->tokens,
+                        .vocab = c->vocab,
+                        .logits = r->whole.logits,
+                        .targets = r->args->targets,
+                        .scale = scale});
+    WEFT_TRY(linear_d_input(r, &head, r->whole.logits, r->scratch.row_b));
+    WEFT_TRY(linear_d_weight(r, &head, r->whole.zn, r->whole.logits));
+    RUN_OP(r, rmsnorm_bwd, .eps = c->norm_eps, .u = rows_of(r, r->whole.z), .weight = param_tensor(r, NORM, 0),
+           .d_v = rows_of(r, r->scratch.row_b), .d_u = {rows_of(r, r->scratch.row_a), 0},
+           .d_weight = param_grad(r, NORM, 0));
+    return exit_backward(r, x);
+}
+
+/* A group's forward is over. A query has nothing to give up, but goes the same way. */
+static weft_status close_group(run *r, int32_t group)
+{
+    weft_plan *plan = &r->model->plan;
+    if (!r->nn.query) return weft_plan_close(plan, &r->exec, group);
+    plan->state[group] = WEFT_PLAN_DISCARDED;
+    return WEFT_OK;
+}
+
 static weft_status forward(run *r)
 {
     const weft_model_config *c = r->config;
@@ -123,39 +207,17 @@ static weft_status forward(run *r)
     RUN_NN(r, fill, r->whole.ones, 1, 1);
     RUN_NN(r, fill, r->whole.one_hot, 0, c->streams);
     RUN_NN(r, fill, r->whole.one_hot, 1, 1);
-    RUN_NN(r, embed_fwd,
-           &(weft_embed){.tokens = r->args->tokens,
-                         .count = r->tokens,
-                         .channels = c->channels,
-                         .weight = param_data(r, EMBED, 0),
-                         .rows = r->scratch.row_a});
-    RUN_OP(r, mhc_expand_fwd, .u = rows_of(r, r->scratch.row_a), .x = at.x);
-    for (int32_t index = 0; index < SITES * c->layers; index++) {
-        int32_t layer = index / SITES;
-        WEFT_TRY(weft_plan_site_at(&m->plan, index, &at));
-        WEFT_TRY(connection_forward(r, index, &at));
-        WEFT_TRY(branch_forward(r, index, at.v.data));
-        WEFT_TRY(connection_merge(r, index, &at));
-        if (index % SITES == SITES - 1 && weft_plan_ends_group(&m->plan, layer) && !r->nn.query)
-            WEFT_TRY(weft_plan_close(&m->plan, &r->exec, weft_plan_group_of(&m->plan, layer)));
-        else if (index % SITES == SITES - 1 && weft_plan_ends_group(&m->plan, layer))
-            m->plan.state[weft_plan_group_of(&m->plan, layer)] = WEFT_PLAN_DISCARDED;
+    WEFT_TRY(enter(r, &at.x));
+    for (int32_t layer = 0; layer < c->layers; layer++) {
+        for (int32_t index = SITES * layer; index < SITES * (layer + 1); index++) {
+            WEFT_TRY(weft_plan_site_at(&m->plan, index, &at));
+            WEFT_TRY(connection_forward(r, index, &at));
+            WEFT_TRY(branch_forward(r, index, at.v.data));
+            WEFT_TRY(connection_merge(r, index, &at));
+        }
+        if (weft_plan_ends_group(&m->plan, layer)) WEFT_TRY(close_group(r, weft_plan_group_of(&m->plan, layer)));
     }
-    WEFT_TRY(exit_forward(r, &at.y));
-    RUN_OP(r, rmsnorm_fwd, .eps = c->norm_eps, .u = rows_of(r, r->whole.z), .weight = param_tensor(r, NORM, 0),
-           .v = rows_of(r, r->whole.zn));
-    linear head = head_of(r);
-    WEFT_TRY(linear_forward(r, &head, r->whole.zn, r->whole.logits));
-    if (r->nn.query || r->args->targets)
-        RUN_NN(r, loss_fwd,
-               &(weft_loss){.tokens = r->tokens,
-                            .vocab = c->vocab,
-                            .logits = r->whole.logits,
-                            .targets = r->args->targets,
-                            .losses = r->whole.losses});
-    if (!r->nn.query && r->args->targets && r->args->loss)
-        RUN_NN(r, sum, r->whole.losses, r->tokens, 0, r->args->loss);
-    return WEFT_OK;
+    return leave(r, &at.y);
 }
 
 /* The streams behind the last site: resident, whatever became of its group. */
@@ -174,21 +236,8 @@ static weft_status backward(run *r)
 {
     const weft_model_config *c = r->config;
     weft_model *m = r->model;
-    linear head = head_of(r);
     weft_tensor x = last_streams(r);
-    double scale = r->args->loss_scale != 0 ? r->args->loss_scale : 1 / (double)(r->tokens > 0 ? r->tokens : 1);
-    RUN_NN(r, loss_bwd,
-           &(weft_loss){.tokens = r->tokens,
-                        .vocab = c->vocab,
-                        .logits = r->whole.logits,
-                        .targets = r->args->targets,
-                        .scale = scale});
-    WEFT_TRY(linear_d_input(r, &head, r->whole.logits, r->scratch.row_b));
-    WEFT_TRY(linear_d_weight(r, &head, r->whole.zn, r->whole.logits));
-    RUN_OP(r, rmsnorm_bwd, .eps = c->norm_eps, .u = rows_of(r, r->whole.z), .weight = param_tensor(r, NORM, 0),
-           .d_v = rows_of(r, r->scratch.row_b), .d_u = {rows_of(r, r->scratch.row_a), 0},
-           .d_weight = param_grad(r, NORM, 0));
-    WEFT_TRY(exit_backward(r, &x));
+    WEFT_TRY(leave_bwd(r, &x));
     for (int32_t group = m->plan.groups - 1; group >= 0; group--) {
         int32_t first = group * m->plan.layers_per_group, end = first + m->plan.layers_per_group;
         WEFT_TRY(connection_replay(r, group));
@@ -202,15 +251,7 @@ static weft_status backward(run *r)
         }
         WEFT_TRY(weft_plan_release(&m->plan, group));
     }
-    RUN_OP(r, mhc_expand_bwd, .d_x = weft_dense3(r->scratch.d_x, c->dtype, r->tokens, c->streams, c->channels),
-           .d_u = {rows_of(r, r->scratch.row_a), 0});
-    RUN_NN(r, embed_bwd,
-           &(weft_embed){.tokens = r->args->tokens,
-                         .count = r->tokens,
-                         .channels = c->channels,
-                         .rows = r->scratch.row_a,
-                         .d_weight = param_grad_data(r, EMBED, 0)});
-    return WEFT_OK;
+    return enter_bwd(r);
 }
 
 /* ---- public ------------------------------------------------------------------------------------------------------------------------ */
@@ -279,17 +320,19 @@ static weft_status check_args(const char *call, const weft_exec *exec, const wef
     if (args->struct_size != sizeof *args)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: struct_size: expected %zu (use WEFT_ARGS), got %zu", call,
                          sizeof *args, args->struct_size);
-    if (!args->parameters || !args->tokens)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected parameters and tokens, got NULL", call);
+    const weft_model_config *c = &model->config;
+    if (!args->parameters || !(has_entry(c) ? (const void *)args->tokens : args->streams_in))
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected parameters and %s, got NULL", call,
+                         has_entry(c) ? "tokens" : "streams_in");
     if (!isfinite(args->loss_scale) || args->token_base < 0)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected a finite loss_scale and a token_base of at least 0",
                          call);
     int64_t tokens = model->sequences * model->length;
     for (int64_t t = 0; t < tokens && exec->backend != WEFT_BACKEND_CUDA; t++) {
-        if (args->tokens[t] < 0 || args->tokens[t] >= model->config.vocab)
+        if (has_entry(c) && (args->tokens[t] < 0 || args->tokens[t] >= c->vocab))
             return weft_fail(WEFT_ERR_ARGUMENT, "%s: tokens[%lld]: expected 0 to %lld, got %d", call, (long long)t,
                              (long long)model->config.vocab - 1, (int)args->tokens[t]);
-        if (args->targets && (args->targets[t] < -1 || args->targets[t] >= model->config.vocab))
+        if (has_exit(c) && args->targets && (args->targets[t] < -1 || args->targets[t] >= model->config.vocab))
             return weft_fail(WEFT_ERR_ARGUMENT, "%s: targets[%lld]: expected -1 to %lld, got %d", call,
                              (long long)t, (long long)model->config.vocab - 1, (int)args->targets[t]);
     }
@@ -301,9 +344,12 @@ weft_status weft_model_forward(const weft_exec *exec, weft_model *model, const w
     run r;
     WEFT_TRY(check_args("model_forward", exec, model, args));
     WEFT_TRY(open_run(&r, exec, model, args, false));
+    if (!has_exit(r.config) && !args->streams_out)
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "model_forward: expected streams_out in a stage without exit, got NULL");
     model->phase = BOUND;
     WEFT_TRY(forward(&r));
-    model->phase = args->targets ? FORWARD_DONE : LOGITS_ONLY;
+    model->phase = args->targets || !has_exit(r.config) ? FORWARD_DONE : LOGITS_ONLY;
     return WEFT_OK;
 }
 
@@ -311,8 +357,13 @@ weft_status weft_model_backward(const weft_exec *exec, weft_model *model, const 
 {
     run r;
     WEFT_TRY(check_args("model_backward", exec, model, args));
-    if (!args->gradients || !args->targets)
-        return weft_fail(WEFT_ERR_ARGUMENT, "model_backward: expected gradients and targets, got NULL");
+    const weft_model_config *c = &model->config;
+    if (!args->gradients || !(has_exit(c) ? (const void *)args->targets : args->d_streams_out))
+        return weft_fail(WEFT_ERR_ARGUMENT, "model_backward: expected gradients and %s, got NULL",
+                         has_exit(c) ? "targets" : "d_streams_out");
+    if (!has_entry(c) && !args->d_streams_in)
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "model_backward: expected d_streams_in in a stage without entry, got NULL");
     if (model->phase != FORWARD_DONE)
         return weft_fail(WEFT_ERR_STATE, "model_backward: expected a forward with targets before it, got %s",
                          model->phase == LOGITS_ONLY ? "one without" : "none");
@@ -326,6 +377,7 @@ weft_tensor weft_model_logits(const weft_model *model)
     whole w;
     weft_arena arena = {model->memory, model->bytes.plan.total};
     int64_t tokens = model->sequences * model->length;
+    if (!has_exit(&model->config)) return (weft_tensor){0};
     whole_take(&arena, &model->config, tokens, model->length, &w);
     return weft_dense2(w.logits, model->config.dtype, tokens, model->config.vocab);
 }
@@ -381,12 +433,12 @@ weft_status weft_model_first_bad(const weft_exec *exec, const weft_model *model,
         for (size_t i = 0; i < 2; i++) {
             RUN_NN(&r, first_bad, parts[i].data, parts[i].count, &bad);
             if (bad < 0) continue;
-            snprintf(name, 64, "layers.%d.%s.%s", (int)(index / SITES), index % SITES ? "mlp" : "attention",
-                     parts[i].what);
+            snprintf(name, 64, "layers.%d.%s.%s", (int)(c->first_layer + index / SITES),
+                     index % SITES ? "mlp" : "attention", parts[i].what);
             return WEFT_OK;
         }
     }
-    RUN_NN(&r, first_bad, r.whole.logits, r.tokens * c->vocab, &bad);
+    if (has_exit(c)) RUN_NN(&r, first_bad, r.whole.logits, r.tokens * c->vocab, &bad);
     if (bad >= 0) snprintf(name, 64, "logits");
     return WEFT_OK;
 }

@@ -39,6 +39,16 @@ typedef enum param {
     PARAM_COUNT
 } param;
 
+static inline bool has_entry(const weft_model_config *c)
+{
+    return c->stage == WEFT_STAGE_WHOLE || c->stage == WEFT_STAGE_FIRST;
+}
+
+static inline bool has_exit(const weft_model_config *c)
+{
+    return c->stage == WEFT_STAGE_WHOLE || c->stage == WEFT_STAGE_LAST;
+}
+
 /* Elements from the start of the array; -1 where a model of this kind has no such parameter. */
 int64_t param_offset(const weft_model_config *config, param p, int32_t layer);
 /* Shape of a parameter. */

@@ -24,7 +24,7 @@ typedef enum size {
     VOCAB
 } size;
 
-typedef enum need { ALWAYS, IF_BIAS, IF_STREAMS, IF_LEARNED } need;
+typedef enum need { ALWAYS, IF_BIAS, IF_STREAMS, IF_LEARNED, IF_ENTRY, IF_EXIT } need;
 
 typedef struct row {
     const char *name;
@@ -40,7 +40,7 @@ typedef struct row {
     [at##_BETA] = {site ".connection.beta", {GATES}, WEFT_INIT_HC, IF_STREAMS, 1, 0}
 
 static const row rows[PARAM_COUNT] = {
-    [EMBED] = {"embed.weight", {VOCAB, CHANNELS}, WEFT_INIT_NORMAL, ALWAYS, 0, 0},
+    [EMBED] = {"embed.weight", {VOCAB, CHANNELS}, WEFT_INIT_NORMAL, IF_ENTRY, 0, 0},
     CONNECTION(ATTENTION, "attention"),
     [ATTENTION_NORM] = {"attention.norm.weight", {CHANNELS}, WEFT_INIT_ONES, ALWAYS, 1, 0},
     [QKV] = {"attention.qkv.weight", {QKV_ROWS, CHANNELS}, WEFT_INIT_NORMAL, ALWAYS, 1, 1},
@@ -56,8 +56,8 @@ static const row rows[PARAM_COUNT] = {
     [EXIT_PHI] = {"exit.phi", {STREAMS, STREAM_ROW}, WEFT_INIT_XAVIER, IF_LEARNED, 0, 1},
     [EXIT_ALPHA] = {"exit.alpha", {ONE}, WEFT_INIT_ONES, IF_LEARNED, 0, 0},
     [EXIT_BETA] = {"exit.beta", {STREAMS}, WEFT_INIT_ZEROS, IF_LEARNED, 0, 0},
-    [NORM] = {"norm.weight", {CHANNELS}, WEFT_INIT_ONES, ALWAYS, 0, 0},
-    [HEAD] = {"head.weight", {VOCAB, CHANNELS}, WEFT_INIT_NORMAL, ALWAYS, 0, 0},
+    [NORM] = {"norm.weight", {CHANNELS}, WEFT_INIT_ONES, IF_EXIT, 0, 0},
+    [HEAD] = {"head.weight", {VOCAB, CHANNELS}, WEFT_INIT_NORMAL, IF_EXIT, 0, 0},
 };
 
 static int64_t size_of_name(const weft_model_config *c, size s)
@@ -87,7 +87,9 @@ static bool has(const weft_model_config *c, param p)
     case ALWAYS: return true;
     case IF_BIAS: return c->bias != 0;
     case IF_STREAMS: return c->residual != WEFT_RESIDUAL_PLAIN;
-    case IF_LEARNED: return c->exit == WEFT_EXIT_LEARNED;
+    case IF_LEARNED: return c->exit == WEFT_EXIT_LEARNED && has_exit(c);
+    case IF_ENTRY: return has_entry(c);
+    case IF_EXIT: return has_exit(c);
     }
     return false;
 }
@@ -128,7 +130,11 @@ weft_status weft_model_param_count(const weft_model_config *config, int32_t *ten
     for (int p = 0; p < PARAM_COUNT; p++)
         if (has(config, (param)p)) count += rows[p].layered ? config->layers : 1;
     if (tensors) *tensors = count;
-    if (total) *total = param_offset(config, HEAD, 0) + padded(config, HEAD);
+    if (total) {
+        *total = 0;
+        for (int p = 0; p < PARAM_COUNT; p++)
+            *total += padded(config, (param)p) * (rows[p].layered ? config->layers : 1);
+    }
     return WEFT_OK;
 }
 
@@ -182,7 +188,7 @@ weft_status weft_model_param_at(const weft_model_config *config, int32_t index, 
     if (layer < 0)
         snprintf(to->name, sizeof to->name, "%s", rows[p].name);
     else
-        snprintf(to->name, sizeof to->name, "layers.%d.%s", (int)layer, rows[p].name);
+        snprintf(to->name, sizeof to->name, "layers.%d.%s", (int)(config->first_layer + layer), rows[p].name);
     return WEFT_OK;
 }
 
@@ -213,7 +219,8 @@ static double first_value(const weft_model_config *c, const weft_model_param *p,
     case WEFT_INIT_ZEROS: return 0;
     case WEFT_INIT_ONES: return 1;
     case WEFT_INIT_ALPHA: return c->init_alpha;
-    case WEFT_INIT_HC: return hc_beta(c, SITES * p->layer + (strstr(p->name, ".mlp.") != NULL), i);
+    case WEFT_INIT_HC:
+        return hc_beta(c, SITES * (c->first_layer + p->layer) + (strstr(p->name, ".mlp.") != NULL), i);
     case WEFT_INIT_XAVIER:
         draw(seed, index, i, u);
         return (2 * u[0] - 1) * sqrt(6.0 / (double)(p->shape[0] + p->shape[1]));
