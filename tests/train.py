@@ -123,6 +123,19 @@ def processes():
     say("two processes are one with two micro-batches", ok and len(a) == len(b) == 10, err)
     code, _, err = train("gone", "--steps", 5, "--rate", 1e30, before=two)
     say("several processes end together", code != 0, err)
+    command = [*two, str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", "dies", "--steps", "1000000",
+               "--save-every", "5"]
+    process = subprocess.Popen(command, cwd=WORK, env=ENV, stderr=subprocess.PIPE, text=True)
+    for _ in range(200):
+        time.sleep(0.1)
+        ranks = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
+        if len(ranks) == 2 and list((WORK / "dies").glob("step-*")):
+            break
+    os.kill(int(ranks[1]), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    say("a process that dies ends the run", process.returncode != 0 and "signal" in err, err)
+    code, _, err = train("dies", "--resume", "--steps", 1000000, "--data", "short.txt")
+    say("and its checkpoints are whole", code == 2 and "too few" in err, err)
 
 
 def recompute():
