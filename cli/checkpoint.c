@@ -120,7 +120,8 @@ static void add_facts(writer *w, const trainer *t, const option *table)
     snprintf(add_pair(w, "", "weft"), CHECKPOINT_PATH, "%s", format_version);
     snprintf(add_pair(w, "", "step"), CHECKPOINT_PATH, "%" PRId64, t->step);
     snprintf(add_pair(w, "", "corpus"), CHECKPOINT_PATH, "%016" PRIx64, t->text->fingerprint);
-    for (const option *o = table; o->name; o++) options_print(o, add_pair(w, "option.", o->name), CHECKPOINT_PATH);
+    for (const option *o = table; o->name; o++)
+        if (!o->unsaved) options_print(o, add_pair(w, "option.", o->name), CHECKPOINT_PATH);
 }
 
 static int write_files(const trainer *t, const option *table, const char *folder, reason r)
@@ -235,6 +236,7 @@ static int fill_options(const safetensors *file, const option *table, const unsi
     for (int i = 0; table[i].name; i++) {
         const option *o = &table[i];
         char key[64], now[CHECKPOINT_PATH];
+        if (o->unsaved) continue;
         snprintf(key, sizeof key, "option.%s", o->name);
         const char *saved = safetensors_metadata(file, key);
         if (!saved) return fail(r, "the checkpoint does not say what --%s was", o->name);

@@ -26,6 +26,7 @@ typedef struct option {
     const char *const *choices; /* OPTION_CHOICE, ends with NULL */
     double low, high;           /* OPTION_NUMBER */
     int fixed;                  /* part of what a run is: a run that goes on must have the same value */
+    int unsaved;                /* of this call only: neither in a checkpoint nor in a log */
 } option;
 
 /* Fills the variables that the options name. -1: go on; otherwise the exit code: --help was asked for and printed,

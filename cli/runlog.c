@@ -72,8 +72,11 @@ void runlog_options(runlog *log, const option *table)
 {
     char text[4096];
     fputs("{\"options\":{", log->file);
+    int first = 1;
     for (const option *o = table; o->name; o++) {
-        if (o != table) fputc(',', log->file);
+        if (o->unsaved) continue;
+        if (!first) fputc(',', log->file);
+        first = 0;
         put_string(log->file, o->name);
         fputc(':', log->file);
         options_print(o, text, sizeof text);

@@ -112,12 +112,9 @@ static int prepare(session *s)
                  "%s holds a run already; --resume goes on with it, another --out begins one", o->out);
         return 0;
     }
-    const char *out = o->out;
     if (s->saved[0] &&
         !checkpoint_options(s->saved, s->table, s->given, s->texts, sizeof s->texts, s->error, sizeof s->error))
         return 0;
-    o->out = out;
-    o->resume = 1;
     return train_options_model(o, &s->config, s->error, sizeof s->error);
 }
 

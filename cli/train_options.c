@@ -35,6 +35,10 @@ static const char *const optimizers[] = {"adamw", "muon", NULL};
     {                                                                                                              \
         .name = word, .kind = OPTION_FLAG, .to = &o->field, .help = text, .fixed = is_fixed                        \
     }
+#define ONCE(field, word, type, what, text)                                                                        \
+    {                                                                                                              \
+        .name = word, .kind = type, .to = &o->field, .value = what, .help = text, .unsaved = 1                     \
+    }
 #define TEXT(field, word, what, text)                                                                              \
     {                                                                                                              \
         .name = word, .kind = OPTION_TEXT, .to = &o->field, .value = what, .help = text                            \
@@ -70,13 +74,14 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
                          .keep = 3,
                          .gain_every = 5};
     const option rows[] = {
-        TEXT(config_file, "config", "FILE",
+        ONCE(config_file, "config", OPTION_TEXT, "FILE",
              "file of 'name = value' lines with these names; the command line goes first"),
         TEXT(data, "data", "PATHS",
              "text to learn, files and folders separated by commas; default: weft's own sources"),
-        TEXT(out, "out", "DIR", "folder of the run: log.jsonl and checkpoints"),
-        FLAG(resume, "resume", "go on from the last checkpoint in DIR, or begin where there is none", 0),
-        FLAG(quiet, "quiet", "no progress", 0),
+        ONCE(out, "out", OPTION_TEXT, "DIR", "folder of the run: log.jsonl and checkpoints"),
+        ONCE(resume, "resume", OPTION_FLAG, NULL,
+             "go on from the last checkpoint in DIR, or begin where there is none"),
+        ONCE(quiet, "quiet", OPTION_FLAG, NULL, "no progress"),
         INT(threads, "threads", 0, 4096, "CPU threads; 0: OpenMP's default", 0),
         CHOICE(residual, "residual", residuals, "the residual connection"),
         CHOICE(exit, "exit", exits, "how streams become one at the end"),

@@ -76,6 +76,8 @@ WEFT_API int32_t weft_plan_ends_group(const weft_plan *plan, int32_t layer);
 WEFT_API weft_status weft_plan_begin(weft_plan *plan);
 /* In forward, opens the group; in backward the group must be restored. */
 WEFT_API weft_status weft_plan_site_at(weft_plan *plan, int32_t site, weft_plan_site *to);
+/* The streams behind the last site, which stay until backward. */
+WEFT_API weft_tensor weft_plan_output(const weft_plan *plan);
 /* End of a group's forward: its transient memory is given up. A second call does nothing. */
 WEFT_API weft_status weft_plan_close(weft_plan *plan, const weft_exec *exec, int32_t group);
 

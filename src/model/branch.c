@@ -59,7 +59,7 @@ weft_status linear_d_weight(run *r, const linear *l, const void *x, const void *
     return WEFT_OK;
 }
 
-static weft_attention attention_of(const run *r, const site *s)
+static weft_attention attention_of(const run *r, const site_memory *s)
 {
     const weft_model_config *c = r->config;
     return (weft_attention){.sequences = r->model->sequences,
@@ -72,7 +72,7 @@ static weft_attention attention_of(const run *r, const site *s)
                             .table = r->whole.rope};
 }
 
-static weft_swiglu swiglu_of(const run *r, const site *s)
+static weft_swiglu swiglu_of(const run *r, const site_memory *s)
 {
     return (weft_swiglu){.tokens = r->tokens,
                          .hidden = r->config->hidden,
@@ -100,7 +100,7 @@ static maps maps_of(const run *r, int32_t index)
 weft_status branch_forward(run *r, int32_t index, const void *v)
 {
     maps m = maps_of(r, index);
-    site s = site_at(r, index);
+    site_memory s = site_at(r, index);
     if (index % SITES == 0) {
         weft_attention a = attention_of(r, &s);
         WEFT_TRY(linear_forward(r, &m.in, v, s.qkv));
@@ -117,7 +117,7 @@ weft_status branch_forward(run *r, int32_t index, const void *v)
 weft_status branch_backward(run *r, int32_t index, const void *v)
 {
     maps m = maps_of(r, index);
-    site s = site_at(r, index);
+    site_memory s = site_at(r, index);
     scratch *w = &r->scratch;
     if (index % SITES == 0) {
         weft_attention a = attention_of(r, &s);

@@ -95,7 +95,7 @@ static weft_status hc_forward(run *r, int32_t index, const weft_plan_site *at)
 {
     const weft_model_config *c = r->config;
     int64_t n = c->streams;
-    site s = site_at(r, index);
+    site_memory s = site_at(r, index);
     weft_tensor u = rows_of(r, r->scratch.row_a);
     RUN_OP(r, mhc_project_fwd, .x = hc_streams(r, at->x.data),
            .phi = split(connection_tensor(r, index, ATTENTION_PHI), 1),
@@ -121,7 +121,7 @@ static weft_status hc_backward(run *r, int32_t index, const weft_plan_site *at)
 {
     const weft_model_config *c = r->config;
     int64_t n = c->streams;
-    site s = site_at(r, index);
+    site_memory s = site_at(r, index);
     scratch *w = &r->scratch;
     weft_tensor u = rows_of(r, w->row_a), pre = per_token(r, s.pre, n), d_u = rows_of(r, w->row_c);
     RUN_OP(r, mhc_aggregate_fwd, .x = at->x, .pre = pre, .u = u);
@@ -173,7 +173,7 @@ static weft_status mhc_forward(run *r, int32_t index, const weft_plan_site *at)
 {
     const weft_model_config *c = r->config;
     int64_t n = c->streams;
-    site s = site_at(r, index);
+    site_memory s = site_at(r, index);
     RUN_OP(r, mhc_pre_fwd, .numerics = c->numerics, .sub_eps = c->norm_eps, .x = at->x,
            .phi = split(connection_tensor(r, index, ATTENTION_PHI), n),
            .alpha = connection_tensor(r, index, ATTENTION_ALPHA),
@@ -189,7 +189,7 @@ static weft_status mhc_backward(run *r, int32_t index, const weft_plan_site *at)
 {
     const weft_model_config *c = r->config;
     int64_t n = c->streams;
-    site s = site_at(r, index);
+    site_memory s = site_at(r, index);
     scratch *w = &r->scratch;
     weft_tensor none = {0};
     RUN_OP(r, mhc_pre_bwd, .numerics = c->numerics, .sub_eps = c->norm_eps, .x = at->x,

@@ -24,11 +24,11 @@ void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, i
     w->exit_ms = learned ? take(arena, c, tokens) : NULL;
 }
 
-void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int32_t parity, site *s)
+void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int32_t parity, site_memory *s)
 {
     int64_t n = c->streams;
     bool streams = c->residual != WEFT_RESIDUAL_PLAIN, hc = c->residual == WEFT_RESIDUAL_HC;
-    *s = (site){.f = take(arena, c, tokens * c->channels)};
+    *s = (site_memory){.f = take(arena, c, tokens * c->channels)};
     if (streams) {
         s->h = take(arena, c, tokens * n * (n + 2));
         s->ms = take(arena, c, hc ? tokens * n : tokens);

@@ -50,7 +50,7 @@ static layout lay_out(const weft_model_config *c, int64_t tokens, int64_t length
 {
     weft_arena a = {0}, b = {0}, d = {0};
     whole w;
-    site s;
+    site_memory s;
     scratch t;
     whole_take(&a, c, tokens, length, &w);
     for (int32_t i = 0; i < SITES; i++) site_take(&b, c, tokens, i, &s);
@@ -67,11 +67,11 @@ static layout layout_of(const run *r)
     return lay_out(r->config, r->tokens, r->model->length, r->model->bytes.plan.total);
 }
 
-site site_at(const run *r, int32_t index)
+site_memory site_at(const run *r, int32_t index)
 {
     layout l = layout_of(r);
     weft_arena arena = {r->model->memory, l.sites + (size_t)(index / SITES) * l.layer};
-    site s;
+    site_memory s;
     for (int32_t i = 0; i <= index % SITES; i++) site_take(&arena, r->config, r->tokens, i, &s);
     return s;
 }
@@ -187,15 +187,6 @@ static weft_status leave_bwd(run *r, const weft_tensor *x)
     return exit_backward(r, x);
 }
 
-/* A group's forward is over. A query has nothing to give up, but goes the same way. */
-static weft_status close_group(run *r, int32_t group)
-{
-    weft_plan *plan = &r->model->plan;
-    if (!r->nn.query) return weft_plan_close(plan, &r->exec, group);
-    plan->state[group] = WEFT_PLAN_DISCARDED;
-    return WEFT_OK;
-}
-
 static weft_status forward(run *r)
 {
     const weft_model_config *c = r->config;
@@ -215,33 +206,22 @@ static weft_status forward(run *r)
             WEFT_TRY(branch_forward(r, index, at.v.data));
             WEFT_TRY(connection_merge(r, index, &at));
         }
-        if (weft_plan_ends_group(&m->plan, layer)) WEFT_TRY(close_group(r, weft_plan_group_of(&m->plan, layer)));
+        if (weft_plan_ends_group(&m->plan, layer))
+            WEFT_TRY(weft_plan_close(&m->plan, &r->exec, weft_plan_group_of(&m->plan, layer)));
     }
     return leave(r, &at.y);
-}
-
-/* The streams behind the last site: resident, whatever became of its group. */
-static weft_tensor last_streams(const run *r)
-{
-    const weft_plan *p = &r->model->plan;
-    weft_plan_site at;
-    weft_plan copy = *p;
-    for (int32_t g = 0; g < copy.groups; g++) copy.state[g] = WEFT_PLAN_IDLE;
-    copy.state[copy.groups - 1] = WEFT_PLAN_OPEN;
-    (void)weft_plan_site_at(&copy, SITES * r->config->layers - 1, &at);
-    return at.y;
 }
 
 static weft_status backward(run *r)
 {
     const weft_model_config *c = r->config;
     weft_model *m = r->model;
-    weft_tensor x = last_streams(r);
+    weft_tensor x = weft_plan_output(&m->plan);
     WEFT_TRY(leave_bwd(r, &x));
     for (int32_t group = m->plan.groups - 1; group >= 0; group--) {
         int32_t first = group * m->plan.layers_per_group, end = first + m->plan.layers_per_group;
         WEFT_TRY(connection_replay(r, group));
-        if (r->nn.query) m->plan.state[group] = WEFT_PLAN_RESTORED;
+        if (r->nn.query) m->plan.state[group] = WEFT_PLAN_RESTORED; /* as if it had run */
         for (int32_t index = SITES * (end < c->layers ? end : c->layers) - 1; index >= SITES * first; index--) {
             weft_plan_site at;
             WEFT_TRY(weft_plan_site_at(&m->plan, index, &at));
@@ -269,9 +249,7 @@ static weft_status shape_model(const weft_exec *exec, const weft_model_config *c
     *m = (weft_model){.config = *config, .sequences = sequences, .length = length};
     weft_plan_desc desc = plan_desc(config, sequences * length);
     WEFT_TRY(weft_plan_query(&desc, &m->bytes.plan));
-    m->plan.desc = desc;
-    m->plan.layers_per_group = config->recompute && config->group ? config->group : config->layers;
-    m->plan.groups = (config->layers + m->plan.layers_per_group - 1) / m->plan.layers_per_group;
+    plan_shape(&desc, &m->plan);
     layout l = lay_out(config, sequences * length, length, m->bytes.plan.total);
     m->bytes.kept = l.scratch - l.whole;
     m->bytes.scratch = l.workspace - l.scratch;
@@ -423,7 +401,7 @@ weft_status weft_model_first_bad(const weft_exec *exec, const weft_model *model,
     const weft_model_config *c = r.config;
     name[0] = 0;
     for (int32_t index = 0; index < SITES * c->layers; index++) {
-        site s = site_at(&r, index);
+        site_memory s = site_at(&r, index);
         const struct {
             const char *what;
             const void *data;

@@ -54,15 +54,18 @@ int64_t param_offset(const weft_model_config *config, param p, int32_t layer);
 /* Shape of a parameter. */
 weft_tensor param_shape(const weft_model_config *config, param p);
 
+/* A plan without memory (plan.c): its tensors have no data, for queries. */
+void plan_shape(const weft_plan_desc *desc, weft_plan *plan);
+
 /* ---- memory (memory.c) ---------------------------------------------------------------------------------------------------- */
 
 /* What a site leaves for backward, besides the plan's streams. */
-typedef struct site {
+typedef struct site_memory {
     void *h, *ms, *pre, *post, *res; /* the connection */
     void *f;                         /* the sub-layer's output, without its bias */
     void *qkv, *o, *lse;             /* attention */
     void *gate_up;                   /* MLP */
-} site;
+} site_memory;
 
 /* What the whole model leaves: embedding's rotation table, exit, logits. */
 typedef struct whole {
@@ -82,7 +85,7 @@ typedef struct scratch {
 
 /* Takes everything from an arena in a fixed order; a NULL base counts. */
 void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int64_t length, whole *w);
-void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int32_t parity, site *s);
+void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int32_t parity, site_memory *s);
 void scratch_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, scratch *s);
 
 /* ---- a pass ------------------------------------------------------------------------------------------------------------------ */
@@ -120,7 +123,7 @@ const void *param_data(const run *r, param p, int32_t layer);
 void *param_grad_data(const run *r, param p, int32_t layer);
 
 /* Kept memory of a site, 0 .. 2 layers - 1. */
-site site_at(const run *r, int32_t index);
+site_memory site_at(const run *r, int32_t index);
 
 static inline weft_tensor rows_of(const run *r, void *data)
 {

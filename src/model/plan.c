@@ -11,9 +11,7 @@
 
 #include <weft/plan.h>
 
-#include "core/nn.h"
-
-enum { SITES = 2 }; /* per layer */
+#include "model/model.h"
 
 static size_t align(size_t bytes)
 {
@@ -107,10 +105,16 @@ weft_status weft_plan_open(const weft_plan_desc *desc, void *memory, size_t byte
     if ((uintptr_t)memory % WEFT_ARENA_ALIGN)
         return weft_fail(WEFT_ERR_ARGUMENT, "plan_open: memory: expected an address aligned to %d bytes",
                          WEFT_ARENA_ALIGN);
-    *plan = (weft_plan){.desc = *desc, .resident = memory, .transient = (char *)memory + need.resident};
-    plan->layers_per_group = per_group(desc);
-    plan->groups = (desc->layers + plan->layers_per_group - 1) / plan->layers_per_group;
+    plan_shape(desc, plan);
+    plan->resident = memory;
+    plan->transient = (char *)memory + need.resident;
     return WEFT_OK;
+}
+
+void plan_shape(const weft_plan_desc *desc, weft_plan *plan)
+{
+    *plan = (weft_plan){.desc = *desc, .layers_per_group = per_group(desc)};
+    plan->groups = (desc->layers + plan->layers_per_group - 1) / plan->layers_per_group;
 }
 
 int32_t weft_plan_group_of(const weft_plan *plan, int32_t layer)
@@ -196,6 +200,12 @@ weft_status weft_plan_site_at(weft_plan *plan, int32_t site, weft_plan_site *to)
     return WEFT_OK;
 }
 
+weft_tensor weft_plan_output(const weft_plan *plan)
+{
+    int32_t group = plan->groups - 1;
+    return streams_at(plan, group, SITES * layers_of(plan, group));
+}
+
 weft_status weft_plan_close(weft_plan *plan, const weft_exec *exec, int32_t group)
 {
     WEFT_TRY(check_group(plan, "plan_close", group));
@@ -203,7 +213,7 @@ weft_status weft_plan_close(weft_plan *plan, const weft_exec *exec, int32_t grou
     if (plan->state[group] != WEFT_PLAN_OPEN)
         return weft_fail(WEFT_ERR_STATE, "plan_close: group %d: expected it open, it is %s", (int)group,
                          state_name(plan->state[group]));
-    if (plan->desc.poison) {
+    if (plan->desc.poison && plan->transient) {
         weft_nn nn;
         WEFT_TRY(weft_nn_open(&nn, exec, plan->desc.dtype, NULL));
         size_t bytes = count(&plan->desc, plan->layers_per_group).transient;
