@@ -6,6 +6,7 @@
 
 #include "support/gpt.h"
 #include "support/memory.h"
+#include "support/rng.h"
 
 typedef struct variant {
     const char *name;
@@ -291,6 +292,47 @@ static void stages_are_the_whole(void **state)
     }
 }
 
+/* A block between rows: its gradients against finite differences of <rows out, weights>. */
+static void block_between_rows(void **state)
+{
+    (void)state;
+    for (int k = 0; k < VARIANTS; k++) {
+        weft_model_config c = config_of(&variants[k], WEFT_F64);
+        enum { ROWS = 10 };
+        double in[ROWS * 12], out[ROWS * 12], up[ROWS * 12], d_in[ROWS * 12], worst = 0;
+        rng random = {rng_name(1, variants[k].name)};
+        gpt g;
+        c.stage = WEFT_STAGE_BLOCK;
+        gpt_open(&g, &c, 2, 5, 0.2);
+        for (int i = 0; i < ROWS * 12; i++) in[i] = rng_normal(&random), up[i] = rng_normal(&random);
+        memset(g.gradients, 0, (size_t)g.elements * sizeof(double));
+        weft_model_args args = {.struct_size = sizeof args,
+                                .parameters = g.parameters,
+                                .gradients = g.gradients,
+                                .training = 1,
+                                .streams_in = in,
+                                .streams_out = out,
+                                .d_streams_out = up,
+                                .d_streams_in = d_in};
+        assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_OK);
+        assert_int_equal(weft_model_backward(&g.exec, &g.model, &args), WEFT_OK);
+        /* Every eleventh input, then some of the parameters. */
+        for (int64_t i = 0; i < ROWS * 12 + g.elements; i += i < ROWS * 12 ? 11 : 97) {
+            double *at = i < ROWS * 12 ? &in[i] : (double *)g.parameters + i - ROWS * 12, was = *at, sum[2] = {0};
+            double got = i < ROWS * 12 ? d_in[i] : gpt_gradient(&g, i - ROWS * 12);
+            for (int side = 0; side < 2; side++) {
+                *at = was + (side ? 1e-5 : -1e-5);
+                assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_OK);
+                for (int j = 0; j < ROWS * 12; j++) sum[side] += out[j] * up[j];
+            }
+            *at = was;
+            worst = fmax(worst, fabs((sum[1] - sum[0]) / 2e-5 - got) / (1 + fabs(got)));
+        }
+        if (!(worst < 1e-5)) fail_msg("%s: worst error %.2e", variants[k].name, worst);
+        gpt_close(&g);
+    }
+}
+
 /* ---- recompute, memory ---------------------------------------------------------------------------------------------------------- */
 
 static void recompute_changes_no_bit(void **state)
@@ -449,17 +491,12 @@ static void bad_values_are_named(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(gradients_are_exact),
-        cmocka_unit_test(every_parameter_learns),
-        cmocka_unit_test(cpu_follows_the_reference),
-        cmocka_unit_test(threads_change_nothing),
-        cmocka_unit_test(begins_as_the_plain_residual),
-        cmocka_unit_test(gains_tell_the_kinds_apart),
-        cmocka_unit_test(stages_are_the_whole),
-        cmocka_unit_test(recompute_changes_no_bit),
-        cmocka_unit_test(memory_is_what_the_query_says),
-        cmocka_unit_test(calls_out_of_order),
-        cmocka_unit_test(bad_configurations),
+        cmocka_unit_test(gradients_are_exact),          cmocka_unit_test(every_parameter_learns),
+        cmocka_unit_test(cpu_follows_the_reference),    cmocka_unit_test(threads_change_nothing),
+        cmocka_unit_test(begins_as_the_plain_residual), cmocka_unit_test(gains_tell_the_kinds_apart),
+        cmocka_unit_test(stages_are_the_whole),         cmocka_unit_test(block_between_rows),
+        cmocka_unit_test(recompute_changes_no_bit),     cmocka_unit_test(memory_is_what_the_query_says),
+        cmocka_unit_test(calls_out_of_order),           cmocka_unit_test(bad_configurations),
         cmocka_unit_test(bad_values_are_named),
     };
     return suite_run("model", tests);

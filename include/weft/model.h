@@ -43,14 +43,16 @@ typedef enum weft_exit {
     WEFT_EXIT_COUNT
 } weft_exit;
 
-/* Which part of a model: all of it, or a stage of a pipeline. A stage has the parameters of its part under the names they
- * have in the whole; streams [T, n, C] go from one stage to the next, and their gradients back: T n C elements a hop. No
- * recompute group crosses a stage. */
+/* Which part of a model: all of it, a stage of a pipeline, or the block alone for those who bring their own embedding and
+ * head. A part has its parameters under the names they have in the whole. Between stages go streams [T, n, C], and their
+ * gradients back: T n C elements a hop. A block takes rows [T, C] and gives rows. No recompute group crosses a stage. A
+ * middle stage of one layer is a transformer layer by itself. */
 typedef enum weft_stage {
     WEFT_STAGE_WHOLE = 0,
     WEFT_STAGE_FIRST,  /* embedding, expand, layers */
     WEFT_STAGE_MIDDLE, /* layers */
     WEFT_STAGE_LAST,   /* layers, exit, norm, head, loss */
+    WEFT_STAGE_BLOCK,  /* expand, layers, exit */
     WEFT_STAGE_COUNT
 } weft_stage;
 
@@ -63,7 +65,7 @@ typedef struct weft_model_config {
     int32_t streams;                  /* 1 with WEFT_RESIDUAL_PLAIN */
     int32_t layers, heads;            /* layers of this stage */
     int32_t first_layer;              /* number of the first of them in the whole model */
-    weft_stage stage;                 /* mhc_single_pass is whole: its mixes would have to hop as well */
+    weft_stage stage;                 /* mhc_single_pass is whole or a block: its mixes would have to hop as well */
     int64_t vocab, channels, hidden;  /* hidden: width of the MLP */
     int64_t context;                  /* longest sequence */
     int32_t bias;                     /* 1: biases on all linear maps of the layers */
@@ -145,16 +147,20 @@ typedef struct weft_model_args {
     const weft_blas *blas; /* NULL: the backend's own loop */
     const void *parameters;
     void *gradients;       /* backward: added to */
-    const int32_t *tokens; /* [sequences, length], 0 .. vocab-1; whole and first stage */
+    const int32_t *tokens; /* [sequences, length], 0 .. vocab-1; where there is an embedding */
     const int32_t
-        *targets;     /* the same shape; -1: does not count. NULL in forward: logits only. Whole and last stage */
+        *targets;     /* the same shape; -1: does not count. NULL in forward: logits only. Where there is a head */
     int32_t training; /* 1: dropout */
-    const uint64_t *step;                   /* of dropout, read when the pass runs; NULL = 0 */
-    int64_t token_base;                     /* global index of token 0, for micro-batches and ranks */
-    double loss_scale;                      /* of the gradient; 0: 1/tokens, the gradient of the mean loss */
-    double *loss;                           /* out, optional: sum over the tokens that count, of -log p(target) */
-    const void *streams_in, *d_streams_out; /* middle and last stage: forward; first and middle: backward */
-    void *streams_out, *d_streams_in;       /* first and middle stage: forward; middle and last: backward */
+    const uint64_t *step; /* of dropout, read when the pass runs; NULL = 0 */
+    int64_t token_base;   /* global index of token 0, for micro-batches and ranks */
+    double loss_scale;    /* of the gradient; 0: 1/tokens, the gradient of the mean loss */
+    double *loss;         /* out, optional: sum over the tokens that count, of -log p(target) */
+    /* What a part gets and gives where it has no embedding or no head: streams, or the rows of a block. In forward the
+     * first two, in backward the last two. */
+    const void *streams_in;
+    void *streams_out;
+    const void *d_streams_out;
+    void *d_streams_in;
 } weft_model_args;
 
 WEFT_API weft_status weft_model_forward(const weft_exec *exec, weft_model *model, const weft_model_args *args);

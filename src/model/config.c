@@ -136,10 +136,11 @@ weft_status weft_model_check(const weft_model_config *c)
         return weft_fail(WEFT_ERR_ARGUMENT,
                          "model: recompute: expected hc, mhc or mhc_single_pass, got residual: it has "
                          "one stream and nothing to rebuild");
-    if (single && c->stage != WEFT_STAGE_WHOLE)
+    bool hops = c->stage != WEFT_STAGE_WHOLE && c->stage != WEFT_STAGE_BLOCK;
+    if (single && hops)
         return weft_fail(WEFT_ERR_ARGUMENT,
-                         "model: stage: expected the whole model with mhc_single_pass, got a stage");
-    if (has_entry(c) && c->first_layer)
+                         "model: stage: expected the whole model or its block with mhc_single_pass, got a stage");
+    if ((has_entry(c) || c->stage == WEFT_STAGE_BLOCK) && c->first_layer)
         return weft_fail(WEFT_ERR_ARGUMENT, "model: first_layer: expected 0 at the entry, got %d",
                          (int)c->first_layer);
     if (c->group && !c->recompute)

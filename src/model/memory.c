@@ -10,12 +10,12 @@ static void *take(weft_arena *arena, const weft_model_config *c, int64_t element
 
 void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int64_t length, whole *w)
 {
-    bool learned = c->exit == WEFT_EXIT_LEARNED && has_exit(c);
+    bool learned = c->exit == WEFT_EXIT_LEARNED && contracts(c);
     *w = (whole){.rope = take(arena, c, length * (c->channels / c->heads)),
                  .ones = take(arena, c, 1),
                  .one_hot = take(arena, c, c->streams)};
+    if (contracts(c)) w->z = take(arena, c, tokens * c->channels);
     if (has_exit(c)) {
-        w->z = take(arena, c, tokens * c->channels);
         w->zn = take(arena, c, tokens * c->channels);
         w->logits = take(arena, c, tokens * c->vocab);
         w->losses = take(arena, c, tokens);

@@ -112,38 +112,46 @@ static linear head_of(const run *r)
     return (linear){HEAD, PARAM_COUNT, 0, r->config->channels, r->config->vocab};
 }
 
-static weft_status copy_streams(run *r, void *to, const void *from)
+static weft_status copy(run *r, void *to, const void *from, int64_t streams)
 {
-    RUN_NN(r, blend, to, 0, from, 1, r->tokens * r->config->streams * r->config->channels);
+    RUN_NN(r, blend, to, 0, from, 1, r->tokens * streams * r->config->channels);
     return WEFT_OK;
 }
 
 static weft_status enter(run *r, const weft_tensor *x)
 {
     const weft_model_config *c = r->config;
-    if (!has_entry(c)) return copy_streams(r, x->data, r->args->streams_in);
-    RUN_NN(r, embed_fwd,
-           &(weft_embed){.tokens = r->args->tokens,
-                         .count = r->tokens,
-                         .channels = c->channels,
-                         .weight = param_data(r, EMBED, 0),
-                         .rows = r->scratch.row_a});
-    RUN_OP(r, mhc_expand_fwd, .u = rows_of(r, r->scratch.row_a), .x = *x);
+    weft_tensor rows = rows_of(r, r->scratch.row_a);
+    if (has_entry(c))
+        RUN_NN(r, embed_fwd,
+               &(weft_embed){.tokens = r->args->tokens,
+                             .count = r->tokens,
+                             .channels = c->channels,
+                             .weight = param_data(r, EMBED, 0),
+                             .rows = rows.data});
+    else if (c->stage == WEFT_STAGE_BLOCK)
+        rows.data = (void *)r->args->streams_in;
+    else
+        return copy(r, x->data, r->args->streams_in, c->streams);
+    RUN_OP(r, mhc_expand_fwd, .u = rows, .x = *x);
     return WEFT_OK;
 }
 
 static weft_status enter_bwd(run *r)
 {
     const weft_model_config *c = r->config;
-    if (!has_entry(c)) return copy_streams(r, r->args->d_streams_in, r->scratch.d_x);
+    weft_tensor rows = rows_of(r, has_entry(c) ? r->scratch.row_a : r->args->d_streams_in);
+    if (!has_entry(c) && c->stage != WEFT_STAGE_BLOCK)
+        return copy(r, r->args->d_streams_in, r->scratch.d_x, c->streams);
     RUN_OP(r, mhc_expand_bwd, .d_x = weft_dense3(r->scratch.d_x, c->dtype, r->tokens, c->streams, c->channels),
-           .d_u = {rows_of(r, r->scratch.row_a), 0});
-    RUN_NN(r, embed_bwd,
-           &(weft_embed){.tokens = r->args->tokens,
-                         .count = r->tokens,
-                         .channels = c->channels,
-                         .rows = r->scratch.row_a,
-                         .d_weight = param_grad_data(r, EMBED, 0)});
+           .d_u = {rows, 0});
+    if (has_entry(c))
+        RUN_NN(r, embed_bwd,
+               &(weft_embed){.tokens = r->args->tokens,
+                             .count = r->tokens,
+                             .channels = c->channels,
+                             .rows = rows.data,
+                             .d_weight = param_grad_data(r, EMBED, 0)});
     return WEFT_OK;
 }
 
@@ -151,8 +159,9 @@ static weft_status leave(run *r, const weft_tensor *x)
 {
     const weft_model_config *c = r->config;
     linear head = head_of(r);
-    if (!has_exit(c)) return copy_streams(r, r->args->streams_out, x->data);
+    if (!contracts(c)) return copy(r, r->args->streams_out, x->data, c->streams);
     WEFT_TRY(exit_forward(r, x));
+    if (!has_exit(c)) return copy(r, r->args->streams_out, r->whole.z, 1);
     RUN_OP(r, rmsnorm_fwd, .eps = c->norm_eps, .u = rows_of(r, r->whole.z), .weight = param_tensor(r, NORM, 0),
            .v = rows_of(r, r->whole.zn));
     WEFT_TRY(linear_forward(r, &head, r->whole.zn, r->whole.logits));
@@ -172,7 +181,11 @@ static weft_status leave_bwd(run *r, const weft_tensor *x)
     const weft_model_config *c = r->config;
     linear head = head_of(r);
     double scale = r->args->loss_scale != 0 ? r->args->loss_scale : 1 / (double)(r->tokens > 0 ? r->tokens : 1);
-    if (!has_exit(c)) return copy_streams(r, r->scratch.d_x, r->args->d_streams_out);
+    if (!contracts(c)) return copy(r, r->scratch.d_x, r->args->d_streams_out, c->streams);
+    if (!has_exit(c)) {
+        WEFT_TRY(copy(r, r->scratch.row_a, r->args->d_streams_out, 1));
+        return exit_backward(r, x);
+    }
     RUN_NN(r, loss_bwd,
            &(weft_loss){.tokens = r->tokens,
                         .vocab = c->vocab,

@@ -39,6 +39,7 @@ typedef enum param {
     PARAM_COUNT
 } param;
 
+/* Embedding; final norm, head and loss; exit of the streams. */
 static inline bool has_entry(const weft_model_config *c)
 {
     return c->stage == WEFT_STAGE_WHOLE || c->stage == WEFT_STAGE_FIRST;
@@ -47,6 +48,11 @@ static inline bool has_entry(const weft_model_config *c)
 static inline bool has_exit(const weft_model_config *c)
 {
     return c->stage == WEFT_STAGE_WHOLE || c->stage == WEFT_STAGE_LAST;
+}
+
+static inline bool contracts(const weft_model_config *c)
+{
+    return has_exit(c) || c->stage == WEFT_STAGE_BLOCK;
 }
 
 /* Elements from the start of the array; -1 where a model of this kind has no such parameter. */

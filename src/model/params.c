@@ -87,7 +87,7 @@ static bool has(const weft_model_config *c, param p)
     case ALWAYS: return true;
     case IF_BIAS: return c->bias != 0;
     case IF_STREAMS: return c->residual != WEFT_RESIDUAL_PLAIN;
-    case IF_LEARNED: return c->exit == WEFT_EXIT_LEARNED && has_exit(c);
+    case IF_LEARNED: return c->exit == WEFT_EXIT_LEARNED && contracts(c);
     case IF_ENTRY: return has_entry(c);
     case IF_EXIT: return has_exit(c);
     }
