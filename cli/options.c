@@ -18,16 +18,34 @@ static void print_value(FILE *to, const option *o)
         fprintf(to, " %s", o->value);
 }
 
+/* So many options that a line with all of them would not be read. */
+static int is_long(const option *options)
+{
+    enum { MANY = 16 };
+    int count = 0;
+    while (options[count].name) count++;
+    return count > MANY;
+}
+
 static void usage(FILE *to, const char *command, const option *options)
 {
-    fprintf(to, "usage: weft %s", command);
-    for (const option *o = options; o->name; o++) {
+    int is_list = is_long(options);
+    fprintf(to, "usage: weft %s%s", command, is_list ? " [options]" : "");
+    for (const option *o = options; o->name && !is_list; o++) {
         fprintf(to, " [--%s", o->name);
         print_value(to, o);
         fputc(']', to);
     }
     fprintf(to, "\n\n");
-    for (const option *o = options; o->name; o++) fprintf(to, "  --%-10s %s\n", o->name, o->help);
+    for (const option *o = options; o->name; o++) {
+        if (!is_list) {
+            fprintf(to, "  --%-10s %s\n", o->name, o->help);
+            continue;
+        }
+        fprintf(to, "  --%s", o->name);
+        print_value(to, o);
+        fprintf(to, "\n        %s\n", o->help);
+    }
 }
 
 __attribute__((format(printf, 3, 4))) static int wrong(const char *command, const option *options,
@@ -39,7 +57,10 @@ __attribute__((format(printf, 3, 4))) static int wrong(const char *command, cons
     vfprintf(stderr, format, list);
     va_end(list);
     fprintf(stderr, "\n\n");
-    usage(stderr, command, options);
+    if (is_long(options))
+        fprintf(stderr, "weft %s --help lists the options\n", command);
+    else
+        usage(stderr, command, options);
     return EXIT_UNUSABLE;
 }
 

@@ -160,6 +160,21 @@ def kinds():
     say("names of tensors", {"embed.weight", "layers.0.attention.connection.phi", "layers.1.mlp.down.weight"} <= names)
 
 
+def report():
+    code, out, err = weft("report", "--runs", "kind-residual,kind-hc,kind-mhc/log.jsonl", "--out", "page.html")
+    page = (WORK / "page.html").read_text() if code == 0 else ""
+    say("a report", page.count("<svg") == 8 and page.count("</svg>") == 8 and "nan" not in page and "http" not in page, err)
+    (WORK / "foreign.jsonl").write_text("no log\n")
+    (WORK / "cut.jsonl").write_text('{"step":1,"loss":2.5}\n{"step":2,"lo')
+    for path, word in (("nowhere", "No such file"), ("foreign.jsonl", "line 1"), ("text.txt", "line 1"), (",", "names no run")):
+        code, _, err = weft("report", "--runs", path, "--out", "never.html")
+        say(f"report of {path}", code == 2 and word in err and not (WORK / "never.html").exists(), err)
+    code, _, err = weft("report", "--runs", "cut.jsonl", "--out", "cut.html")
+    say("report of a log that was cut off", code == 0, err)
+    code, _, err = weft("report", "--runs", "kind-mhc", "--out", "full.html", limit=1000)
+    say("report on a full disk", code != 0 and not (WORK / "full.html").exists(), f"exit {code} {err}")
+
+
 def config_file():
     (WORK / "run.conf").write_text("# a run\nresidual = hc\nsteps=3\nbias = on   # biases\n\nlayers = 1\n")
     code, _, err = train("conf", "--config", "run.conf", "--layers", 2)
@@ -251,7 +266,7 @@ def bad_luck():
 
 
 setup()
-for part in (kill_and_resume, recompute, kinds, config_file, bad_options, bad_data, bad_checkpoints, bad_luck, processes):
+for part in (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, bad_luck, processes):
     part()
 print(f"{failures} failures")
 sys.exit(1 if failures else 0)
