@@ -132,6 +132,9 @@ static void bad_descriptions(void **state)
     weft_plan plan;
     assert_int_equal(weft_plan_open(&good, NULL, 1 << 30, &plan), WEFT_ERR_WORKSPACE);
     assert_int_equal(weft_plan_query(NULL, &bytes), WEFT_ERR_ARGUMENT);
+    assert_int_equal(weft_plan_begin(NULL), WEFT_ERR_ARGUMENT);
+    assert_int_equal(weft_plan_site_at(NULL, 0, NULL), WEFT_ERR_ARGUMENT);
+    assert_int_equal(weft_plan_release(NULL, 0), WEFT_ERR_ARGUMENT);
 }
 
 int main(void)

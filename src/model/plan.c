@@ -7,7 +7,7 @@
  *
  * Without recompute all layers are one group, so nothing is ever overwritten and close and replay have nothing to do.
  * Forward writes where backward will read, which is why it needs no memory of its own. */
-#include <math.h>
+#include <string.h>
 
 #include <weft/plan.h>
 
@@ -130,6 +130,7 @@ int32_t weft_plan_ends_group(const weft_plan *plan, int32_t layer)
 weft_status weft_plan_begin(weft_plan *plan)
 {
     weft_clear_error();
+    if (!plan) return weft_fail(WEFT_ERR_ARGUMENT, "plan_begin: plan: expected a pointer, got NULL");
     for (int32_t g = 0; g < plan->groups; g++) plan->state[g] = WEFT_PLAN_IDLE;
     return WEFT_OK;
 }
@@ -162,6 +163,7 @@ static weft_tensor input_at(const weft_plan *plan, int32_t site)
 static weft_status check_group(const weft_plan *plan, const char *call, int32_t group)
 {
     weft_clear_error();
+    if (!plan) return weft_fail(WEFT_ERR_ARGUMENT, "%s: plan: expected a pointer, got NULL", call);
     if (group < 0 || group >= plan->groups)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: group: expected 0 to %d, got %d", call, (int)plan->groups - 1,
                          (int)group);
@@ -177,6 +179,8 @@ static const char *state_name(int state)
 weft_status weft_plan_site_at(weft_plan *plan, int32_t site, weft_plan_site *to)
 {
     weft_clear_error();
+    if (!plan || !to)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan_site_at: expected a plan and a place for it, got NULL");
     if (site < 0 || site >= SITES * plan->desc.layers)
         return weft_fail(WEFT_ERR_ARGUMENT, "plan_site_at: site: expected 0 to %d, got %d",
                          (int)(SITES * plan->desc.layers) - 1, (int)site);
@@ -214,11 +218,10 @@ weft_status weft_plan_close(weft_plan *plan, const weft_exec *exec, int32_t grou
         return weft_fail(WEFT_ERR_STATE, "plan_close: group %d: expected it open, it is %s", (int)group,
                          state_name(plan->state[group]));
     if (plan->desc.poison && plan->transient) {
-        weft_nn nn;
-        WEFT_TRY(weft_nn_open(&nn, exec, plan->desc.dtype, NULL));
-        size_t bytes = count(&plan->desc, plan->layers_per_group).transient;
-        WEFT_TRY(nn.table->fill(&nn, plan->transient, (double)NAN,
-                                (int64_t)(bytes / weft_dtype_size(plan->desc.dtype))));
+        if (!exec || exec->backend == WEFT_BACKEND_CUDA)
+            return weft_fail(WEFT_ERR_UNSUPPORTED, "plan_close: poison: expected the cpu or ref backend");
+        memset(plan->transient, 0xff,
+               count(&plan->desc, plan->layers_per_group).transient); /* a NaN of every dtype */
     }
     plan->state[group] = WEFT_PLAN_DISCARDED;
     return WEFT_OK;
