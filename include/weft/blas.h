@@ -18,7 +18,7 @@ typedef struct weft_blas {
                   const float *b, int ldb, float beta, float *c, int ldc);
     void (*dgemm)(int order, int trans_a, int trans_b, int m, int n, int k, double alpha, const double *a, int lda,
                   const double *b, int ldb, double beta, double *c, int ldc);
-    char name[96]; /* for people: file and what the library says of itself */
+    char name[160]; /* for people: file and what the library says of itself */
 } weft_blas;
 
 /* Loads `path`, or with NULL the first of OpenBLAS and any CBLAS that the system finds. WEFT_ERR_UNSUPPORTED where there
