@@ -118,12 +118,18 @@ static int add_all(corpus *c, const char *paths)
     return 1;
 }
 
-/* FNV-1a: a resumed run must see the same text, and this tells. */
+/* A resumed run must see the same text, and this tells. Eight bytes at a time: the text may be large. */
 static uint64_t fingerprint(const corpus *c)
 {
-    uint64_t hash = 0xcbf29ce484222325u;
+    uint64_t hash = c->bytes;
     for (size_t f = 0; f < c->num_files; f++)
-        for (size_t i = 0; i < c->files[f].size; i++) hash = (hash ^ c->files[f].bytes[i]) * 0x100000001b3u;
+        for (size_t i = 0; i < c->files[f].size; i += 8) {
+            uint64_t word = 0;
+            size_t left = c->files[f].size - i;
+            memcpy(&word, c->files[f].bytes + i, left < 8 ? left : 8);
+            hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+            hash ^= hash >> 32;
+        }
     return hash;
 }
 
