@@ -21,6 +21,8 @@ static const int64_t row_counts[] = {1, 2, 4, 8, 9, 15, 24, 25, 48, 80, 81, 168,
 static const int32_t tile_counts[] = {1, 3, 10};
 static const int32_t sm_counts[] = {1, 7, 108, 132, 148, 1000, 4096};
 
+enum { TILE_ROWS = 8 }; /* rows of phi in a tensor-core tile */
+
 #define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 #define FOR(var, list) for (int var = 0; var < COUNT(list); var++)
 
@@ -59,7 +61,7 @@ static void row_tiles(void **state)
         const int32_t tiles = weft_cuda_project_row_tiles(rows);
         int32_t want = 0;
         for (int i = COUNT(tile_counts) - 1; i >= 0; i--)
-            if (rows <= (int64_t)tile_counts[i] * PROJECT_TILE_ROWS) want = tile_counts[i];
+            if (rows <= (int64_t)tile_counts[i] * TILE_ROWS) want = tile_counts[i];
         assert_int_equal(tiles, want);
     }
     assert_int_equal(weft_cuda_project_row_tiles(24), 3);  /* four streams: 2n + n*n */
@@ -74,9 +76,11 @@ static void check_fwd(int64_t tokens, int64_t columns, int32_t tiles, bool large
 {
     const weft_project_fwd_plan p = weft_cuda_project_fwd_plan(tokens, columns, tiles, large, sms);
     const int64_t stages = up(columns, PROJECT_STAGE);
-    assert_true(p.tile_tokens == 32 || p.tile_tokens == 128 || p.tile_tokens == 256);
+    assert_true(p.tile_tokens == 32 || p.tile_tokens == 128 || p.tile_tokens == 192 || p.tile_tokens == 256);
     assert_true(p.splits == 1 || p.splits == 4 || p.splits == 16 || p.splits == 64);
     assert_true(p.tile_tokens != 256 || large);
+    assert_true(p.tile_tokens != 192 || tiles == 3);
+    assert_true(p.packed == (tiles <= 3 && (p.tile_tokens == 128 || p.tile_tokens == 192)));
     assert_true(p.tile_tokens != 32 || tiles <= 3);
     assert_true(p.blocks == up(tokens, p.tile_tokens) * p.splits);
     int64_t leaves = PROJECT_LEAVES / p.splits; /* of a split, which hands on a whole subtree */
@@ -84,7 +88,7 @@ static void check_fwd(int64_t tokens, int64_t columns, int32_t tiles, bool large
     while (leaves % PROJECT_FAN == 0) leaves /= PROJECT_FAN;
     assert_true(leaves == 1);
     if (p.splits == 1) return;
-    assert_true(p.splits * tokens * (tiles * PROJECT_TILE_ROWS + 1) * 4 <= (int64_t)16 << 20);
+    assert_true(p.splits * tokens * (tiles * TILE_ROWS + 1) * 4 <= (int64_t)16 << 20);
     for (int64_t s = 0; s < p.splits; s++) { /* each has columns */
         const int64_t from = PROJECT_LEAVES / p.splits * s, to = PROJECT_LEAVES / p.splits * (s + 1);
         assert_true(weft_project_leaf(stages, from) < weft_project_leaf(stages, to));
@@ -107,7 +111,7 @@ static void fwd_bound_of_partial_sums(void **state)
     (void)state;
     FOR(r, tile_counts)
     for (int32_t splits = 4; splits <= 64; splits *= 4) {
-        const int64_t bytes = splits * (tile_counts[r] * PROJECT_TILE_ROWS + 1) * 4;
+        const int64_t bytes = splits * (tile_counts[r] * TILE_ROWS + 1) * 4;
         const int64_t fit = ((int64_t)16 << 20) / bytes;
         for (int64_t tokens = fit - 1; tokens <= fit + 2; tokens++)
             check_fwd(tokens, 1 << 20, tile_counts[r], false, 4096);

@@ -127,6 +127,7 @@ static void bad_descriptions(void **state)
     BAD(d.channels = 0);
     BAD(d.tokens = -1);
     BAD(d.dtype = WEFT_NONE);
+    BAD(d.dtype = WEFT_I32);
     BAD(d.struct_size = 0);
 #undef BAD
     weft_plan plan;

@@ -66,6 +66,7 @@ class Recorder:
         self.jobs = options.jobs
         self.timeout = options.timeout
         self.suites = options.suites.split(",")
+        self.seconds = options.seconds
         self.weft = self.build / "weft"
         if not self.weft.is_file():
             raise Unusable(f"{self.weft} is not there: build first (make)")
@@ -156,7 +157,8 @@ class Recorder:
 
     def bench(self):
         for suite in self.suites:
-            command = [str(self.weft), "bench", "--backend", "cuda", "--json", "--seconds", "0.2", *SUITES[suite]]
+            command = [str(self.weft), "bench", "--backend", "cuda", "--json", "--seconds", str(self.seconds),
+                       *SUITES[suite]]
             status, text, seconds = run(command, self.env, self.timeout)
             rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
             for row in rows:
@@ -226,6 +228,7 @@ def main():
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated: " + ", ".join(PARTS))
     parser.add_argument("--suites", default=",".join(SUITES), help="of the benchmark: " + ", ".join(SUITES))
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="test programs at a time")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of the benchmark, for one row")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one program")
     parser.add_argument("--verify", action="store_true", help="compare the records with the sources")
     options = parser.parse_args()

@@ -18,30 +18,40 @@ int32_t weft_cuda_project_row_tiles(int64_t rows)
 weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns, int32_t row_tiles, bool large,
                                                  int32_t sms)
 {
-    static const int32_t tiles[] = {256, 128, 32}, splits[] = {1, 4, 16, 64};
+    static const int32_t tiles[] = {256, 192, 128, 32}, splits[] = {1, 4, 16, 64};
     const int64_t most_partial = (int64_t)16 << 20;
     weft_project_fwd_plan best = {0};
     double best_cost = 0;
-    for (int i = large ? 0 : 1; i < 3; i++)
+    for (int i = 0; i < 4; i++)
         for (int k = 0; k < 4; k++) {
-            if (tiles[i] == 32 && row_tiles > 3) continue; /* not compiled */
+            const bool packed = row_tiles <= 3 && (tiles[i] == 128 || tiles[i] == 192);
+            /* not compiled */
+            if (tiles[i] == 256 && !large) continue;
+            if (tiles[i] == 192 && row_tiles != 3) continue;
+            if (tiles[i] == 32 && row_tiles > 3) continue;
             if (splits[k] > 1 && tokens > most_partial / (splits[k] * (row_tiles * 8 + 1) * 4)) continue;
             if (splits[k] > 1 && splits[k] > ceil_div(columns, PROJECT_STAGE)) continue;
             const int64_t blocks = ceil_div(tokens, tiles[i]) * splits[k];
-            /* Bytes that a block moves, phi at half the cost since it comes from L2; many small blocks fit a
-             * multiprocessor, but they read phi over and over. Getting going, and the sum over splits, cost as well. */
+            /* Bytes that a block moves, phi at half the cost since it comes from L2, at a quarter where it need not be
+             * taken apart; many small blocks fit a multiprocessor, but they read phi over and over. Getting going, and the
+             * sum over splits, cost as well; so does every further round of large tiles, which fills its rings anew, and
+             * the launch that packs phi. */
             const int64_t at_once = tiles[i] == 32 ? 6 * (int64_t)sms : sms;
             const double rounds = (double)ceil_div(blocks, at_once);
             const double share =
                 tiles[i] == 32 && blocks > sms ? (double)(blocks < at_once ? blocks : at_once) / sms : 1;
-            const double work = (tiles[i] * 2.0 + row_tiles * 8 * 4 * 0.5) * (double)columns / splits[k];
+            const double phi = row_tiles * 8 * 4 * (packed ? 0.25 : 0.5);
+            const double work = (tiles[i] * 2.0 + phi) * (double)columns / splits[k];
+            const double again = tiles[i] == 32 ? 0 : (rounds - 1) * 110e3;
             const double sums = (double)(tokens * splits[k]) * (row_tiles * 8 + 1) * 8 / sms + 60e3;
-            const double cost = rounds * (share * work + 40e3) + (splits[k] > 1 ? sums : 0);
+            const double cost =
+                rounds * (share * work + 40e3) + again + (splits[k] > 1 ? sums : 0) + (packed ? 66e3 : 0);
             if (best.blocks == 0 || cost < best_cost) {
                 best_cost = cost;
                 best.tile_tokens = tiles[i];
                 best.splits = splits[k];
                 best.blocks = blocks;
+                best.packed = packed;
             }
         }
     return best;

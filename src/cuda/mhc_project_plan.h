@@ -16,8 +16,7 @@ enum {
     PROJECT_LEAVES =
         64, /* ranges of columns that a token's sum begins with; they are summed by fours, three times */
     PROJECT_FAN = 4,
-    PROJECT_STAGE = 64,   /* columns that a leaf is a multiple of */
-    PROJECT_TILE_ROWS = 8 /* rows of phi in a tensor-core tile */
+    PROJECT_STAGE = 64 /* columns that a leaf is a multiple of */
 };
 
 #ifdef __CUDACC__
@@ -34,9 +33,10 @@ PROJECT_HD static inline int64_t weft_project_leaf(int64_t stages, int64_t leaf)
 
 /* None of this decides the result. */
 typedef struct weft_project_fwd_plan {
-    int32_t tile_tokens; /* tokens of a block: 32, 128 or 256 */
+    int32_t tile_tokens; /* tokens of a block: 32, 128, 192 or 256 */
     int32_t splits;      /* blocks that share the columns of a token: 1, 4, 16 or 64 */
     int64_t blocks;
+    bool packed; /* psi is taken apart by a launch of its own and not by every block */
 } weft_project_fwd_plan;
 
 /* row_tiles: tiles of 8 rows of phi; large: a kernel with tiles of 256 tokens exists. */

@@ -51,8 +51,9 @@ static weft_status check(const weft_plan_desc *d)
         return weft_fail(WEFT_ERR_ARGUMENT, "plan: channels: expected 1 to 2^24, got %lld", (long long)d->channels);
     if (d->tokens < 0 || d->tokens > (int64_t)1 << 32)
         return weft_fail(WEFT_ERR_ARGUMENT, "plan: tokens: expected 0 to 2^32, got %lld", (long long)d->tokens);
-    if (!weft_dtype_size(d->dtype))
-        return weft_fail(WEFT_ERR_ARGUMENT, "plan: dtype: expected a dtype, got the number %d", (int)d->dtype);
+    if (d->dtype < WEFT_F32 || d->dtype > WEFT_F64)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan: dtype: expected f32, bf16, f16 or f64, got the number %d",
+                         (int)d->dtype);
     return WEFT_OK;
 }
 

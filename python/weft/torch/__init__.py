@@ -23,9 +23,20 @@ from .functional import (
 from .grads import GradX
 from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer, HyperConnectionStack
 from .numerics import Numerics
+from .recompute import CheckpointWithoutOutput, CheckpointWithoutOutputManager, RecomputePhase, bypass_recompute
+from .recompute_plan import (
+    StreamBytes,
+    best_group,
+    build_mhc_recompute_layer_plan,
+    finalize_mhc_recompute_layer,
+    stream_bytes,
+)
+from .rng import register_rng_tracker
 
 __all__ = [
     "Boundary",
+    "CheckpointWithoutOutput",
+    "CheckpointWithoutOutputManager",
     "Contract",
     "Expand",
     "GradX",
@@ -35,19 +46,27 @@ __all__ = [
     "HyperConnectionStack",
     "Numerics",
     "Pre",
+    "RecomputePhase",
     "ReplayLayer",
+    "StreamBytes",
     "aggregate",
+    "best_group",
     "boundary",
+    "build_mhc_recompute_layer_plan",
+    "bypass_recompute",
     "coef",
     "contract",
     "draw_step",
     "expand",
+    "finalize_mhc_recompute_layer",
     "head",
     "post",
     "pre",
     "project",
+    "register_rng_tracker",
     "replay",
     "rmsnorm",
     "scale",
     "sinkhorn",
+    "stream_bytes",
 ]

@@ -78,6 +78,35 @@ template <int Pending> static __device__ __forceinline__ void copy_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+/* Barriers in shared memory, whose phases have the parities 0, 1, 0, ... A wait for parity 1 on a new one returns. */
+static __device__ __forceinline__ void barrier_init(uint32_t barrier, int count)
+{
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+static __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
+{
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+
+static __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity)
+{
+    uint32_t done = 0;
+    while (!done) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
+#else
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
+#endif
+    }
+}
+
 /* ---- two bf16 numbers for one float --------------------------------------------------------------------------------- */
 
 /* What is left of v after its bf16 part. Nothing for infinity and NaN, which are bf16 numbers themselves. */

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs in examples/ run, learn, and put weft where they say."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ["--steps", "20", "--layers", "2", "--channels", "32", "--context", "32", "--batch", "8"]
+
+
+def losses(command):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)", run.stdout, re.MULTILINE)]
+
+
+def learned(values):
+    # A model that knows nothing has a loss of about ln 256 = 5.5; NaN is not below anything.
+    return len(values) == 3 and 4 < values[0] < 7 and values[-1] < values[0] - 0.5
+
+
+GPT = [sys.executable, str(EXAMPLES / "gpt_mhc.py"), *SMALL]
+
+
+def test_gpt_and_recompute_changes_nothing():
+    plain = losses(GPT)
+    assert learned(plain)
+    assert losses([*GPT, "--recompute", "3"]) == plain
+
+
+def test_gpt_options():
+    assert learned(losses([*GPT, "--streams", "2", "--contract", "learned", "--dropout", "0.1", "--recompute", "2"]))
+
+
+def test_gpt_fsdp2():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert learned(losses([*torchrun, str(EXAMPLES / "gpt_mhc_fsdp2.py"), *SMALL]))
+
+
+@pytest.fixture
+def layer_spec():
+    module = importlib.util.spec_from_file_location("megatron_layer_spec", EXAMPLES / "megatron_layer_spec.py")
+    loaded = importlib.util.module_from_spec(module)
+    module.loader.exec_module(loaded)
+    return loaded
+
+
+def test_megatron_layer_spec(layer_spec):
+    class Layer:
+        pass
+
+    places = dict.fromkeys(layer_spec.PLACES)
+    spec = SimpleNamespace(module=nn.Module, submodules=SimpleNamespace(mlp="mlp", **places))
+    new = layer_spec.with_weft(spec, Layer)
+    assert new.module is Layer and new.submodules.mlp == "mlp"
+    for place in layer_spec.PLACES:
+        assert getattr(new.submodules, place).__module__ == "weft.compat.megatron"
+        assert getattr(spec.submodules, place) is None  # the old one is as it was
+    with pytest.raises(ValueError, match="mlp_hyper_connection"):
+        layer_spec.with_weft(SimpleNamespace(module=None, submodules=SimpleNamespace()), Layer)
+
+
+def test_megatron_bind(layer_spec):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Identity(), nn.Sequential(nn.Identity()))
+    for module in (model[1], model[2][0]):
+        module._h_post_bda_op = module._sinkhorn_op = None
+    assert layer_spec.bind_weft(model) == 2
+    assert callable(model[1]._sinkhorn_op) and callable(model[2][0]._h_post_bda_op)
