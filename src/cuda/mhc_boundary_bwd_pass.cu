@@ -21,9 +21,9 @@
 #include "cuda/mhc_boundary_bwd.cuh"
 
 /* Three groups of four warps: two work, the third serves. Registers are handed from the third to the others, as far as the
- * GPU can: the two that are resident beside one serving warp then have 240 each. */
+ * GPU can: the two that are resident beside one serving warp then have 232 each. */
 enum { WARPS = 8, SERVERS = 4, THREADS = (WARPS + SERVERS) * 32 };
-enum { WORKING_REGISTERS = 240, SERVING_REGISTERS = 24 };
+enum { WORKING_REGISTERS = 232, SERVING_REGISTERS = 40 };
 
 template <int COUNT, bool MORE> static __device__ __forceinline__ void set_registers()
 {
@@ -82,6 +82,16 @@ template <int N, bool SHIFTED> struct sum_room {
         return (warp >> 2) * sizes<N, false>::box + (k >> 2) * sizes<N, false>::row_box +
                tma_piece(token, 2 * (warp & 3) + part) + (((k >> 1) ^ (token >> 3)) & 1) * 8;
     }
+    /* Of the first warp: the piece that k is in. */
+    static __device__ __forceinline__ uint32_t piece_at(int token, int part, int k)
+    {
+        return (k >> 2) * sizes<N, false>::row_box + tma_piece(token, part);
+    }
+    /* The place in another warp's room that is like this one of warp 0; tiles are aligned to more than a row. */
+    static __device__ __forceinline__ uint32_t of_warp(uint32_t of_first, int warp)
+    {
+        return (of_first ^ (uint32_t)(warp & 3) << 5) + (warp >> 2) * sizes<N, false>::box;
+    }
 };
 
 /* Barriers, one of each kind for each stage: a tile has come; the eight warps have done with it; it has gone and its sums
@@ -90,7 +100,7 @@ struct ring_barriers {
     uint32_t full, done, free;
 };
 
-/* What a serving warp knows of the block's work. */
+/* What a warp knows of the block's work. */
 struct tiles_of_block {
     char *shared;
     ring_barriers at;
@@ -145,38 +155,42 @@ static __device__ __forceinline__ void clear(const fused_args &p, const tiles_of
 {
     typedef sizes<N, FULL_> S;
     typedef sum_room<N, SHIFTED> room;
-    constexpr int PAIRS = room::count / 2, ITEMS = BOUNDARY_TILE * PAIRS;
-    const int lane = threadIdx.x & 31, channel = b.slice * BOUNDARY_SLICE;
+    /* A lane adds four of a token's sums. */
+    constexpr int EACH = (room::half + 3) / 4, PIECES = BOUNDARY_TILE * 2 * EACH,
+                  ITEMS = BOUNDARY_TILE * room::count / 2;
+    static_assert(PIECES <= (SERVERS - 1) * 32, "a piece for each lane");
+    const int lane = threadIdx.x & 31, channel = b.slice * BOUNDARY_SLICE, piece = server * 32 + lane;
+    const int token = piece / (2 * EACH), part = piece / EACH & 1, k = piece % EACH * 4;
     const bool stores = server == 0 && lane == 0 && (p.store_d_x || p.store_d_f);
-    float2 *sums = (float2 *)p.sums + ((int64_t)b.slice * p.tiles + b.first) * ITEMS;
+    float2 *sums = (float2 *)p.sums + ((int64_t)b.slice * p.tiles + b.first) * ITEMS +
+                   (token * room::count + part * room::half + k) / 2;
     int slot = 0, phase = 0;
     for (int i = 0; i < b.count; i++, sums += ITEMS) {
         char *const tile = b.shared + slot * S::tile;
         barrier_wait(b.at.done + slot * 8, phase);
         if (stores) {
-            const int token = (b.first + i) * BOUNDARY_TILE;
             const uint32_t from = shared_address(tile);
 #pragma unroll
-            for (int k = 0; k < 2; k++) {
-                const int c = channel + k * TMA_CHANNELS;
-                if (p.store_d_x) tma_store(&p.d_x, from + S::d_y + k * S::box, c, token);
-                if (p.store_d_f) tma_store(&p.d_f, from + S::f + k * S::row_box, c, token);
+            for (int h = 0; h < 2; h++) {
+                const int c = channel + h * TMA_CHANNELS, first = (b.first + i) * BOUNDARY_TILE;
+                if (p.store_d_x) tma_store(&p.d_x, from + S::d_y + h * S::box, c, first);
+                if (p.store_d_f) tma_store(&p.d_f, from + S::f + h * S::row_box, c, first);
             }
             tma_commit();
         }
         __syncwarp();
-        if (p.sums)
-            for (int item = server * 32 + lane; item < ITEMS; item += (SERVERS - 1) * 32) {
-                const int token = item / PAIRS, pair = item - token * PAIRS;
-                const int part = pair >= PAIRS / 2, k = 2 * (pair - part * (PAIRS / 2));
-                float2 total = *(const float2 *)(tile + S::x + room::at(0, token, part, k));
-#pragma unroll 1 /* few registers */
-                for (int w = 1; w < WARPS; w++) {
-                    const float2 v = *(const float2 *)(tile + S::x + room::at(w, token, part, k));
-                    total.x = total.x + v.x, total.y = total.y + v.y;
-                }
-                sums[item] = total;
+        if (p.sums && piece < PIECES) {
+            const uint32_t from = S::x + room::piece_at(token, part, k);
+            float4 total = *(const float4 *)(tile + from);
+#pragma unroll
+            for (int w = 1; w < WARPS; w++) {
+                const float4 v = *(const float4 *)(tile + room::of_warp(from, w));
+                total.x = total.x + v.x, total.y = total.y + v.y, total.z = total.z + v.z, total.w = total.w + v.w;
             }
+            if (token & 8) total = make_float4(total.z, total.w, total.x, total.y);
+            sums[0] = make_float2(total.x, total.y);
+            if (k + 2 < room::half) sums[1] = make_float2(total.z, total.w);
+        }
         if (stores) tma_wait<false>();
         __syncwarp();
         if (lane == 0) barrier_arrive(b.at.free + slot * 8);
@@ -244,6 +258,8 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
     typedef sizes<N, FULL_> S;
     typedef sum_room<N, SHIFTED> room;
     constexpr int NT = boundary_record<N>::row_tiles, PIECES = boundary_record<N>::pieces, M = room::count;
+    /* y is stored word by word where there is no register left to keep it in. */
+    constexpr bool AT_ONCE = SHIFTED && NORM;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int64_t columns = (int64_t)N * p.channels;
     const int channel0 = b.slice * BOUNDARY_SLICE + warp * 16, channel = channel0 + t * 4;
@@ -279,7 +295,8 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
     const float factor_kept = FULL_ ? (float)mask.scale : 1.0f;
 
     int slot = 0, phase = 0;
-    for (int i = 0; i < b.count; i++) {
+    for (int tile_token = b.first * BOUNDARY_TILE, end = tile_token + b.count * BOUNDARY_TILE; tile_token != end;
+         tile_token += BOUNDARY_TILE) {
         char *const tile = b.shared + slot * S::tile, *const record = b.shared + S::records + slot * S::record;
         barrier_wait(b.at.full + slot * 8, phase);
 
@@ -321,7 +338,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
         for (int turn = 0; turn < 2; turn++) {
             const int half = turn ? t & 1 : ~t & 1;
             char *const mine = tile + at + half * 8 * TMA_ROW, *const my_row = tile + row_at + half * 8 * TMA_ROW;
-            const int own = (b.first + i) * BOUNDARY_TILE + token + half * 8;
+            const int own = tile_token + token + half * 8;
             token_coefs<N> k;
             get_record<N>(k, record + (token + half * 8) * PIECES * 16);
             quad x[N], d_y[N], f = get_quad(my_row + S::f), row = {};
@@ -331,7 +348,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
                 d_y[j] = quad{};
                 if (p.has_d_y) d_y[j] = get_quad(mine + S::d_y + j * S::row_box);
             }
-            if (p.has_row) row = get_quad(my_row + S::row);
+            if (NORM || p.has_row) row = get_quad(my_row + S::row);
             const bool inside = own < p.tokens && channel < p.channels;
             uint32_t kept = 0; /* four bits for each stream */
             if constexpr (FULL_)
@@ -369,6 +386,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
                     }
                     x[o].word[q] = narrow2(ys[o][0], ys[o][1], bf16());
                     widen2(ys[o][0], ys[o][1], x[o].word[q], bf16());
+                    if constexpr (AT_ONCE) *(uint32_t *)(mine + S::x + o * S::row_box + 4 * q) = x[o].word[q];
                 }
                 if constexpr (NORM) {
                     const float2 weight = ((const float2 *)(b.shared + S::weight))[(warp * 16 + t * 4 + 2 * q) / 2];
@@ -429,7 +447,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
             }
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                put_quad(mine + S::x + j * S::row_box, x[j]);
+                if constexpr (!AT_ONCE) put_quad(mine + S::x + j * S::row_box, x[j]);
                 put_quad(mine + S::d_y + j * S::row_box, d_y[j]);
             }
             put_quad(my_row + S::f, f);
@@ -490,8 +508,8 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
 
 #endif
 
-/* FULL: also bias, dropout, d_u beside d_v, and gradients of any dtype and layout. SHIFTED: also the gradient of pre_in. NORM: the gradient
- * comes through the sub-layer's norm. */
+/* FULL: also bias, dropout, d_u beside d_v, and gradients of any dtype and layout. SHIFTED: also the gradient of pre_in.
+ * NORM: the gradient comes through the sub-layer's norm. */
 template <int N, bool FULL_, bool SHIFTED, bool NORM>
 static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_constant__ fused_args p)
 {
@@ -544,25 +562,33 @@ struct fold_args {
     view d_post, d_res, d_pre;
 };
 
-template <int N, int COUNT> static __global__ void __launch_bounds__(256) fold_kernel(fold_args a)
+/* A thread per four numbers of a token. */
+template <int N, int COUNT> static __global__ void __launch_bounds__(128) fold_kernel(fold_args a)
 {
+    constexpr int QUADS = COUNT / 4;
+    const int64_t items = a.tokens * QUADS, apart = a.padded * QUADS;
+    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, token = i / QUADS;
     wait_for_previous();
-    const int64_t items = a.tokens * COUNT, apart = a.padded * COUNT;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < items;
-         i += (int64_t)gridDim.x * blockDim.x) {
-        float total = a.sums[i];
+    if (i >= items) return;
+    const float4 *from = (const float4 *)a.sums + i;
+    float4 total = *from;
 #pragma unroll 8
-        for (int s = 1; s < a.slices; s++) total += a.sums[s * apart + i];
-        const int64_t token = i / COUNT;
-        const int e = (int)(i - token * COUNT);
+    for (int s = 1; s < a.slices; s++) {
+        const float4 v = from[s * apart];
+        total.x = total.x + v.x, total.y = total.y + v.y, total.z = total.z + v.z, total.w = total.w + v.w;
+    }
+    const float values[4] = {total.x, total.y, total.z, total.w};
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+        const int e = (int)(i - token * QUADS) * 4 + q;
         if (e < N) {
-            if (has(a.d_post)) put(a.d_post, token * a.d_post.stride[0] + e * a.d_post.stride[1], total);
+            if (has(a.d_post)) put(a.d_post, token * a.d_post.stride[0] + e * a.d_post.stride[1], values[q]);
         } else if (e < N + N * N) {
             const int o = (e - N) / N, j = (e - N) % N, r = a.in_out ? j : o, c = a.in_out ? o : j;
             if (has(a.d_res))
-                put(a.d_res, token * a.d_res.stride[0] + r * a.d_res.stride[1] + c * a.d_res.stride[2], total);
+                put(a.d_res, token * a.d_res.stride[0] + r * a.d_res.stride[1] + c * a.d_res.stride[2], values[q]);
         } else if (e < 2 * N + N * N && has(a.d_pre)) {
-            put(a.d_pre, token * a.d_pre.stride[0] + (e - N - N * N) * a.d_pre.stride[1], total);
+            put(a.d_pre, token * a.d_pre.stride[0] + (e - N - N * N) * a.d_pre.stride[1], values[q]);
         }
     }
 }
@@ -641,9 +667,9 @@ template <int N> static weft_status run(const weft_call *call, const boundary_wo
                             .d_res = view_of(&a->d_res),
                             .d_pre = view_of(&a->d_pre_in)};
     constexpr int FEW = (N + N * N + 3) / 4 * 4, ALL = (2 * N + N * N + 3) / 4 * 4;
-    const int64_t items = call->tokens * (shifted ? ALL : FEW);
+    const int64_t items = call->tokens * (shifted ? ALL : FEW) / 4;
     return launch(call, "sums over channels", shifted ? fold_kernel<N, ALL> : fold_kernel<N, FEW>,
-                  {.grid = grid_of((items + 255) / 256), .block = 256, .order = OVERLAP}, fold);
+                  {.grid = (unsigned)((items + 127) / 128), .block = 128, .order = OVERLAP}, fold);
 }
 
 int32_t weft_cuda_boundary_bwd_code(void)
