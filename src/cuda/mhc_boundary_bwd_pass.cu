@@ -595,13 +595,13 @@ template <int N, int COUNT> static __global__ void __launch_bounds__(128) fold_k
 
 /* ---- host --------------------------------------------------------------------------------------------------------------------- */
 
-static weft_status map_of(const weft_call *call, CUtensorMap *map, const weft_tensor *t)
+static weft_status map_of(const weft_call *call, tma_encode *encode, CUtensorMap *map, const weft_tensor *t)
 {
     if (!weft_has(t)) return WEFT_OK;
     const bool streams = t->ndim == 3;
     const tma_tensor tensor = {t->data,        call->tokens, streams ? call->streams : 1,
                                call->channels, t->stride[0], streams ? t->stride[1] : 0};
-    return tma_map(call, map, &tensor, BOUNDARY_TILE);
+    return tma_map(call, encode, map, &tensor, BOUNDARY_TILE);
 }
 
 /* The copy engine can store this gradient. */
@@ -614,6 +614,7 @@ template <int N> static weft_status args_of(const weft_call *call, const boundar
 {
     const weft_mhc_boundary_bwd_args *a = w->a;
     const weft_tensor *row = weft_has(&a->d_v) ? &a->d_v : &a->d_u;
+    tma_encode *encode = NULL;
     *p = fused_args{};
     p->records = w->records;
     p->dpsi = w->dpsi, p->sums = w->sums, p->d_bias = w->d_bias, p->d_weight = w->d_weight;
@@ -626,12 +627,13 @@ template <int N> static weft_status args_of(const weft_call *call, const boundar
     p->store_d_x = is_stored(call, &a->d_x), p->store_d_f = is_stored(call, &a->d_f);
     if (!p->store_d_x) p->d_x_any = view_of(&a->d_x);
     if (!p->store_d_f) p->d_f_any = view_of(&a->d_f);
-    WEFT_TRY(map_of(call, &p->x, &a->x));
-    WEFT_TRY(map_of(call, &p->f, &a->f));
-    WEFT_TRY(map_of(call, &p->d_y, &a->d_y));
-    WEFT_TRY(map_of(call, &p->row, row));
-    if (p->store_d_x) WEFT_TRY(map_of(call, &p->d_x, &a->d_x.to));
-    if (p->store_d_f) WEFT_TRY(map_of(call, &p->d_f, &a->d_f.to));
+    WEFT_TRY(tma_open(call, &encode));
+    WEFT_TRY(map_of(call, encode, &p->x, &a->x));
+    WEFT_TRY(map_of(call, encode, &p->f, &a->f));
+    WEFT_TRY(map_of(call, encode, &p->d_y, &a->d_y));
+    WEFT_TRY(map_of(call, encode, &p->row, row));
+    if (p->store_d_x) WEFT_TRY(map_of(call, encode, &p->d_x, &a->d_x.to));
+    if (p->store_d_f) WEFT_TRY(map_of(call, encode, &p->d_f, &a->d_f.to));
     p->psi = w->psi, p->psi_stride = call->streams * call->channels;
     if (weft_project_phi_is_psi(&a->phi, &a->norm_weight, LAYOUT_NC))
         p->psi = (const float *)a->phi.data, p->psi_stride = a->phi.stride[0];

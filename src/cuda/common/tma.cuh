@@ -25,13 +25,15 @@ struct tma_tensor {
     int64_t tokens, streams, channels, token_stride, stream_stride;
 };
 
-/* The driver's function is looked up, so that the library needs no driver to load. */
-static inline weft_status tma_map(const weft_call *call, CUtensorMap *map, const tma_tensor *t, int tokens_of_box)
-{
-    typedef CUresult encode(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+/* The driver's function that makes maps. */
+typedef CUresult tma_encode(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                             const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                             CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-    const char *what = "a tensor map";
+
+/* Looked up, so that the library needs no driver to load. */
+static inline weft_status tma_open(const weft_call *call, tma_encode **encode)
+{
+    const char *what = "tensor maps";
     void *found = NULL;
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
@@ -42,15 +44,22 @@ static inline weft_status tma_map(const weft_call *call, CUtensorMap *map, const
 #endif
     if (result != cudaDriverEntryPointSuccess || !found)
         return weft_cuda_status(call, what, cudaErrorSymbolNotFound);
+    *encode = (tma_encode *)found;
+    return WEFT_OK;
+}
+
+static inline weft_status tma_map(const weft_call *call, tma_encode *encode, CUtensorMap *map, const tma_tensor *t,
+                                  int tokens_of_box)
+{
     const cuuint64_t size[3] = {(cuuint64_t)t->channels, (cuuint64_t)t->tokens, (cuuint64_t)t->streams};
     const cuuint64_t stride[2] = {(cuuint64_t)t->token_stride * 2,
                                   (cuuint64_t)(t->streams > 1 ? t->stream_stride : t->token_stride) * 2};
     const cuuint32_t box[3] = {TMA_CHANNELS, (cuuint32_t)tokens_of_box, (cuuint32_t)t->streams};
     const cuuint32_t step[3] = {1, 1, 1};
-    const CUresult error = ((encode *)found)(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t->data, size, stride, box,
-                                             step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return error == CUDA_SUCCESS ? WEFT_OK : weft_cuda_status(call, what, cudaErrorInvalidValue);
+    const CUresult error = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t->data, size, stride, box, step,
+                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return error == CUDA_SUCCESS ? WEFT_OK : weft_cuda_status(call, "a tensor map", cudaErrorInvalidValue);
 }
 
 /* ---- device --------------------------------------------------------------------------------------------------------- */
