@@ -53,21 +53,24 @@ struct record_args {
     float scale; /* 2 / K */
     int64_t tokens, padded;
     int32_t in_out;
-    bool early, late; /* which pieces to write: the coefficients, the rest */
 };
 
+/* Which pieces to write: the coefficients, what is known with d_h, or all. */
+enum record_part { EARLY, LATE, WHOLE };
+
 /* A thread per piece; tokens behind the last are zeros. */
-template <int N> static __global__ void __launch_bounds__(256) record_kernel(uint4 *to, record_args a)
+template <int N, record_part PART>
+static __global__ void __launch_bounds__(256) record_kernel(uint4 *to, record_args a)
 {
     typedef boundary_record<N> R;
-    constexpr int EARLY = R::rest_at - R::floats_at, LATE = R::pieces - EARLY;
-    const int count = (a.early ? EARLY : 0) + (a.late ? LATE : 0);
+    constexpr int coefs = R::rest_at - R::floats_at;
+    constexpr int count = PART == EARLY ? coefs : PART == LATE ? R::pieces - coefs : R::pieces;
     let_next_begin();
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.padded * count;
          i += (int64_t)gridDim.x * blockDim.x) {
         const int64_t token = i / count;
         const int j = (int)(i - token * count);
-        const int piece = !a.late ? R::floats_at + j : a.early || j < R::floats_at ? j : R::rest_at;
+        const int piece = PART == EARLY ? R::floats_at + j : PART == WHOLE || j < R::floats_at ? j : R::rest_at;
         const int lo = piece >= R::row_tiles;
         uint32_t word[4] = {};
         if (token >= a.tokens) {
@@ -101,10 +104,8 @@ template <int N> static __global__ void __launch_bounds__(256) record_kernel(uin
     }
 }
 
-template <int N>
-static weft_status write_records(const weft_call *call, const boundary_work *w, bool early, bool late)
+template <int N> static weft_status write_records(const weft_call *call, const boundary_work *w, record_part part)
 {
-    typedef boundary_record<N> R;
     const record_args a = {.d_h = view_of(&w->d_h),
                            .d_ms = view_of(&w->d_ms),
                            .post = view_of(&w->a->post),
@@ -114,17 +115,18 @@ static weft_status write_records(const weft_call *call, const boundary_work *w, 
                            .scale = 2.0f / (float)(N * call->channels),
                            .tokens = call->tokens,
                            .padded = w->plan.tiles * BOUNDARY_TILE,
-                           .in_out = w->a->numerics.apply == WEFT_APPLY_IN_OUT,
-                           .early = early,
-                           .late = late};
-    const int64_t blocks = (a.padded * R::pieces + 255) / 256;
-    return launch(call, "records", record_kernel<N>, {.grid = grid_of(blocks), .block = 256}, w->records, a);
+                           .in_out = w->a->numerics.apply == WEFT_APPLY_IN_OUT};
+    const int64_t blocks = (a.padded * boundary_record<N>::pieces + 255) / 256;
+    return launch(call, "records",
+                  part == EARLY  ? record_kernel<N, EARLY>
+                  : part == LATE ? record_kernel<N, LATE>
+                                 : record_kernel<N, WHOLE>,
+                  {.grid = grid_of(blocks), .block = 256}, w->records, a);
 }
 
-/* early: what is known before d_h; late: the rest. */
-static weft_status records(const weft_call *call, const boundary_work *w, bool early, bool late)
+static weft_status records(const weft_call *call, const boundary_work *w, record_part part)
 {
-    return call->streams == 2 ? write_records<2>(call, w, early, late) : write_records<4>(call, w, early, late);
+    return call->streams == 2 ? write_records<2>(call, w, part) : write_records<4>(call, w, part);
 }
 
 /* ---- layout ----------------------------------------------------------------------------------------------------------------- */
@@ -196,12 +198,12 @@ weft_status weft_cuda_boundary_bwd(const weft_call *call, const weft_mhc_boundar
     const columns k = columns_of(call, LAYOUT_NC);
     const bool waits = w.norm || weft_has(&w.d_pre), early = waits && (w.norm || !w.stored);
     if (weft_has(&c.coef.pre)) WEFT_TRY(chain_run(call, weft_cuda_mhc_coef_fwd, &c.coef, w.room));
-    if (early) WEFT_TRY(records(call, &w, true, false));
+    if (early) WEFT_TRY(records(call, &w, EARLY));
     if (waits) WEFT_TRY(weft_cuda_boundary_bwd_sums(call, &w));
     WEFT_TRY(chain_run(call, weft_cuda_mhc_coef_bwd, &c.d_coef, w.room));
     if (!weft_project_phi_is_psi(&a->phi, &a->norm_weight, LAYOUT_NC))
         WEFT_TRY(weft_cuda_project_spread(call, &a->phi, &a->norm_weight, k, w.psi));
-    WEFT_TRY(records(call, &w, !early, true));
+    WEFT_TRY(records(call, &w, early ? LATE : WHOLE));
     WEFT_TRY(weft_cuda_boundary_bwd_pass(call, &w));
     if (w.dpsi) WEFT_TRY(weft_cuda_project_finish(call, &c.project, w.dpsi, w.plan.splits, k));
     if (w.d_bias) WEFT_TRY(weft_cuda_post_add_bias(call, &a->d_bias, w.d_bias, w.plan.splits));
