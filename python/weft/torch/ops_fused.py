@@ -14,6 +14,7 @@ from .ops import (
     dropped,
     given,
     maybe,
+    planned,
     raw,
     rows_of,
     run,
@@ -46,15 +47,9 @@ def _pre_outputs(x, phi, alpha, beta, norm_weight, sub_weight, pre_in, numerics,
     return single(x), *coefficients(x.shape[:-2], x.shape[-2], x), *raw(x, phi.shape[0])
 
 
-def _pre(out, x, phi, alpha, beta, norm_weight, sub_weight, pre_in, numerics, sub_norm, sub_eps, precision):
-    u, pre, post, res, h, ms = out
-    run(
-        "mhc_pre_fwd",
-        pre_scalars(numerics, sub_eps),
-        *(x, phi, norm_weight, alpha, beta, pre_in, sub_weight),
-        *(h, ms, pre, post, res, *placed(sub_norm, u)),
-        precision=precision,
-    )
+def _pre_plan(numerics, sub_norm, sub_eps, precision):
+    order = (0, 1, 4, 2, 3, 6, 5, ~4, ~5, ~1, ~2, ~3, *placed(sub_norm, ~0))
+    return planned("mhc_pre_fwd", order, *pre_scalars(numerics, sub_eps), precision=precision)
 
 
 def _pre_save(ctx, inputs, output):
@@ -104,9 +99,9 @@ _PRE_SCALARS = "float[] numerics, bool sub_norm, float sub_eps, int precision"
 define(
     f"mhc_pre({_PRE_TENSORS}, {_PRE_SCALARS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _pre_outputs,
-    _pre,
-    _pre_save,
-    _pre_backward,
+    plan=_pre_plan,
+    save=_pre_save,
+    backward=_pre_backward,
 )
 define(
     f"mhc_pre_bwd({_PRE_TENSORS}, Tensor h, Tensor ms, Tensor? d_u, Tensor? d_pre, Tensor? d_post, Tensor? d_res,"
@@ -130,19 +125,10 @@ def _boundary_outputs(
     return y, single(x), *coefficients(x.shape[:-2], x.shape[-2], x), *raw(x, phi.shape[0])
 
 
-def _boundary(
-    out, x, f, post, res, bias, phi, alpha, beta, norm_weight, sub_weight, pre_in, step, numerics, sub_norm, sub_eps, p,
-    token_base, precision,
-):  # fmt: skip
-    y, u, pre_out, post_out, res_out, h, ms = out
-    run(
-        "mhc_boundary_fwd",
-        boundary_scalars(numerics, sub_eps, p, token_base),
-        *(x, f, bias, post, res, phi, norm_weight, alpha, beta, pre_in, sub_weight),
-        *(y, h, ms, pre_out, post_out, res_out, *placed(sub_norm, u)),
-        precision=precision,
-        step=step,
-    )
+def _boundary_plan(numerics, sub_norm, sub_eps, p, token_base, precision):
+    order = (0, 1, 4, 2, 3, 5, 8, 6, 7, 10, 9, ~0, ~5, ~6, ~2, ~3, ~4, *placed(sub_norm, ~1))
+    scalars = boundary_scalars(numerics, sub_eps, p, token_base)
+    return planned("mhc_boundary_fwd", order, *scalars, precision=precision, step=11)
 
 
 def _boundary_save(ctx, inputs, output):
@@ -200,9 +186,9 @@ define(
     f"mhc_boundary({_BOUNDARY_TENSORS}, {_BOUNDARY_SCALARS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _boundary_outputs,
-    _boundary,
-    _boundary_save,
-    _boundary_backward,
+    plan=_boundary_plan,
+    save=_boundary_save,
+    backward=_boundary_backward,
 )
 define(
     f"mhc_boundary_bwd({_BOUNDARY_TENSORS}, Tensor y, Tensor h, Tensor ms, Tensor? d_y, Tensor? d_u, Tensor? d_pre,"
