@@ -8,7 +8,8 @@ Tensors are so small that the work hardly counts: two tokens, four streams, 64 c
 the device is waited for after each burst, outside the clock. On the CPU the work of mhc_pre counts at any size: it has
 no goal there, and what matters is the difference between its rows. Its Sinkhorn makes one iteration. Eager mode, no
 autograd. A time is the median of bursts. "ext" is _C.run with a prepared call on tensors that exist; "op" is
-torch.ops.weft.*, which also allocates its results. Two operators of torch stand beside them for scale.
+torch.ops.weft.*, which also allocates its results. For scale, "idle" is an operator of the same schema, registered from
+Python, that returns tensors which exist, and "torch" are two of torch's own.
 
 Goals: 5 us for the extension, 20 us for a registered operator."""
 
@@ -25,6 +26,18 @@ from weft.torch.numerics import pack
 TOKENS, STREAMS, CHANNELS = 2, 4, 64
 GOAL = {"ext": 5.0, "op": 20.0}
 BURSTS = 21
+
+
+LIB = torch.library.Library("weft_idle", "DEF")
+
+
+def idle(op: torch._ops.OpOverload, results, device: torch.device) -> torch._ops.OpOverload:
+    """An operator with the schema of `op` that does nothing."""
+    schema = f"{device.type}_{str(op._schema).removeprefix('weft::')}"
+    name = schema.partition("(")[0]
+    LIB.define(schema)
+    LIB.impl(name, lambda *args: results, "Autograd")
+    return getattr(torch.ops.weft_idle, name).default
 
 
 def sides(device: torch.device) -> list[tuple[str, str, object]]:
@@ -49,6 +62,8 @@ def sides(device: torch.device) -> list[tuple[str, str, object]]:
     whole = ops.prepared("mhc_pre_fwd", ops_fused.pre_scalars(numerics, 1e-6))
     u_out, *coef, h, ms = weft_ops.mhc_pre.default(*site, *rest)
     table = (x, phi, None, alpha, beta, None, None, h, ms, *coef, u_out, None)
+    idle_aggregate = idle(weft_ops.mhc_aggregate.default, u, device)
+    idle_pre = idle(weft_ops.mhc_pre.default, (u_out, *coef, h, ms), device)
     return [
         ("ext", "mhc_aggregate_fwd", lambda: _C.run(aggregate, 0, 0, threads, None, x, pre, u)),
         ("ext", "mhc_post_fwd", lambda: _C.run(post, 0, 0, threads, None, x, f, None, pre, res, y)),
@@ -58,6 +73,8 @@ def sides(device: torch.device) -> list[tuple[str, str, object]]:
         ("op", "mhc_post", lambda: weft_ops.mhc_post.default(x, f, pre, res, None, None, numerics, 0.0, 0)),
         ("op", "mhc_pre", lambda: weft_ops.mhc_pre.default(*site, *rest)),
         ("op", "mhc_pre, bf16", lambda: weft_ops.mhc_pre.default(*half, *rest)),
+        ("idle", "mhc_aggregate", lambda: idle_aggregate(x, pre)),
+        ("idle", "mhc_pre", lambda: idle_pre(*site, *rest)),
         ("torch", "empty", lambda: torch.empty(TOKENS, CHANNELS, device=device)),
         ("torch", "relu", lambda: torch.relu(x)),
     ]
