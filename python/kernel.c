@@ -2,12 +2,13 @@
  *
  * A framework's operator that is one call of the library, as a callable:
  *
- *     kernel = _C.Kernel(tensors, prepare, outputs, otherwise)
+ *     kernel = _C.Kernel(tensors, needs, prepare, outputs, otherwise)
  *     results = kernel(tensor ..., scalar ...)
  *
  * The first `tensors` arguments are tensors or None. prepare(scalar ...) returns (call, precision, step, order): a Call,
  * the argument that is the dropout's step or -1, and for every tensor of the library's table the argument k that it is,
- * ~j for result j, or None. outputs(argument ...) makes the empty results.
+ * ~j for result j, or None. outputs(argument ...) makes the empty results. Where argument `needs` (-1: none) is None,
+ * prepare does not apply.
  *
  * To do this in Python takes longer than the call itself. So what prepare says is kept for these scalars, and what
  * outputs made is kept for these shapes: the next call with both makes the like of it by the framework's short way.
@@ -48,7 +49,7 @@ typedef struct plan {
 } plan;
 
 typedef struct kernel_object {
-    PyObject_HEAD int tensors;
+    PyObject_HEAD int tensors, needs;
     module_state *state;
     PyObject *module, *prepare, *outputs, *otherwise;
     PyObject *plans; /* {scalars: capsule of a plan} */
@@ -253,6 +254,7 @@ static bool is_plain(const kernel_object *k, PyObject *args)
 {
     PyObject *const *hook = k->state->hook;
     if (!hook[HOOK_COUNT - 1] || PyTuple_Size(args) < k->tensors) return false;
+    if (k->needs >= 0 && Py_IsNone(PyTuple_GetItem(args, k->needs))) return false;
     for (int i = 0; i < k->tensors; i++) {
         PyObject *a = PyTuple_GetItem(args, i), *type = (PyObject *)Py_TYPE(a);
         if (!Py_IsNone(a) && type != hook[HOOK_TENSOR] && type != hook[HOOK_PARAMETER]) return false;
@@ -360,21 +362,26 @@ static PyObject *kernel_call(PyObject *self, PyObject *args, PyObject *kwargs)
 
 static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    int tensors;
+    int tensors, needs;
     PyObject *prepare, *outputs, *otherwise, *module = PyType_GetModule(type);
     if (!module) return NULL;
     if (kwargs && PyDict_Size(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "Kernel takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "iOOO:Kernel", &tensors, &prepare, &outputs, &otherwise)) return NULL;
+    if (!PyArg_ParseTuple(args, "iiOOO:Kernel", &tensors, &needs, &prepare, &outputs, &otherwise)) return NULL;
     if (tensors < 1 || tensors > MAX_TENSORS) {
         PyErr_Format(PyExc_ValueError, "Kernel: tensors: expected 1 to %d, got %d", MAX_TENSORS, tensors);
+        return NULL;
+    }
+    if (needs < -1 || needs >= tensors) {
+        PyErr_Format(PyExc_ValueError, "Kernel: needs: expected -1 to %d, got %d", tensors - 1, needs);
         return NULL;
     }
     kernel_object *k = (kernel_object *)PyType_GenericAlloc(type, 0);
     if (!k) return NULL;
     k->tensors = tensors;
+    k->needs = needs;
     k->state = PyModule_GetState(module);
     PyObject **kept[] = {&k->module, &k->prepare, &k->outputs, &k->otherwise};
     PyObject *given[] = {module, prepare, outputs, otherwise};
@@ -401,6 +408,7 @@ static PyType_Slot slots[] = {
     {Py_tp_new, kernel_new},
     {Py_tp_dealloc, kernel_dealloc},
     {Py_tp_call, kernel_call},
-    {Py_tp_doc, "Kernel(tensors, prepare, outputs, otherwise): a framework's operator as one call of the library"},
+    {Py_tp_doc,
+     "Kernel(tensors, needs, prepare, outputs, otherwise): a framework's operator as one call of the library"},
     {0, NULL}};
 PyType_Spec ext_kernel_spec = {"weft._C.Kernel", sizeof(kernel_object), 0, Py_TPFLAGS_DEFAULT, slots};

@@ -213,9 +213,11 @@ def test_bad_kernels():
         return ops.single(x)
 
     with pytest.raises(TypeError, match="Kernel takes no keyword arguments"):
-        _C.Kernel(2, passed, outputs, otherwise=passed)
+        _C.Kernel(2, -1, passed, outputs, otherwise=passed)
     with pytest.raises(ValueError, match="Kernel: tensors: expected 1 to 32, got 0"):
-        _C.Kernel(0, passed, outputs, passed)
+        _C.Kernel(0, -1, passed, outputs, passed)
+    with pytest.raises(ValueError, match="Kernel: needs: expected -1 to 1, got 2"):
+        _C.Kernel(2, 2, passed, outputs, passed)
     call = _C.Call("mhc_aggregate_fwd", {})
     args = torch.randn(3, 4, 8), torch.rand(3, 4)
     plans = {
@@ -226,11 +228,11 @@ def test_bad_kernels():
         "no such step": lambda: (call, 0, 2, (0, 1, ~0)),
     }
     for what, plan in plans.items():
-        assert _C.Kernel(2, plan, outputs, passed)(*args) == "passed on", what
-    kernel = _C.Kernel(2, lambda: (call, 0, -1, (0, 1, ~0)), outputs, passed)
+        assert _C.Kernel(2, -1, plan, outputs, passed)(*args) == "passed on", what
+    kernel = _C.Kernel(2, -1, lambda: (call, 0, -1, (0, 1, ~0)), outputs, passed)
     alike(kernel(*args), by_python("mhc_aggregate", args), "a good one")
     assert kernel(args[0]) == kernel(*args, pre=1) == kernel(None, None) == kernel(args[0], 3) == "passed on"
     with pytest.raises(IndexError):
-        _C.Kernel(2, lambda: (call, 0, -1, (0, 1, ~1)), outputs, passed)(*args)
+        _C.Kernel(2, -1, lambda: (call, 0, -1, (0, 1, ~1)), outputs, passed)(*args)
     with pytest.raises(AttributeError, match="Tensor"):
         _C.set_framework(SimpleNamespace())

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators, registered with PyTorch as torch.ops.weft.*.
 
-Every operator is written as two functions. `outputs` makes the empty results, and serves as the fake kernel. `plan`
-says which call of the library fills them; where that depends on which tensors there are, `launch` makes the call.
-Gradients are registered the same way, as operators of their own, so that compiled graphs see them; they have no
-gradient in turn and say so. Results are fresh, contiguous or in the memory order of x, one storage each, and never
-alias an input.
+Every operator is written as two functions. `outputs` makes the empty results, and serves as the fake kernel; `plan`
+says which call of the library fills them. Gradients are registered the same way, as operators of their own, so that
+compiled graphs see them; they have no gradient in turn and say so. Results are fresh, contiguous or in the memory order
+of x, one storage each, and never alias an input.
 
 Gradients that nobody wants come back as tensors without elements, since a registered operator has a fixed number of
 results; `want`, the last argument of such an operator, lists which ones are wanted."""
@@ -33,17 +32,6 @@ _C.set_framework(framework)
 def prepared(name: str, scalars: tuple) -> _C.Call:
     """An operator with its scalars filled in; scalars are pairs of names and values."""
     return _C.Call(name, dict(scalars))
-
-
-def added(tensors, add: tuple) -> int:
-    """The mask of those tensors that are added to."""
-    return sum(1 << k for k, t in enumerate(tensors) if any(t is a for a in add)) if add else 0
-
-
-def run(name: str, scalars: tuple, *tensors: Tensor | None, add: tuple = (), precision: int = 0, step=None) -> None:
-    """Calls operator `name` of the library on tensors in the order of its table; None where one is absent. Those in
-    `add` are added to, other gradients are overwritten."""
-    _C.run(prepared(name, scalars), added(tensors, add), precision, framework.threads(), step, *tensors)
 
 
 class Plan(NamedTuple):
@@ -114,15 +102,19 @@ class Node(torch.autograd.Function):
         return *backward(ctx, *grads), None, None
 
 
-def launch_of(plan: Callable, tensors: int) -> Callable:
-    """The launch that a plan comes to."""
+def launch_of(plan: Callable, tensors: int, needs: int, without: Callable | None) -> Callable:
+    """What a plan comes to: launch(results, *args) fills the results by a call of the library. Those in `add` are added
+    to, other gradients are overwritten."""
 
     def launch(results, *args, add=()):
         if isinstance(results, Tensor):
             results = (results,)
+        if needs >= 0 and args[needs] is None:
+            args = without(results, args, add)
         call, precision, step, order = plan(*args[tensors:])
         found = [None if k is None else args[k] if k >= 0 else results[~k] for k in order]
-        _C.run(call, added(found, add), precision, framework.threads(), None if step < 0 else args[step], *found)
+        mask = sum(1 << k for k, t in enumerate(found) if any(t is a for a in add)) if add else 0
+        _C.run(call, mask, precision, framework.threads(), None if step < 0 else args[step], *found)
 
     return launch
 
@@ -130,21 +122,22 @@ def launch_of(plan: Callable, tensors: int) -> Callable:
 def define(
     schema: str,
     outputs: Callable,
-    launch: Callable | None = None,
+    plan: Callable,
     save: Callable | None = None,
     backward: Callable | None = None,
-    plan: Callable | None = None,
+    needs: int = -1,
+    without: Callable | None = None,
 ) -> None:
-    """Registers an operator: `plan(*scalars)` or `launch(results, *args, add=())` says what it does, `save(ctx, inputs,
-    output)` keeps what `backward(ctx, *grads)` needs.
+    """Registers an operator: `plan(*scalars)` says what it does, `save(ctx, inputs, output)` keeps what
+    `backward(ctx, *grads)` needs. Where argument `needs` is None the plan does not apply, and
+    `without(results, args, add)` returns the arguments of a call that comes to the same.
 
     The autograd kernel is written here and not left to torch.library.register_autograd, because the ways through the
-    dispatcher are most of what a small call costs. For the same reason an operator with a plan is a kernel of the
-    extension (python/kernel.c), and what is here serves the calls that it passes on."""
+    dispatcher are most of what a small call costs. For the same reason an operator is a kernel of the extension
+    (python/kernel.c), and what is here serves the calls that it passes on."""
     name, _, arguments = schema.partition("(")
     tensors = arguments.partition("->")[0].count("Tensor")
-    if plan is not None:
-        launch = launch_of(plan, tensors)
+    launch = launch_of(plan, tensors, needs, without)
 
     def fake(*args):
         # A call with one tensor on meta is dispatched here, and would return memory that nobody fills.
@@ -166,12 +159,9 @@ def define(
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
-    def quick(otherwise):
-        return otherwise if plan is None else _C.Kernel(tensors, plan, outputs, otherwise)
-
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIB.impl(name, quick(kernel), "CompositeExplicitAutograd")
-    LIB.impl(name, quick(autograd), "Autograd")
+    for otherwise, key in ((kernel, "CompositeExplicitAutograd"), (autograd, "Autograd")):
+        LIB.impl(name, _C.Kernel(tensors, needs, plan, outputs, otherwise), key)
     torch.library.register_fake(f"weft::{name}", fake, lib=LIB)
     op = getattr(torch.ops.weft, name).default
     DEFINITIONS[name] = Definition(op, outputs, launch, save, backward)
@@ -183,11 +173,6 @@ def define(
 def maybe(wanted: bool, like: Tensor) -> Tensor:
     """An empty tensor like `like`, in its memory order, or one without elements."""
     return torch.empty_like(like) if wanted else like.new_empty(0)
-
-
-def given(tensor: Tensor) -> Tensor | None:
-    """The tensor, or None for one that stands for "not wanted"."""
-    return tensor if tensor.dim() != 1 or tensor.numel() else None
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -281,15 +266,15 @@ def _project_bwd_plan(precision, want):
 define(
     "mhc_project(Tensor x, Tensor phi, Tensor? norm_weight, int precision) -> (Tensor, Tensor)",
     _project_outputs,
-    plan=_project_plan,
-    save=_project_save,
-    backward=_project_backward,
+    _project_plan,
+    _project_save,
+    _project_backward,
 )
 define(
     "mhc_project_bwd(Tensor x, Tensor phi, Tensor? norm_weight, Tensor? d_h, Tensor? d_ms, int precision, bool[] want)"
     " -> (Tensor, Tensor, Tensor)",
     _project_bwd_outputs,
-    plan=_project_bwd_plan,
+    _project_bwd_plan,
 )
 
 # ---- gates, Sinkhorn, and both in one ----------------------------------------------------------------------------
@@ -325,15 +310,15 @@ def _define_coef(name: str) -> None:
     define(
         f"{name}(Tensor h, Tensor ms, Tensor alpha, Tensor beta, float[] numerics) -> (Tensor, Tensor, Tensor)",
         _coef_outputs,
-        plan=plan,
-        save=_coef_save,
-        backward=backward,
+        plan,
+        _coef_save,
+        backward,
     )
     define(
         f"{name}_bwd(Tensor h, Tensor ms, Tensor alpha, Tensor beta, Tensor? d_pre, Tensor? d_post, Tensor? d_res,"
         " float[] numerics, bool[] want) -> (Tensor, Tensor, Tensor, Tensor)",
         _coef_bwd_outputs,
-        plan=plan_bwd,
+        plan_bwd,
     )
 
 
@@ -370,14 +355,14 @@ def _sinkhorn_bwd_plan(numerics):
 define(
     "mhc_sinkhorn(Tensor logits, float[] numerics) -> Tensor",
     _sinkhorn_outputs,
-    plan=_sinkhorn_plan,
-    save=_sinkhorn_save,
-    backward=_sinkhorn_backward,
+    _sinkhorn_plan,
+    _sinkhorn_save,
+    _sinkhorn_backward,
 )
 define(
     "mhc_sinkhorn_bwd(Tensor logits, Tensor d_res, float[] numerics) -> Tensor",
     _sinkhorn_bwd_outputs,
-    plan=_sinkhorn_bwd_plan,
+    _sinkhorn_bwd_plan,
 )
 
 # ---- aggregate ---------------------------------------------------------------------------------------------------
@@ -411,14 +396,14 @@ def _aggregate_bwd_plan(want):
 define(
     "mhc_aggregate(Tensor x, Tensor pre) -> Tensor",
     _aggregate_outputs,
-    plan=_aggregate_plan,
-    save=_aggregate_save,
-    backward=_aggregate_backward,
+    _aggregate_plan,
+    _aggregate_save,
+    _aggregate_backward,
 )
 define(
     "mhc_aggregate_bwd(Tensor x, Tensor pre, Tensor d_u, bool[] want) -> (Tensor, Tensor)",
     _aggregate_bwd_outputs,
-    plan=_aggregate_bwd_plan,
+    _aggregate_bwd_plan,
 )
 
 # ---- post: expand the sub-layer's output and mix the streams -----------------------------------------------------
@@ -469,15 +454,15 @@ define(
     "mhc_post(Tensor x, Tensor f, Tensor post, Tensor res, Tensor? bias, Tensor? step, float[] numerics, float p,"
     " int token_base) -> Tensor",
     _post_outputs,
-    plan=_post_plan,
-    save=_post_save,
-    backward=_post_backward,
+    _post_plan,
+    _post_save,
+    _post_backward,
 )
 define(
     "mhc_post_bwd(Tensor x, Tensor f, Tensor post, Tensor res, Tensor? bias, Tensor? step, Tensor d_y,"
     " float[] numerics, float p, int token_base, bool[] want) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _post_bwd_outputs,
-    plan=_post_bwd_plan,
+    _post_bwd_plan,
 )
 
 # ---- expand and contract -----------------------------------------------------------------------------------------
@@ -506,11 +491,11 @@ def _expand_bwd_plan():
 define(
     "mhc_expand(Tensor u, int streams) -> Tensor",
     _expand_outputs,
-    plan=_expand_plan,
-    save=_expand_save,
-    backward=_expand_backward,
+    _expand_plan,
+    _expand_save,
+    _expand_backward,
 )
-define("mhc_expand_bwd(Tensor d_x) -> Tensor", single, plan=_expand_bwd_plan)
+define("mhc_expand_bwd(Tensor d_x) -> Tensor", single, _expand_bwd_plan)
 
 
 def _contract_outputs(x, kind):
@@ -545,14 +530,14 @@ def _contract_bwd_plan(streams, kind, swapped):
 define(
     "mhc_contract(Tensor x, int kind) -> Tensor",
     _contract_outputs,
-    plan=_contract_plan,
-    save=_contract_save,
-    backward=_contract_backward,
+    _contract_plan,
+    _contract_save,
+    _contract_backward,
 )
 define(
     "mhc_contract_bwd(Tensor d_u, int streams, int kind, bool swapped) -> Tensor",
     _contract_bwd_outputs,
-    plan=_contract_bwd_plan,
+    _contract_bwd_plan,
 )
 
 # ---- learned head ------------------------------------------------------------------------------------------------
@@ -601,16 +586,16 @@ define(
     "mhc_head(Tensor x, Tensor phi, Tensor alpha, Tensor beta, Tensor? norm_weight, float rms_eps, int rms_eps_kind,"
     " float pre_eps, int precision) -> (Tensor, Tensor, Tensor)",
     _head_outputs,
-    plan=_head_plan,
-    save=_head_save,
-    backward=_head_backward,
+    _head_plan,
+    _head_save,
+    _head_backward,
 )
 define(
     "mhc_head_bwd(Tensor x, Tensor phi, Tensor alpha, Tensor beta, Tensor? norm_weight, Tensor h, Tensor ms,"
     " Tensor d_u, float rms_eps, int rms_eps_kind, float pre_eps, int precision, bool[] want)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _head_bwd_outputs,
-    plan=_head_bwd_plan,
+    _head_bwd_plan,
 )
 
 # ---- RMSNorm of the sub-layer's input ----------------------------------------------------------------------------
@@ -645,12 +630,12 @@ def _rmsnorm_bwd_plan(eps, want):
 define(
     "rmsnorm(Tensor u, Tensor? weight, float eps) -> Tensor",
     _rmsnorm_outputs,
-    plan=_rmsnorm_plan,
-    save=_rmsnorm_save,
-    backward=_rmsnorm_backward,
+    _rmsnorm_plan,
+    _rmsnorm_save,
+    _rmsnorm_backward,
 )
 define(
     "rmsnorm_bwd(Tensor u, Tensor? weight, Tensor d_v, float eps, bool[] want) -> (Tensor, Tensor)",
     _rmsnorm_bwd_outputs,
-    plan=_rmsnorm_bwd_plan,
+    _rmsnorm_bwd_plan,
 )
