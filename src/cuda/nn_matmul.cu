@@ -75,7 +75,9 @@ static weft_status product(const weft_call *call, const weft_matmul *a, weft_dty
 
 weft_status weft_cuda_nn_matmul(weft_nn *nn, const weft_matmul *a)
 {
-    void *room = weft_nn_room(nn, WEFT_CUDA_BLAS_ROOM);
+    enum { ALIGN = 256 }; /* as the library likes it */
+    const uintptr_t begin = (uintptr_t)weft_nn_room(nn, WEFT_CUDA_BLAS_ROOM + ALIGN);
+    void *room = (void *)((begin + ALIGN - 1) / ALIGN * ALIGN);
     NN_ENTER(nn);
     const weft_dtype in = nn->table->dtype, out = a->c_full ? WEFT_F32 : in;
     if (nn->blas && nn->blas->device) {
