@@ -28,6 +28,7 @@ int ranks_open(ranks *r, char *error, size_t size)
     const char *started = getenv("OMPI_COMM_WORLD_SIZE");
     int (*init)(int *, char ***), (*get_rank)(void *, int *), (*get_size)(void *, int *);
     *r = (ranks){.count = 1, .locals = 1};
+    r->started = started != NULL;
     if (!started || atoi(started) < 2) return 1;
     /* Open MPI's plugins look for its symbols among the global ones. */
     for (int i = 0; names[i] && !r->library; i++) r->library = dlopen(names[i], RTLD_NOW | RTLD_GLOBAL);

@@ -9,6 +9,7 @@
 
 typedef struct ranks {
     int rank, count;
+    int started;       /* by mpirun, be it as one process */
     int local, locals; /* the same among the processes of this machine */
     void *library;     /* NULL: one process, and every function below does nothing */
     void *world, *type_float, *type_double, *type_byte, *sum;

@@ -193,11 +193,12 @@ static int open_device(trainer *t)
     t->exec.device = t->ranks->local % devices;
     if (!well(t, device_use(t->exec.device))) return 0;
     if (t->config.dtype == WEFT_BF16) t->exec.precision = WEFT_PRECISION_TF32; /* of Muon's products */
-    if (t->ranks->count < 2) return 1;
+    if (!t->ranks->started) return 1;
     int shared = t->ranks->locals > devices;
     if (shared) snprintf(why, sizeof why, "%d processes share %d GPUs", t->ranks->locals, devices);
     if (!shared && nccl_open(&t->nccl, t->ranks, why, sizeof why)) return 1;
-    if (t->ranks->rank == 0) fprintf(stderr, "weft train: gradients are summed by MPI on the host: %s\n", why);
+    if (t->ranks->rank == 0) fprintf(stderr, "weft train: gradients are not summed by NCCL: %s\n", why);
+    if (t->ranks->count < 2) return 1;
     t->host_sums = malloc((size_t)t->elements * sizeof(float));
     return t->host_sums ? 1 : fail(t, "out of memory");
 }
@@ -290,7 +291,7 @@ static int sum_gradients(trainer *t)
     size_t bytes = (size_t)t->elements * sizeof(float);
     if (t->nccl.library)
         return nccl_sum(&t->nccl, t->gradients, t->elements, t->exec.stream) || fail(t, "NCCL cannot go on");
-    if (!t->host_sums)
+    if (!t->host_sums) /* one process, or the CPU */
         return ranks_sum(t->ranks, t->gradients, t->elements) || fail(t, "a process of the run is gone");
     return well(t, device_get(t->host_sums, t->gradients, bytes)) &&
            (ranks_sum(t->ranks, t->host_sums, t->elements) || fail(t, "a process of the run is gone")) &&

@@ -83,6 +83,17 @@ typedef struct weft_loss {
     double scale;   /* backward */
 } weft_loss;
 
+/* The merge of the plain residual: y = x + D (f + bias) [M6], and d_f = D d_y, d_bias += the sum of its rows. */
+typedef struct weft_add {
+    int64_t tokens, channels;
+    weft_dropout dropout;
+    int32_t biased;
+    const void *x, *f, *bias; /* bias: full */
+    void *y;
+    const void *d_y; /* backward */
+    void *d_f, *d_bias;
+} weft_add;
+
 /* Gates of the unconstrained connection [T5], all of it full; h [T n, n+2], ms [T n], alpha [3], beta [2n + n^2]. */
 typedef struct weft_hc_gates {
     int64_t tokens, streams;
@@ -150,6 +161,9 @@ struct weft_nn_table {
     /* rows [T, width] += bias, and bias += the sum of the rows; bias is full. */
     weft_status (*bias_fwd)(weft_nn *nn, void *rows, const void *bias, int64_t tokens, int64_t width);
     weft_status (*bias_bwd)(weft_nn *nn, const void *rows, void *bias, int64_t tokens, int64_t width);
+    /* NULL where mhc_post is as quick with one stream. */
+    weft_status (*add_fwd)(weft_nn *nn, const weft_add *a);
+    weft_status (*add_bwd)(weft_nn *nn, const weft_add *a);
     weft_status (*compose)(weft_nn *nn, const weft_compose *a);
     /* Largest absolute row and column sum of each map: mean and largest over the tokens, rows first. For the host: it waits
      * for the work before it, as first_bad does, and nothing else. */

@@ -74,6 +74,8 @@ weft_status weft_cuda_nn_hc_gates_fwd(weft_nn *nn, const weft_hc_gates *a);
 weft_status weft_cuda_nn_hc_gates_bwd(weft_nn *nn, const weft_hc_gates *a);
 weft_status weft_cuda_nn_bias_fwd(weft_nn *nn, void *rows, const void *bias, int64_t tokens, int64_t width);
 weft_status weft_cuda_nn_bias_bwd(weft_nn *nn, const void *rows, void *bias, int64_t tokens, int64_t width);
+weft_status weft_cuda_nn_add_fwd(weft_nn *nn, const weft_add *a);
+weft_status weft_cuda_nn_add_bwd(weft_nn *nn, const weft_add *a);
 weft_status weft_cuda_nn_compose(weft_nn *nn, const weft_compose *a);
 weft_status weft_cuda_nn_gains(weft_nn *nn, const void *maps, int64_t tokens, int64_t streams, double gains[4]);
 weft_status weft_cuda_nn_copy(weft_nn *nn, void *to, const void *from, int64_t count);

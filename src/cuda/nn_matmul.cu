@@ -98,10 +98,11 @@ weft_status weft_cuda_nn_matmul(weft_nn *nn, const weft_matmul *a)
         .embed_fwd = weft_cuda_nn_embed_fwd, .embed_bwd = weft_cuda_nn_embed_bwd,                                  \
         .loss_fwd = weft_cuda_nn_loss_fwd, .loss_bwd = weft_cuda_nn_loss_bwd,                                      \
         .hc_gates_fwd = weft_cuda_nn_hc_gates_fwd, .hc_gates_bwd = weft_cuda_nn_hc_gates_bwd,                      \
-        .bias_fwd = weft_cuda_nn_bias_fwd, .bias_bwd = weft_cuda_nn_bias_bwd, .compose = weft_cuda_nn_compose,     \
-        .gains = weft_cuda_nn_gains, .copy = weft_cuda_nn_copy, .fill = weft_cuda_nn_fill,                         \
-        .blend = weft_cuda_nn_blend, .unit = weft_cuda_nn_unit, .adam = weft_cuda_nn_adam,                         \
-        .sum = weft_cuda_nn_sum, .clip = weft_cuda_nn_clip, .first_bad = weft_cuda_nn_first_bad                    \
+        .bias_fwd = weft_cuda_nn_bias_fwd, .bias_bwd = weft_cuda_nn_bias_bwd, .add_fwd = weft_cuda_nn_add_fwd,     \
+        .add_bwd = weft_cuda_nn_add_bwd, .compose = weft_cuda_nn_compose, .gains = weft_cuda_nn_gains,             \
+        .copy = weft_cuda_nn_copy, .fill = weft_cuda_nn_fill, .blend = weft_cuda_nn_blend,                         \
+        .unit = weft_cuda_nn_unit, .adam = weft_cuda_nn_adam, .sum = weft_cuda_nn_sum, .clip = weft_cuda_nn_clip,  \
+        .first_bad = weft_cuda_nn_first_bad                                                                        \
     }
 
 const weft_nn_table weft_cuda_f32_nn = NN_TABLE(WEFT_F32);

@@ -2,6 +2,7 @@
  *
  * What a transformer does row by row: SwiGLU [T3], embedding and loss [T4], biases. A block has a row, or a warp has one.
  * Sums over tokens are made of partial sums over chunks of tokens, which a second launch adds in order. */
+#include "core/philox.h"
 #include "cuda/common/reduce.cuh"
 #include "cuda/nn.cuh"
 
@@ -141,6 +142,76 @@ weft_status weft_cuda_nn_bias_bwd(weft_nn *nn, const void *rows, void *to, int64
     NN_ENTER(nn);
     WEFT_TRY(NN_BY_DTYPE(nn, columns)(&at.call, rows, tokens, width, parts));
     return fold(&at.call, to, parts, CHUNKS, width);
+}
+
+/* ---- the plain residual: 2C read and C written, backward C and C ------------------------------------------------------------- */
+
+/* The factors of four neighbouring channels. */
+static __device__ __forceinline__ void factors_of(float (&d)[4], const weft_mask &mask, int64_t token, int64_t c)
+{
+    uint32_t draw[4];
+    weft_mask_draw(draw, &mask, token, c / 4);
+#pragma unroll
+    for (int k = 0; k < 4; k++) d[k] = draw[k] >= mask.threshold ? (float)mask.scale : 0.0f;
+}
+
+template <class T, int W> static __global__ void __launch_bounds__(BLOCK) add_kernel(weft_add a)
+{
+    const weft_mask mask = weft_mask_open(&a.dropout, a.channels);
+    const bool back = a.d_f != NULL;
+    const T *const from = (const T *)(back ? a.d_y : a.f);
+    T *const to = (T *)(back ? a.d_f : a.y);
+    for (int64_t t = blockIdx.x; t < a.tokens; t += gridDim.x)
+        for (int64_t c = (int64_t)threadIdx.x * W; c < a.channels; c += BLOCK * W) {
+            float v[W], x[W];
+            load<T, W>(v, from + t * a.channels + c);
+            if (!back) load<T, W>(x, (const T *)a.x + t * a.channels + c);
+#pragma unroll
+            for (int k = 0; k < W; k++)
+                if (!back && a.biased) v[k] = v[k] + ((const float *)a.bias)[c + k];
+            if (mask.on) {
+#pragma unroll
+                for (int k = 0; k < W; k += 4) {
+                    float d[4];
+                    factors_of(d, mask, t, c + k);
+                    if constexpr (W == 1)
+                        v[0] = v[0] * d[c % 4];
+                    else
+#pragma unroll
+                        for (int e = 0; e < 4; e++) v[k + e] = v[k + e] * d[e];
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < W; k++)
+                if (!back) v[k] = v[k] + x[k];
+            store<T, W>(to + t * a.channels + c, v);
+        }
+}
+
+template <class T> static weft_status add(const weft_call *call, const weft_add *a)
+{
+    const bool wide = a->d_f ? rows_are_vectors<T>(a->channels, a->d_y, a->d_f, NULL)
+                             : rows_are_vectors<T>(a->channels, a->x, a->f, a->y);
+    return launch(call, "residual", wide ? add_kernel<T, number<T>::per_vector> : add_kernel<T, 1>,
+                  over_rows(a->tokens), *a);
+}
+
+weft_status weft_cuda_nn_add_fwd(weft_nn *nn, const weft_add *a)
+{
+    weft_add forward = *a;
+    forward.d_f = NULL;
+    NN_ENTER(nn);
+    return NN_BY_DTYPE(nn, add)(&at.call, &forward);
+}
+
+weft_status weft_cuda_nn_add_bwd(weft_nn *nn, const weft_add *a)
+{
+    if (!nn->query) {
+        const nn_scope at(nn);
+        if (at.status != WEFT_OK) return at.status;
+        WEFT_TRY(NN_BY_DTYPE(nn, add)(&at.call, a));
+    }
+    return a->biased ? weft_cuda_nn_bias_bwd(nn, a->d_f, a->d_bias, a->tokens, a->channels) : WEFT_OK;
 }
 
 /* ---- embedding ------------------------------------------------------------------------------------------------------------------ */

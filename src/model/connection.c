@@ -263,8 +263,32 @@ static weft_tensor res_of(const run *r, int32_t index)
     return mix_of(r, site_at(r, index).res);
 }
 
+/* One stream and coefficients of 1: a backend may have something simpler than mhc_post for it. */
+static bool plainly_added(const run *r)
+{
+    return r->config->residual == WEFT_RESIDUAL_PLAIN && r->nn.table->add_fwd;
+}
+
+static weft_add addition_of(const run *r, int32_t index)
+{
+    param bias = bias_param(index);
+    return (weft_add){.tokens = r->tokens,
+                      .channels = r->config->channels,
+                      .dropout = dropout_of(r, index),
+                      .f = site_at(r, index).f,
+                      .biased = r->config->bias,
+                      .bias = param_data(r, bias, index / SITES),
+                      .d_bias = param_grad_data(r, bias, index / SITES)};
+}
+
 weft_status connection_merge(run *r, int32_t index, const weft_plan_site *at)
 {
+    if (plainly_added(r)) {
+        weft_add add = addition_of(r, index);
+        add.x = at->x.data, add.y = at->y.data;
+        RUN_NN(r, add_fwd, &add);
+        return WEFT_OK;
+    }
     RUN_OP(r, mhc_post_fwd, .numerics = connection_numerics(r->config), .dropout = dropout_of(r, index), .x = at->x,
            .f = rows_of(r, site_at(r, index).f), .bias = param_tensor(r, bias_param(index), index / SITES),
            .post = post_of(r, index), .res = res_of(r, index), .y = at->y);
@@ -277,6 +301,12 @@ weft_status connection_merge_bwd(run *r, int32_t index, const weft_plan_site *at
     scratch *w = &r->scratch;
     bool plain = c->residual == WEFT_RESIDUAL_PLAIN;
     weft_tensor d_x = streams_of(r, w->d_x), none = {0};
+    if (plainly_added(r)) { /* what reaches x is what reaches y */
+        weft_add add = addition_of(r, index);
+        add.d_y = w->d_x, add.d_f = w->row_a;
+        RUN_NN(r, add_bwd, &add);
+        return WEFT_OK;
+    }
     RUN_OP(r, mhc_post_bwd, .numerics = connection_numerics(c), .dropout = dropout_of(r, index), .x = at->x,
            .f = rows_of(r, site_at(r, index).f), .bias = param_tensor(r, bias_param(index), index / SITES),
            .post = post_of(r, index), .res = res_of(r, index), .d_y = d_x, .d_x = {d_x, 0},
