@@ -160,6 +160,7 @@ static void introduce(const session *s)
                t->exec.backend == WEFT_BACKEND_CUDA ? "cuBLASLt was found"
                                                     : "BLAS was found (Debian: libopenblas0)");
     if (s->ranks.count > 1) printf("%d processes\n", s->ranks.count);
+    if (t->nccl.library) printf("gradients summed by NCCL\n");
     if (t->step > 0) printf("goes on after step %lld of %s\n", (long long)t->step, s->saved);
     fflush(stdout);
 }

@@ -188,7 +188,7 @@ static void recompute_changes_no_bit(void **state)
             gpt_open_on(&kept, WEFT_BACKEND_CUDA, &c, 2, 70, 0.1);
             kept.blas = has_blas ? &blas : NULL;
             double want = gpt_step(&kept);
-            c.recompute = 1;
+            c.recompute = c.poison = 1;
             for (c.group = 0; c.group <= 5; c.group++) {
                 gpt g;
                 gpt_open_on(&g, WEFT_BACKEND_CUDA, &c, 2, 70, 0.1);
