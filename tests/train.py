@@ -198,7 +198,7 @@ def bad_options():
         (["--group", 2], "group"), (["--recompute", "--group", 9], "group"), (["--poison"], "poison"),
         (["--exit", "mix"], "exit"), (["--residual", "mhc_single_pass", "--exit", "mean"], "exit"),
         (["--heads", 3], "heads"), (["--warmup", 300], "warmup"), (["--data", "nowhere.txt"], "nowhere.txt"),
-        (["--config", "nowhere.conf"], "nowhere.conf"),
+        (["--config", "nowhere.conf"], "nowhere.conf"), (["--dtype", "bf16"], "--backend cuda"), (["--backend", "gpu"], "--backend"),
     ):
         refused(" ".join(map(str, args)), word, 2, *base, *args)
     say("nothing was written", not (WORK / "never").exists())
@@ -280,6 +280,8 @@ def gpu():
     shutil.copytree(WORK / "gpu" / "step-00000004", WORK / "gpu_resumed" / "step-00000004")
     code, _, err = train("gpu_resumed", *on, "--resume")
     say("a resumed run on a GPU has the same bits", code == 0 and same_checkpoint("gpu_resumed", "gpu", 8), err)
+    code, _, err = train("gpu_resumed", *on[2:], "--backend", "cpu", "--steps", 8, "--resume")
+    say("and goes on on the CPU", code == 0, err)
     train("gpu_f32", *on, "--dtype", "f32")
     train("gpu_cpu", *on[2:])
     first = [[x["loss"] for x in figures(run)] for run in ("gpu", "gpu_f32", "gpu_cpu")]

@@ -142,7 +142,7 @@ typedef struct weft_clip_task {
 
 struct weft_nn_table {
     weft_dtype dtype;
-    /* to = from, rounded; NULL where activations are full. */
+    /* to = from, rounded; of no use where activations are full, and NULL on the host. */
     weft_status (*narrow)(weft_nn *nn, void *to, const void *from, int64_t count);
     weft_status (*matmul)(weft_nn *nn, const weft_matmul *a);
     weft_status (*rope_table)(weft_nn *nn, void *table, int64_t length, int64_t head_dim, double base);
