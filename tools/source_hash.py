@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("include", "src/core", "src/cuda", "src/ops")
 SUFFIXES = {".c", ".h", ".cu", ".cuh", ".def"}
-NOT_RECORDED = re.compile(r"src/cuda/(gdn|nn)_|src/core/nn\.|include/weft/(model|optim|plan|blas)\.h")
+NOT_RECORDED = re.compile(r"src/cuda/(gdn_|nn[_.]|blas\.)|src/core/nn\.|include/weft/(model|optim|plan|blas)\.h")
 # Strings are matched so that what looks like a comment inside one stays.
 STRING_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|/\*.*?\*/|//[^\n]*""", re.S)
 
