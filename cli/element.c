@@ -41,7 +41,7 @@ double element_ulp(weft_dtype dtype, double value)
 
 double element_round(weft_dtype dtype, double value)
 {
-    if (dtype == WEFT_F64 || value == 0 || !isfinite(value)) return value;
+    if (dtype == WEFT_F64 || dtype == WEFT_I32 || dtype == WEFT_I64 || value == 0 || !isfinite(value)) return value;
     format f = format_of(dtype);
     double quantum = element_ulp(dtype, value);
     double rounded = nearbyint(value / quantum) * quantum;
@@ -75,6 +75,8 @@ double element_load(const void *data, weft_dtype dtype, int64_t index)
     case WEFT_F32: return ((const float *)data)[index];
     case WEFT_F64: return ((const double *)data)[index];
     case WEFT_F16: return load_f16(((const uint16_t *)data)[index]);
+    case WEFT_I32: return ((const int32_t *)data)[index];
+    case WEFT_I64: return (double)((const int64_t *)data)[index];
     case WEFT_BF16: {
         uint32_t bits = (uint32_t)((const uint16_t *)data)[index] << 16;
         float value;
@@ -92,6 +94,8 @@ void element_store(void *data, weft_dtype dtype, int64_t index, double value)
     case WEFT_F32: ((float *)data)[index] = (float)rounded; break;
     case WEFT_F64: ((double *)data)[index] = rounded; break;
     case WEFT_F16: ((uint16_t *)data)[index] = store_f16(rounded); break;
+    case WEFT_I32: ((int32_t *)data)[index] = (int32_t)value; break;
+    case WEFT_I64: ((int64_t *)data)[index] = (int64_t)value; break;
     case WEFT_BF16: {
         float single = (float)rounded;
         uint32_t bits;

@@ -242,6 +242,9 @@ void expect_eval(expect_call *call)
         {"mhc_head_fwd", expect_head_fwd},         {"mhc_head_bwd", expect_head_bwd},
         {"mhc_pre_fwd", expect_pre_fwd},           {"mhc_pre_bwd", expect_pre_bwd},
         {"mhc_boundary_fwd", expect_boundary_fwd}, {"mhc_boundary_bwd", expect_boundary_bwd},
+        {"gdn_pre_fwd", expect_gdn_pre_fwd},       {"gdn_pre_bwd", expect_gdn_pre_bwd},
+        {"gdn_pre_step", expect_gdn_pre_step},     {"gdn_rule_fwd", expect_gdn_rule_fwd},
+        {"gdn_rule_bwd", expect_gdn_rule_bwd},
     };
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
         if (!strcmp(table[i].op, call->op->name)) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The folder of golden files, the access to their tensors and the report. What a convention's tensors mean is in
- * golden_mhc.c. */
+ * golden_mhc.c and golden_gdn.c. */
 #include "golden.h"
 
 #include <dirent.h>
@@ -18,12 +18,13 @@
 
 static const struct convention {
     const char *prefix;
-    void (*run)(golden_file *file); /* NULL: the operators do not exist yet */
+    void (*run)(golden_file *file);
+    const char *op; /* stands for all that it calls: does the backend have it? */
 } conventions[] = {
-    {"mhc_te", golden_te},
-    {"mhc_megatron", golden_megatron},
-    {"mhc_deepseek", golden_deepseek},
-    {"gdn", NULL},
+    {"mhc_te", golden_te, "mhc_pre_fwd"},
+    {"mhc_megatron", golden_megatron, "mhc_pre_fwd"},
+    {"mhc_deepseek", golden_deepseek, "mhc_pre_fwd"},
+    {"gdn", golden_gdn, "gdn_pre_fwd"},
 };
 
 enum { UNKNOWN = 0, INPUT, COMPARED }; /* what a tensor was used for */
@@ -64,6 +65,8 @@ static weft_dtype dtype_of(const safetensors_tensor *t)
     case SAFETENSORS_F64: return WEFT_F64;
     case SAFETENSORS_BF16: return WEFT_BF16;
     case SAFETENSORS_F16: return WEFT_F16;
+    case SAFETENSORS_I32: return WEFT_I32;
+    case SAFETENSORS_I64: return WEFT_I64;
     default: return WEFT_NONE;
     }
 }
@@ -94,7 +97,7 @@ static double *values(golden_file *file, const char *name, int64_t count, weft_d
     if (!t)
         golden_fail(file, "tensor '%s.%s' is missing", file->prefix, name);
     else if (type == WEFT_NONE)
-        golden_fail(file, "tensor '%s' has dtype %s, expected a floating-point type", t->name,
+        golden_fail(file, "tensor '%s' has dtype %s, expected a floating-point type, i32 or i64", t->name,
                     safetensors_dtype_name(t->dtype));
     else if (count >= 0 && t->count != count)
         golden_fail(file, "tensor '%s' has %lld elements, expected %lld", t->name, (long long)t->count,
@@ -226,8 +229,9 @@ static int check_file(const char *folder, const char *base, const weft_exec *exe
         golden_fail(file, "%s", file->tensors.error);
     } else if (!convention) {
         printf("%s: skipped, no convention begins with that name\n", base);
-    } else if (!convention->run) {
-        printf("%s: skipped, the operators of '%s' do not exist yet\n", base, convention->prefix);
+    } else if (!weft_op_has(weft_op_find(convention->op), exec->backend)) {
+        printf("%-4s %s: skipped, the backend has no kernels for these operators yet\n",
+               weft_backend_name(exec->backend), base);
     } else {
         size_t count = file->tensors.num_tensors;
         file->use = calloc(count + 1, 1);

@@ -43,5 +43,6 @@ void golden_call(golden_file *file, const char *op, const void *args);
 void golden_te(golden_file *file);
 void golden_megatron(golden_file *file);
 void golden_deepseek(golden_file *file);
+void golden_gdn(golden_file *file);
 
 #endif

@@ -301,6 +301,7 @@ static bool read_scalar(const weft_scalar_info *scalar, PyObject *value, void *f
     case WEFT_SCALAR_INT: *(int32_t *)field = (int32_t)PyLong_AsLong(value); return !PyErr_Occurred();
     case WEFT_SCALAR_NUMERICS: return read_numerics(value, field);
     case WEFT_SCALAR_DROPOUT: return read_dropout(value, field);
+    case WEFT_SCALAR_GDN: break; /* the package has no functions for these operators yet */
     }
     PyErr_Format(PyExc_SystemError, "%s: a kind of scalar this module does not know", scalar->name);
     return false;

@@ -10,13 +10,14 @@
 /* The evidence for each operator. One line per operator, written by hand on purpose: adding an operator means
  * thinking about what shows that it is right. */
 typedef enum gradient { DIFFERENCES, FORWARD_ONLY } gradient;
-typedef enum comparison { BOUNDS, CHAIN } comparison;
+typedef enum comparison { BOUNDS, CHAIN, EXPECTED } comparison;
 
 static const struct {
     const char *op;
     gradient gradient; /* reference against finite differences, in test_<stem>.c */
     comparison
-        comparison; /* backends against the reference within bounds, or bitwise against the chain of the parts */
+        comparison; /* backends against the reference within bounds, bitwise against the chain of the parts, or with the
+                     * reference against the expectation of `weft check` */
 } registry[] = {
     {"mhc_project_fwd", DIFFERENCES, BOUNDS},   {"mhc_project_bwd", DIFFERENCES, BOUNDS},
     {"mhc_scale_fwd", DIFFERENCES, BOUNDS},     {"mhc_scale_bwd", DIFFERENCES, BOUNDS},
@@ -30,7 +31,9 @@ static const struct {
     {"mhc_pre_fwd", DIFFERENCES, CHAIN},        {"mhc_pre_bwd", DIFFERENCES, CHAIN},
     {"mhc_boundary_fwd", DIFFERENCES, CHAIN},   {"mhc_boundary_bwd", DIFFERENCES, CHAIN},
     {"mhc_replay_fwd", FORWARD_ONLY, CHAIN},    {"rmsnorm_fwd", DIFFERENCES, BOUNDS},
-    {"rmsnorm_bwd", DIFFERENCES, BOUNDS},
+    {"rmsnorm_bwd", DIFFERENCES, BOUNDS},       {"gdn_pre_fwd", DIFFERENCES, EXPECTED},
+    {"gdn_pre_bwd", DIFFERENCES, EXPECTED},     {"gdn_pre_step", FORWARD_ONLY, EXPECTED},
+    {"gdn_rule_fwd", DIFFERENCES, EXPECTED},    {"gdn_rule_bwd", DIFFERENCES, EXPECTED},
 };
 enum { REGISTERED = sizeof registry / sizeof *registry };
 
@@ -69,9 +72,10 @@ static void the_list_is_complete(void **state)
 static void headers_and_list_agree(void **state)
 {
     (void)state;
-    static const char *const headers[] = {"../include/weft/mhc.h", "../include/weft/norm.h"};
+    static const char *const headers[] = {"../include/weft/mhc.h", "../include/weft/norm.h",
+                                          "../include/weft/gdn.h"};
     bool seen[WEFT_OP_COUNT] = {false};
-    for (int h = 0; h < 2; h++) {
+    for (int h = 0; h < 3; h++) {
         char *text = source(headers[h]);
         if (!text) {
             fprintf(stderr, "  %s is not at hand: skipped\n", headers[h]);
@@ -114,10 +118,12 @@ static void every_operator_has_its_tests(void **state)
             test_failed("%s is not registered in test_coverage.c", op);
             continue;
         }
-        snprintf(stem, sizeof stem, "%.*s", (int)(strlen(op) - 4), op);
+        snprintf(stem, sizeof stem, "%.*s", (int)(strrchr(op, '_') - op), op);
         /* the drivers must know the operator, or the suites would compare nothing */
-        bool bounds = registry[row].comparison == BOUNDS;
-        if (bounds ? !truth_knows(op) : !chain_knows(op))
+        bool bounds = registry[row].comparison == BOUNDS, expected = registry[row].comparison == EXPECTED;
+        if (expected) {
+            if (!grid_expected(op)) test_failed("%s: support/grid.c does not know that it is expected", op);
+        } else if (bounds ? !truth_knows(op) : !chain_knows(op))
             test_failed("%s: %s does not know it", op, bounds ? "support/truth.c" : "support/chain.c");
         snprintf(path, sizeof path, "test_%s.c", stem);
         char *text = source(path);

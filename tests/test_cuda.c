@@ -121,9 +121,9 @@ static void graphs(void **state)
 {
     (void)state;
     need_gpu();
-    for (int32_t i = 0; i < weft_op_count(); i++)
+    for (int32_t i = 0; i < gpu_op_count(); i++)
         for (int v = 0; v < 3; v++) {
-            spec s = variant(weft_op_at(i)->name, v);
+            spec s = variant(gpu_op_at(i)->name, v);
             uint64_t step = 77;
             s.dropout.step = &step;
             problem *p = problem_make(&s);
@@ -145,6 +145,25 @@ static void graphs(void **state)
     test_verdict();
 }
 
+/* An operator that has no kernels yet is refused in words, by the call and by the question for its workspace. */
+static void operators_without_kernels_say_so(void **state)
+{
+    (void)state;
+    need_gpu();
+    for (int32_t i = 0; i < weft_op_count(); i++) {
+        if (weft_op_has(weft_op_at(i), WEFT_BACKEND_CUDA)) continue;
+        spec s = {.op = weft_op_at(i)->name, .tokens = 2, .streams = 2, .channels = 8};
+        problem *p = problem_make(&s);
+        weft_exec exec = on_cuda(0);
+        size_t bytes = 0;
+        if (p->workspace(&exec, p->args, &bytes) != WEFT_ERR_UNSUPPORTED || !strstr(weft_last_error(), s.op) ||
+            !strstr(weft_last_error(), "cuda"))
+            test_failed("%s: %s", s.op, weft_last_error());
+        problem_free(p);
+    }
+    test_verdict();
+}
+
 /* ---- streams ------------------------------------------------------------------------------------------------- */
 
 enum { STREAMS = 8 };
@@ -156,12 +175,12 @@ static void streams_at_once(void **state)
     image *images = calloc(STREAMS, sizeof *images);
     cudaStream_t stream[STREAMS];
     for (int k = 0; k < STREAMS; k++) must(cudaStreamCreateWithFlags(&stream[k], cudaStreamNonBlocking), "stream");
-    for (int32_t first = 0; first < weft_op_count(); first += STREAMS / 2) {
+    for (int32_t first = 0; first < gpu_op_count(); first += STREAMS / 2) {
         problem *p[STREAMS];
         bool ready = true;
         for (int k = 0; k < STREAMS; k++) {
             /* every operator on two streams */
-            spec s = variant(weft_op_at((first + k / 2) % weft_op_count())->name, k % 3);
+            spec s = variant(gpu_op_at((first + k / 2) % gpu_op_count())->name, k % 3);
             image_range around[MAX_ARGS];
             weft_exec exec = on_cuda(0);
             p[k] = problem_make(&s);
@@ -214,9 +233,9 @@ static void *call_all(void *arg_)
         c->failed = true;
         return NULL;
     }
-    for (int32_t k = 0; k < weft_op_count(); k++) {
-        int32_t i = (k + c->number * 7) % weft_op_count();
-        spec s = variant(weft_op_at(i)->name, 1);
+    for (int32_t k = 0; k < gpu_op_count(); k++) {
+        int32_t i = (k + c->number * 7) % gpu_op_count();
+        spec s = variant(gpu_op_at(i)->name, 1);
         problem *p = problem_make(&s);
         weft_exec exec = on_cuda(0);
         exec.stream = stream;
@@ -234,8 +253,8 @@ static void many_callers(void **state)
     (void)state;
     need_gpu();
     caller callers[CALLERS] = {{0}};
-    for (int32_t i = 0; i < weft_op_count(); i++) {
-        spec s = variant(weft_op_at(i)->name, 1);
+    for (int32_t i = 0; i < gpu_op_count(); i++) {
+        spec s = variant(gpu_op_at(i)->name, 1);
         problem *p = problem_make(&s);
         expected[i] = run_pack(p, on_cuda(0));
         problem_free(p);
@@ -248,7 +267,7 @@ static void many_callers(void **state)
         pthread_join(callers[i].thread, NULL);
         if (callers[i].failed) test_failed("caller %d got no stream", i);
     }
-    for (int32_t i = 0; i < weft_op_count(); i++) pack_free(&expected[i]);
+    for (int32_t i = 0; i < gpu_op_count(); i++) pack_free(&expected[i]);
     test_verdict();
 }
 
@@ -260,9 +279,9 @@ static void plans(void **state)
     (void)state;
     need_gpu();
     static const int multiprocessors[] = {1, 2, 7, 64, 132, 200, 4096};
-    for (int32_t i = 0; i < weft_op_count(); i++)
+    for (int32_t i = 0; i < gpu_op_count(); i++)
         for (int v = 0; v < 4; v++) {
-            spec s = {.op = weft_op_at(i)->name,
+            spec s = {.op = gpu_op_at(i)->name,
                       .tokens = v == 2 ? 5 : 700,
                       .streams = v == 3 ? 8 : 4,
                       .channels = v == 2 ? 7168 : 256,
@@ -320,9 +339,9 @@ static void tf32(void **state)
 {
     (void)state;
     need_gpu();
-    for (int32_t i = 0; i < weft_op_count(); i++)
+    for (int32_t i = 0; i < gpu_op_count(); i++)
         for (int v = 0; v < 4; v++) {
-            spec s = {.op = weft_op_at(i)->name,
+            spec s = {.op = gpu_op_at(i)->name,
                       .tokens = v & 1 ? 65 : 33,
                       .streams = 4,
                       .channels = v & 1 ? 512 : 130,
@@ -372,8 +391,8 @@ static void host_memory_is_refused(void **state)
         fprintf(stderr, "  skipped: this GPU reads the host's memory\n");
         skip();
     }
-    for (int32_t i = 0; i < weft_op_count(); i++) {
-        spec s = variant(weft_op_at(i)->name, 0);
+    for (int32_t i = 0; i < gpu_op_count(); i++) {
+        spec s = variant(gpu_op_at(i)->name, 0);
         image_range around[MAX_ARGS];
         weft_exec exec = on_cuda(0);
         problem *p = problem_make(&s);
@@ -412,9 +431,9 @@ static void other_devices_are_refused(void **state)
     (void)state;
     need_gpu();
     const int ordinals[] = {device_count(), 99, -1, INT32_MAX, INT32_MIN};
-    for (int32_t i = 0; i < weft_op_count(); i++)
+    for (int32_t i = 0; i < gpu_op_count(); i++)
         for (int k = 0; k < 5; k++) {
-            spec s = variant(weft_op_at(i)->name, 0);
+            spec s = variant(gpu_op_at(i)->name, 0);
             problem *p = problem_make(&s);
             weft_exec exec = on_cuda(0);
             size_t bytes = 0;
@@ -491,8 +510,8 @@ static void small_workspaces_are_refused(void **state)
 {
     (void)state;
     need_gpu();
-    for (int32_t i = 0; i < weft_op_count(); i++) {
-        spec s = variant(weft_op_at(i)->name, 1);
+    for (int32_t i = 0; i < gpu_op_count(); i++) {
+        spec s = variant(gpu_op_at(i)->name, 1);
         image_range around[MAX_ARGS];
         weft_exec exec = on_cuda(0);
         problem *p = problem_make(&s);
@@ -555,6 +574,7 @@ int main(void)
 {
     if (getenv("WEFT_TEST_FAULT")) return after_a_fault();
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(operators_without_kernels_say_so),
         cmocka_unit_test(graphs), /* first: nothing has run before it */
         cmocka_unit_test(streams_at_once),
         cmocka_unit_test(many_callers),

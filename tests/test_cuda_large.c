@@ -162,9 +162,9 @@ static void many_tokens(void **state)
 {
     (void)state;
     need_gpu();
-    for (int32_t i = 0; i < weft_op_count(); i++)
+    for (int32_t i = 0; i < gpu_op_count(); i++)
         for (int v = 0; v < 2; v++) {
-            spec s = {.op = weft_op_at(i)->name, .streams = v ? 3 : 4, .channels = v ? 5 : 64, .act = acts[v]};
+            spec s = {.op = gpu_op_at(i)->name, .streams = v ? 3 : 4, .channels = v ? 5 : 64, .act = acts[v]};
             s.wide = s.act;
             s.dropout = (weft_dropout){.p = 0.1, .seed = 3, .token_base = 9};
             if (strcmp(s.op, "mhc_replay_fwd") == 0) continue; /* a chain of the others */

@@ -69,6 +69,8 @@ static void overlaps_are_refused(void **state)
     for (int e = 0; e < count; e++)
         for (int32_t k = 0; k < weft_op_count(); k++) {
             spec s = small(weft_op_at(k)->name);
+            s.packed = true; /* every argument is there */
+            if (!weft_op_has(weft_op_at(k), execs[e].backend)) continue;
             problem *p = problem_make(&s);
             for (int i = 0; i < p->num_args; i++)
                 for (int j = 0; j < p->num_args; j++) {
@@ -99,7 +101,7 @@ static void transposed_views_are_not_in_place(void **state)
         problem *p = problem_make(&s);
         for (int i = 0; i < p->num_args; i++) {
             arg *out = &p->arg[i], *in = out->info->in_place ? problem_arg(p, out->info->in_place) : NULL;
-            if (!in || out->view->ndim < 3) continue;
+            if (!in || out->view->ndim < 3 || out->view->shape[1] != out->view->shape[2]) continue;
             weft_tensor keep = *out->view;
             *out->view = *in->view;
             out->view->stride[1] = in->view->stride[2];
@@ -138,8 +140,15 @@ static void in_place_gives_the_same_bits(void **state)
             for (int i = 0; i < p->num_args; i++) {
                 arg *out = &p->arg[i], *in = out->info->in_place ? problem_arg(p, out->info->in_place) : NULL;
                 if (!in || !same_shape(out->view, in->view)) continue;
+                if (out->info->dim[0] == WEFT_DIM_CACHE) { /* rows that no request names keep what they have */
+                    double *values = arg_values(in);
+                    arg_fill(out, values);
+                    problem_seal(p);
+                    free(values);
+                }
                 for (int e = -1; e < count; e++) {
                     weft_exec exec = e < 0 ? on_ref() : execs[e];
+                    if (!weft_op_has(p->op, exec.backend)) continue;
                     seen++;
                     problem_must_run(p, exec);
                     pack apart = problem_pack(p);
@@ -174,6 +183,7 @@ static void interleaved_slices_are_taken(void **state)
     for (int e = 0; e < count; e++)
         for (int32_t k = 0; k < weft_op_count(); k++) {
             spec s = small(weft_op_at(k)->name);
+            if (!weft_op_has(weft_op_at(k), execs[e].backend)) continue;
             problem *p = problem_make(&s);
             problem_must_run(p, execs[e]);
             pack apart = problem_pack(p);
@@ -181,6 +191,7 @@ static void interleaved_slices_are_taken(void **state)
                 for (int j = 0; j < p->num_args; j++) {
                     arg *out = &p->arg[i], *in = &p->arg[j];
                     if (i == j || !arg_is_output(out) || !arg_by_token(out) || !arg_by_token(in)) continue;
+                    if (!in->block || arg_is_index(in)) continue;
                     problem_reset(p);
                     weft_tensor keep_out = *out->view, keep_in = *in->view;
                     double *values = arg_values(in), *before = arg_values(out);
@@ -218,6 +229,7 @@ static void inputs_may_repeat(void **state)
     int count = backends(execs);
     for (int32_t k = 0; k < weft_op_count(); k++) {
         spec s = small(weft_op_at(k)->name);
+        s.packed = true;
         problem *p = problem_make(&s);
         for (int i = 0; i < p->num_args; i++) {
             arg *a = &p->arg[i];
@@ -225,7 +237,7 @@ static void inputs_may_repeat(void **state)
             weft_tensor keep = *a->view;
             for (int d = 0; d < a->view->ndim; d++) a->view->stride[d] = 0;
             for (int e = 0; e < count; e++)
-                if (problem_call(p, execs[e]) != WEFT_OK)
+                if (weft_op_has(p->op, execs[e].backend) && problem_call(p, execs[e]) != WEFT_OK)
                     test_failed("%s: %s with all strides 0: %s", p->op->name, a->name, weft_last_error());
             *a->view = keep;
             problem_reset(p);

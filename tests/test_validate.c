@@ -103,11 +103,16 @@ static void dtypes_one(bench *b, weft_exec exec)
     static const weft_dtype narrow[] = {WEFT_BF16, WEFT_F16};
     EACH_ARG(b, a)
     {
-        static const int bad[] = {5, 77, -1};
+        static const int bad[] = {7, 77, -1};
         for (int k = 0; k < 3; k++) {
             a->view->dtype = (weft_dtype)bad[k];
             refuses(b, WEFT_ERR_ARGUMENT, a->name, "no dtype at all");
             query_refuses(b, WEFT_ERR_ARGUMENT, "no dtype at all");
+            restore(b, exec);
+        }
+        if (a->info->type != WEFT_TYPE_INDEX) {
+            a->view->dtype = WEFT_I32;
+            refuses(b, WEFT_ERR_ARGUMENT, a->name, "integers where numbers are needed");
             restore(b, exec);
         }
         /* one f64 among f32 (the first tensor decides, so the others may be the ones that are named) */
@@ -116,8 +121,8 @@ static void dtypes_one(bench *b, weft_exec exec)
         restore(b, exec);
         for (int k = 0; k < 2; k++) {
             a->view->dtype = narrow[k];
-            if (a->info->type == WEFT_TYPE_FULL)
-                refuses(b, WEFT_ERR_ARGUMENT, a->name, "16 bits where f32 is needed");
+            if (a->info->type == WEFT_TYPE_FULL || a->info->type == WEFT_TYPE_INDEX)
+                refuses(b, WEFT_ERR_ARGUMENT, a->name, "16 bits where f32 or integers are needed");
             restore(b, exec);
         }
     }

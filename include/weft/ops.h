@@ -19,7 +19,8 @@ typedef enum weft_arg_type {
     WEFT_TYPE_WIDE,    /* f32 or the activation type: stream gradients */
     WEFT_TYPE_COEF,    /* f32, bf16 or f16: coefficients and their gradients */
     WEFT_TYPE_PARAM,   /* f32, bf16 or f16: parameters and their gradients */
-    WEFT_TYPE_FULL     /* f32: the raw projection and the mean square */
+    WEFT_TYPE_FULL,    /* f32: the raw projection and the mean square */
+    WEFT_TYPE_INDEX    /* i32 or i64, beside float64 too: offsets and indices */
 } weft_arg_type;
 
 /* Sizes a dimension can stand for; a positive number below WEFT_DIM_TOKENS is that number itself. */
@@ -28,7 +29,21 @@ typedef enum weft_arg_dim {
     WEFT_DIM_STREAMS,
     WEFT_DIM_CHANNELS,
     WEFT_DIM_GATES, /* 2 * streams + streams^2: rows of the projection, in the order pre | post | res */
-    WEFT_DIM_ROWS   /* rows of a projection by itself: any number from 1 to 4096 */
+    WEFT_DIM_ROWS,  /* rows of a projection by itself: any number from 1 to 4096 */
+    /* weft/gdn.h */
+    WEFT_DIM_BATCH, /* sequences of equal length; 1 where offsets cut the steps into sequences */
+    WEFT_DIM_STEPS, /* tokens of each of them */
+    WEFT_DIM_KEY_HEADS,
+    WEFT_DIM_VALUE_HEADS,
+    WEFT_DIM_HEADS,   /* of query and key: divides the value heads */
+    WEFT_DIM_KEY_DIM, /* 1 to WEFT_GDN_MAX_DIM */
+    WEFT_DIM_VALUE_DIM,
+    WEFT_DIM_CONV,      /* 2 * key_heads * key_dim + value_heads * value_dim */
+    WEFT_DIM_WIDTH,     /* taps of a convolution: 1 to WEFT_GDN_MAX_WIDTH */
+    WEFT_DIM_HISTORY,   /* slots of a convolution state: width - 1 to 64 */
+    WEFT_DIM_SEQUENCES, /* what the offsets delimit; batch where there are none */
+    WEFT_DIM_OFFSETS,   /* sequences + 1 */
+    WEFT_DIM_CACHE      /* rows of a cache of states */
 } weft_arg_dim;
 
 typedef struct weft_arg_info {
@@ -47,7 +62,8 @@ typedef enum weft_scalar_type {
     WEFT_SCALAR_REAL = 0, /* double */
     WEFT_SCALAR_INT,      /* int32_t, or an enum of that size */
     WEFT_SCALAR_NUMERICS, /* weft_mhc_numerics */
-    WEFT_SCALAR_DROPOUT   /* weft_dropout */
+    WEFT_SCALAR_DROPOUT,  /* weft_dropout */
+    WEFT_SCALAR_GDN       /* weft_gdn_options */
 } weft_scalar_type;
 
 typedef struct weft_scalar_info {
@@ -68,6 +84,8 @@ WEFT_API int32_t weft_op_count(void);
 /* NULL where index is out of range. */
 WEFT_API const weft_op_info *weft_op_at(int32_t index);
 WEFT_API const weft_op_info *weft_op_find(const char *name);
+/* 1 where this build has kernels of that backend for the operator; whether this machine can run them is another matter. */
+WEFT_API int weft_op_has(const weft_op_info *op, weft_backend backend);
 /* The tensors of one weft_mhc_replay_layer, in the same form; not an operator and not in the list. */
 WEFT_API const weft_op_info *weft_mhc_replay_layer_info(void);
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * weft: fused operators for multi-stream residual connections.
+ * weft: fused operators for multi-stream residual connections and for Gated DeltaNet layers.
  *
  * This header holds what every operator shares: status, dtype, tensor, exec. The operators themselves are in
- * weft/mhc.h and weft/norm.h; weft/ops.h lists them for bindings and tools.
+ * weft/mhc.h, weft/norm.h and weft/gdn.h; weft/ops.h lists them for bindings and tools.
  *
  * The library owns no memory and keeps no state: tensors and workspace belong to the caller, every call may be made
  * from any number of threads at once, and a call that returns an error has written nothing. The one thing the CPU backend
@@ -38,8 +38,8 @@ typedef enum weft_status {
     WEFT_ERR_DEVICE       /* the device or its runtime reported an error */
 } weft_status;
 
-/* Zero means "no dtype": a zero-initialised tensor is an absent one. */
-typedef enum weft_dtype { WEFT_NONE = 0, WEFT_F32, WEFT_BF16, WEFT_F16, WEFT_F64 } weft_dtype;
+/* Zero means "no dtype": a zero-initialised tensor is an absent one. The integers are for offsets and indices. */
+typedef enum weft_dtype { WEFT_NONE = 0, WEFT_F32, WEFT_BF16, WEFT_F16, WEFT_F64, WEFT_I32, WEFT_I64 } weft_dtype;
 
 typedef enum weft_backend {
     WEFT_BACKEND_REF = 1, /* plain loops in double precision: the executable specification */

@@ -41,6 +41,11 @@ typedef struct weft_op_desc {
         .name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_OUT, .type = WEFT_TYPE_##t,              \
         .optional = 1, WEFT_DIMS(__VA_ARGS__)                                                                      \
     }
+#define OUT_OVER_OPT(field, over, t, ...)                                                                          \
+    {                                                                                                              \
+        .name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_OUT, .type = WEFT_TYPE_##t,              \
+        .optional = 1, .in_place = #over, WEFT_DIMS(__VA_ARGS__)                                                   \
+    }
 #define OUT_OVER(field, over, t, ...)                                                                              \
     {                                                                                                              \
         .name = #field, .offset = offsetof(ARGS, field), .kind = WEFT_ARG_OUT, .type = WEFT_TYPE_##t,              \
@@ -77,6 +82,19 @@ typedef struct weft_op_desc {
 #define CHANNELS WEFT_DIM_CHANNELS
 #define GATES WEFT_DIM_GATES
 #define ROWS WEFT_DIM_ROWS
+#define BATCH WEFT_DIM_BATCH
+#define STEPS WEFT_DIM_STEPS
+#define KEY_HEADS WEFT_DIM_KEY_HEADS
+#define VALUE_HEADS WEFT_DIM_VALUE_HEADS
+#define HEADS WEFT_DIM_HEADS
+#define KEY_DIM WEFT_DIM_KEY_DIM
+#define VALUE_DIM WEFT_DIM_VALUE_DIM
+#define CONV WEFT_DIM_CONV
+#define WIDTH WEFT_DIM_WIDTH
+#define HISTORY WEFT_DIM_HISTORY
+#define SEQUENCES WEFT_DIM_SEQUENCES
+#define OFFSETS WEFT_DIM_OFFSETS
+#define CACHE WEFT_DIM_CACHE
 
 /* When a struct grows, its first_size becomes the number it had before. */
 #define WEFT_DESC(op, scalars, table, check_fn)                                                                    \
@@ -85,6 +103,8 @@ typedef struct weft_op_desc {
         .first_size = sizeof(weft_##op##_args),                                                                    \
         .check = check_fn}
 
+/* Forgets all sizes of a call: the first tensor that shows one binds it. */
+void weft_unbind(weft_call *call);
 /* Checks the tensors of a table and binds the sizes of the call; `prefix` stands before names in messages. */
 weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix);
 
@@ -106,6 +126,9 @@ weft_status weft_check_gates(const weft_call *call, const weft_mhc_numerics *num
 weft_status weft_check_sinkhorn(const weft_call *call, const weft_mhc_numerics *numerics);
 weft_status weft_check_apply(const weft_call *call, const weft_mhc_numerics *numerics);
 weft_status weft_check_dropout(const weft_call *call, const char *prefix, const weft_dropout *dropout);
+/* Sequences of weft/gdn.h: sizes that fit each other, and on the host the values of offsets and indices. */
+weft_status weft_check_sequences(const weft_call *call, const weft_tensor *cu_seqlens);
+weft_status weft_check_index(const weft_call *call, const char *name, const weft_tensor *index, int64_t rows);
 /* `what` makes no sense unless `needs` is there too. */
 weft_status weft_check_needs(const weft_call *call, const char *what, const weft_tensor *w, const char *needs,
                              const weft_tensor *n);

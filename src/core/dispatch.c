@@ -145,6 +145,12 @@ static weft_status find_kernel(const weft_call *call, const weft_kernel **found)
             *found = k;
             return WEFT_OK;
         }
+    if (!tables_of(call)[call->op]->run)
+        return weft_fail(
+            WEFT_ERR_UNSUPPORTED,
+            "%s: exec.backend: expected a backend with a kernel for this operator, got %s (ref and cpu "
+            "have one)",
+            weft_op_name(call->op), weft_backend_name(call->exec->backend));
     return weft_fail(WEFT_ERR_UNSUPPORTED,
                      "%s: expected a case the %s backend has a kernel for, got %s with %lld streams",
                      weft_op_name(call->op), weft_backend_name(call->exec->backend), weft_dtype_name(call->dtype),
@@ -161,8 +167,8 @@ static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bo
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec: expected a pointer, got NULL", desc->info.name);
     if (args == NULL)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: args: expected a pointer, got NULL", desc->info.name);
-    *call = (weft_call){
-        .op = op, .exec = exec, .query = query, .tokens = -1, .streams = -1, .channels = -1, .rows = -1};
+    *call = (weft_call){.op = op, .exec = exec, .query = query};
+    weft_unbind(call);
     WEFT_TRY(take_args(desc, args, copy));
     WEFT_TRY(check_exec(call));
     WEFT_TRY(weft_check_tensors(call, &desc->info, copy, ""));
@@ -258,6 +264,17 @@ static int index_of(const weft_op_info *info)
     for (int i = 0; i < WEFT_OP_COUNT; i++)
         if (&descs[i]->info == info) return i;
     return -1;
+}
+
+int weft_op_has(const weft_op_info *info, weft_backend backend)
+{
+    int op = index_of(info);
+    if (op < 0) return 0;
+#if WEFT_HAVE_CUDA
+    if (backend == WEFT_BACKEND_CUDA) return cuda_tables[op]->run != NULL;
+#endif
+    return (backend == WEFT_BACKEND_REF && ref_tables[op]->run) ||
+           (backend == WEFT_BACKEND_CPU && cpu_base_tables[op]->run);
 }
 
 weft_status weft_op_call(const weft_op_info *info, const weft_exec *exec, const void *args)

@@ -5,6 +5,7 @@
 #define WEFT_CORE_KERNEL_H
 
 #include <stdbool.h>
+#include <weft/gdn.h>
 #include <weft/mhc.h>
 #include <weft/norm.h>
 #include <weft/ops.h>
@@ -31,6 +32,8 @@ typedef struct weft_call {
     bool query;       /* asks for the workspace size only: pointers mean nothing */
     int64_t tokens, streams, channels;
     int64_t rows; /* rows of the projection where the operator has one */
+    /* weft/gdn.h; heads are those of query and key, or of their gradients */
+    int64_t batch, steps, key_heads, value_heads, heads, key_dim, value_dim, width, history, sequences, cache;
 } weft_call;
 
 /* One row of a backend's table. `args` is the operator's args struct, complete (fields the caller's older struct did

@@ -56,14 +56,15 @@ const char *weft_status_name(weft_status status)
 const char *weft_dtype_name(weft_dtype dtype)
 {
     static const char *const names[] = {
-        [WEFT_NONE] = "none", [WEFT_F32] = "f32", [WEFT_BF16] = "bf16", [WEFT_F16] = "f16", [WEFT_F64] = "f64"};
+        [WEFT_NONE] = "none", [WEFT_F32] = "f32", [WEFT_BF16] = "bf16", [WEFT_F16] = "f16",
+        [WEFT_F64] = "f64",   [WEFT_I32] = "i32", [WEFT_I64] = "i64"};
     return NAME_IN(names, dtype);
 }
 
 size_t weft_dtype_size(weft_dtype dtype)
 {
-    static const size_t sizes[] = {
-        [WEFT_NONE] = 0, [WEFT_F32] = 4, [WEFT_BF16] = 2, [WEFT_F16] = 2, [WEFT_F64] = 8};
+    static const size_t sizes[] = {[WEFT_NONE] = 0, [WEFT_F32] = 4, [WEFT_BF16] = 2, [WEFT_F16] = 2,
+                                   [WEFT_F64] = 8,  [WEFT_I32] = 4, [WEFT_I64] = 8};
     return (size_t)dtype < sizeof sizes / sizeof *sizes ? sizes[dtype] : 0;
 }
 

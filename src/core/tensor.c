@@ -7,9 +7,46 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { MAX_ROWS = 4096 };
-static const int64_t max_tokens = (int64_t)1 << 40;
-static const int64_t max_channels = (int64_t)1 << 31;
+#define MAX_TOKENS ((int64_t)1 << 40)
+
+/* Sizes that a name stands for as such: where the call keeps them, and what they may be. */
+static const struct size_info {
+    int32_t dim;
+    const char *name;
+    size_t offset;
+    int64_t low, high;
+} sizes[] = {
+#define SIZE(DIM, field, low, high)                                                                                \
+    {                                                                                                              \
+        WEFT_DIM_##DIM, #field, offsetof(weft_call, field), low, high                                              \
+    }
+    SIZE(TOKENS, tokens, 0, MAX_TOKENS),
+    SIZE(STREAMS, streams, 1, WEFT_MAX_STREAMS),
+    SIZE(CHANNELS, channels, 1, (int64_t)1 << 31),
+    SIZE(ROWS, rows, 1, 4096),
+    SIZE(BATCH, batch, 0, MAX_TOKENS),
+    SIZE(STEPS, steps, 0, MAX_TOKENS),
+    SIZE(KEY_HEADS, key_heads, 1, WEFT_GDN_MAX_HEADS),
+    SIZE(VALUE_HEADS, value_heads, 1, WEFT_GDN_MAX_HEADS),
+    SIZE(HEADS, heads, 1, WEFT_GDN_MAX_HEADS),
+    SIZE(KEY_DIM, key_dim, 1, WEFT_GDN_MAX_DIM),
+    SIZE(VALUE_DIM, value_dim, 1, WEFT_GDN_MAX_DIM),
+    SIZE(WIDTH, width, 1, WEFT_GDN_MAX_WIDTH),
+    SIZE(HISTORY, history, 0, 64),
+    SIZE(SEQUENCES, sequences, 0, MAX_TOKENS),
+    SIZE(CACHE, cache, 0, MAX_TOKENS),
+#undef SIZE
+};
+
+static int64_t *size_at(weft_call *call, const struct size_info *s)
+{
+    return (int64_t *)(void *)((char *)call + s->offset);
+}
+
+void weft_unbind(weft_call *call)
+{
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) *size_at(call, &sizes[i]) = -1;
+}
 
 static const weft_tensor *tensor_of(const weft_arg_info *info, const void *args)
 {
@@ -36,9 +73,17 @@ static weft_status check_dtype(weft_call *call, const weft_arg_info *info, const
 {
     weft_dtype got = t->dtype;
     const char *op = weft_op_name(call->op), *want;
-    if (got < WEFT_F32 || got > WEFT_F64)
+    if (got < WEFT_F32 || got > WEFT_I64)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a dtype, got the number %d", op, prefix, info->name,
                          (int)got);
+    if (info->type == WEFT_TYPE_INDEX) {
+        if (got == WEFT_I32 || got == WEFT_I64) return WEFT_OK;
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected i32 or i64, got %s", op, prefix, info->name,
+                         weft_dtype_name(got));
+    }
+    if (got > WEFT_F64)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a floating-point dtype, got %s", op, prefix,
+                         info->name, weft_dtype_name(got));
     if (first) {
         call->f64 = got == WEFT_F64;
         if (call->f64) call->dtype = WEFT_F64;
@@ -80,17 +125,42 @@ static int64_t streams_of_gates(int64_t rows)
     return 0;
 }
 
+static weft_status bind_size(weft_call *call, const weft_arg_info *info, int axis, int64_t got, const char *prefix,
+                             const struct size_info *s)
+{
+    int64_t *size = size_at(call, s);
+    if (got < s->low || got > s->high)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d (%s): expected %lld to %lld, got %lld",
+                         weft_op_name(call->op), prefix, info->name, axis, s->name, (long long)s->low,
+                         (long long)s->high, (long long)got);
+    if (*size < 0) *size = got;
+    if (*size == got) return WEFT_OK;
+    return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d (%s): expected %lld like the other tensors, got %lld",
+                     weft_op_name(call->op), prefix, info->name, axis, s->name, (long long)*size, (long long)got);
+}
+
 static weft_status bind_dim(weft_call *call, const weft_arg_info *info, int axis, int64_t got, const char *prefix)
 {
     const char *op = weft_op_name(call->op);
     int32_t dim = info->dim[axis];
-    int64_t low = 1, high = 0, *size = NULL;
-    const char *name = NULL;
+    int64_t want;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (sizes[i].dim == dim) return bind_size(call, info, axis, got, prefix, &sizes[i]);
     switch (dim) {
-    case WEFT_DIM_TOKENS: name = "tokens", size = &call->tokens, low = 0, high = max_tokens; break;
-    case WEFT_DIM_STREAMS: name = "streams", size = &call->streams, high = WEFT_MAX_STREAMS; break;
-    case WEFT_DIM_CHANNELS: name = "channels", size = &call->channels, high = max_channels; break;
-    case WEFT_DIM_ROWS: name = "rows", size = &call->rows, high = MAX_ROWS; break;
+    case WEFT_DIM_CONV:
+        want = 2 * call->key_heads * call->key_dim + call->value_heads * call->value_dim;
+        if (got == want) return WEFT_OK;
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "%s: %s%s: dim %d: expected 2 * %lld * %lld + %lld * %lld = %lld channels of q, k and v, "
+                         "got %lld",
+                         op, prefix, info->name, axis, (long long)call->key_heads, (long long)call->key_dim,
+                         (long long)call->value_heads, (long long)call->value_dim, (long long)want, (long long)got);
+    case WEFT_DIM_OFFSETS:
+        if (got < 1 || got > MAX_TOKENS || (call->sequences >= 0 && got != call->sequences + 1))
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected the number of sequences + 1, got %lld",
+                             op, prefix, info->name, axis, (long long)got);
+        call->sequences = got - 1;
+        return WEFT_OK;
     case WEFT_DIM_GATES:
         if (call->streams < 0) call->streams = streams_of_gates(got) ? streams_of_gates(got) : -1;
         if (call->streams < 0)
@@ -106,13 +176,6 @@ static weft_status bind_dim(weft_call *call, const weft_arg_info *info, int axis
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected %d, got %lld", op, prefix, info->name, axis,
                          (int)dim, (long long)got);
     }
-    if (got < low || got > high)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d (%s): expected %lld to %lld, got %lld", op, prefix,
-                         info->name, axis, name, (long long)low, (long long)high, (long long)got);
-    if (*size < 0) *size = got;
-    if (*size == got) return WEFT_OK;
-    return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d (%s): expected %lld like the other tensors, got %lld", op,
-                     prefix, info->name, axis, name, (long long)*size, (long long)got);
 }
 
 /* Bytes from the first to the end of the last element; -1 where that does not fit 62 bits. */
@@ -211,29 +274,54 @@ weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const 
 
 /* ---- overlap ---------------------------------------------------------------------------------------------------- */
 
-/* Extent of one row: all dimensions but the first, in bytes. */
-static int64_t row_extent(const weft_tensor *t)
+/* A view as a set of bytes: steps in memory, the longest first, without those that lead nowhere. */
+typedef struct reach {
+    uintptr_t at;
+    int count;
+    int64_t shape[WEFT_MAX_DIMS], step[WEFT_MAX_DIMS], element;
+} reach;
+
+static reach reach_of(const weft_tensor *t)
 {
-    weft_tensor row = *t;
-    row.shape[0] = 1;
-    return extent(&row);
+    reach r = {.at = (uintptr_t)t->data, .element = (int64_t)weft_dtype_size(t->dtype)};
+    for (int i = 0; i < t->ndim; i++) {
+        int64_t step = t->stride[i] * r.element;
+        if (t->shape[i] == 1 || step == 0) continue;
+        int k = r.count++;
+        for (; k > 0 && r.step[k - 1] < step; k--) r.step[k] = r.step[k - 1], r.shape[k] = r.shape[k - 1];
+        r.step[k] = step;
+        r.shape[k] = t->shape[i];
+    }
+    return r;
 }
 
-/* Two views share an element? Exact for views whose rows lie a common stride apart (slices of one padded buffer, which
- * interleave without touching); otherwise their byte ranges decide. */
+static int64_t reach_bytes(const reach *r, int first)
+{
+    int64_t bytes = r->element;
+    for (int i = first; i < r->count; i++) bytes += (r->shape[i] - 1) * r->step[i];
+    return bytes;
+}
+
+/* Do parts of two views from dimension `level` on share a byte, b lying `offset` bytes behind a? */
+static bool parts_meet(const reach *a, const reach *b, int level, int64_t offset)
+{
+    if (reach_bytes(a, level) <= offset || -reach_bytes(b, level) >= offset) return false;
+    if (level >= a->count || level >= b->count || a->step[level] != b->step[level]) return true;
+    int64_t step = a->step[level], within = (offset % step + step) % step;
+    if (reach_bytes(a, level + 1) > step || reach_bytes(b, level + 1) > step) return true;
+    /* a row of b begins behind the beginning of a row of a, and may run into the next one */
+    return parts_meet(a, b, level + 1, within) || parts_meet(a, b, level + 1, within - step);
+}
+
+/* Two views share an element? Exact for views whose rows lie common strides apart (slices of one padded buffer, sections
+ * of one row of several sequences), which interleave without touching; otherwise their byte ranges decide. */
 static bool share_memory(const weft_tensor *a, const weft_tensor *b)
 {
     if (elements(a) == 0 || elements(b) == 0) return false;
-    uintptr_t pa = (uintptr_t)a->data, pb = (uintptr_t)b->data;
-    if (pa + (uintptr_t)extent(a) <= pb || pb + (uintptr_t)extent(b) <= pa) return false;
-    int64_t step = a->stride[0] * (int64_t)weft_dtype_size(a->dtype);
-    int64_t ra = row_extent(a), rb = row_extent(b);
-    if (step > 0 && step == b->stride[0] * (int64_t)weft_dtype_size(b->dtype) && ra <= step && rb <= step) {
-        int64_t offset = pa <= pb ? (int64_t)((pb - pa) % (uintptr_t)step)
-                                  : (step - (int64_t)((pa - pb) % (uintptr_t)step)) % step;
-        return offset < ra || offset + rb > step; /* b begins inside a's row, or runs into a's next row */
-    }
-    return true;
+    reach ra = reach_of(a), rb = reach_of(b);
+    if (ra.at + (uintptr_t)reach_bytes(&ra, 0) <= rb.at || rb.at + (uintptr_t)reach_bytes(&rb, 0) <= ra.at)
+        return false;
+    return parts_meet(&ra, &rb, 0, (int64_t)(rb.at - ra.at));
 }
 
 static bool same_view(const weft_tensor *a, const weft_tensor *b)

@@ -22,7 +22,7 @@ static inline double load_at(const weft_tensor *t, int64_t offset)
     case WEFT_F32: return ((const float *)t->data)[offset];
     case WEFT_BF16: return weft_bf16_to_f32(((const uint16_t *)t->data)[offset]);
     case WEFT_F16: return weft_f16_to_f32(((const uint16_t *)t->data)[offset]);
-    case WEFT_NONE: break;
+    default: break; /* absent, or an index */
     }
     return 0.0;
 }
@@ -34,7 +34,7 @@ static inline void store_at(const weft_tensor *t, int64_t offset, double value)
     case WEFT_F32: ((float *)t->data)[offset] = (float)value; break;
     case WEFT_BF16: ((uint16_t *)t->data)[offset] = weft_f32_to_bf16(weft_f64_to_f32_odd(value)); break;
     case WEFT_F16: ((uint16_t *)t->data)[offset] = weft_f32_to_f16(weft_f64_to_f32_odd(value)); break;
-    case WEFT_NONE: break;
+    default: break; /* absent, or an index */
     }
 }
 

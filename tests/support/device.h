@@ -14,6 +14,21 @@ static inline void need_gpu(void)
     skip();
 }
 
+/* The operators that the CUDA backend has kernels for, as weft_op_at counts all of them. */
+static inline const weft_op_info *gpu_op_at(int32_t index)
+{
+    for (int32_t i = 0; i < weft_op_count(); i++)
+        if (weft_op_has(weft_op_at(i), WEFT_BACKEND_CUDA) && index-- == 0) return weft_op_at(i);
+    return NULL;
+}
+
+static inline int32_t gpu_op_count(void)
+{
+    int32_t count = 0;
+    while (gpu_op_at(count)) count++;
+    return count;
+}
+
 /* The blocks of a problem, guards and all, for image_open; at most MAX_ARGS. Returns how many. */
 int problem_ranges(const problem *p, image_range *around);
 

@@ -96,6 +96,10 @@ static bool wire(const pair *q)
 {
     for (int i = 0; i < q->bwd->num_args; i++) {
         arg *to = &q->bwd->arg[i];
+        if (to->info->kind == WEFT_ARG_GRAD && to->block) {
+            const arg *of = problem_arg(q->fwd, to->name + 2);
+            if (of && !of->block) arg_drop(to); /* the gradient of what forward did without */
+        }
         if (to->info->kind != WEFT_ARG_IN || !to->block) continue;
         const arg *same = problem_arg(q->fwd, to->name);
         const arg *out = strncmp(to->name, "d_", 2) == 0 ? problem_arg(q->fwd, to->name + 2) : NULL;
@@ -109,7 +113,7 @@ static bool wire(const pair *q)
             arg_drop(to);
             continue;
         }
-        memcpy(to->view->data, same->view->data, (size_t)to->elements * sizeof(double));
+        memcpy(to->view->data, same->view->data, (size_t)to->elements * weft_dtype_size(to->view->dtype));
     }
     problem_settle(q->bwd);
     problem_seal(q->bwd);
@@ -124,6 +128,11 @@ void fd_check(const spec *s)
     snprintf(bwd, sizeof bwd, "%s_bwd", s->op);
     fs.act = fs.wide = fs.coef = fs.param = WEFT_F64;
     fs.op = fwd;
+    if (fs.gdn.q_scale == 0) {
+        /* an eps that shows, and with which no row is so short that differences cannot follow the norm */
+        fs.gdn = weft_gdn_defaults();
+        fs.gdn.l2_eps = 0.05;
+    }
     spec bs = fs;
     bs.op = bwd;
     pair q = {problem_make(&fs), problem_make(&bs), on_ref()};

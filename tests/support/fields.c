@@ -3,6 +3,7 @@
  * One small function per kind of args struct. */
 #include "support/fields.h"
 
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -123,6 +124,22 @@ void fields_set(problem *p)
     HEAD(mhc_head_fwd)
     HEAD(mhc_head_bwd)
 #undef HEAD
+#define OPTIONS(op)                                                                                                \
+    if (is(p, #op)) ((weft_##op##_args *)p->args)->options = s->gdn;
+    OPTIONS(gdn_pre_fwd)
+    OPTIONS(gdn_pre_bwd)
+    OPTIONS(gdn_pre_step)
+#undef OPTIONS
+#define RULE(op)                                                                                                   \
+    if (is(p, #op)) {                                                                                              \
+        weft_##op##_args *args = p->args;                                                                          \
+        args->scale = 1 / sqrt((double)s->key_dim);                                                                \
+        args->head_map = s->gdn.head_map;                                                                          \
+        args->chunk = s->rule_chunk;                                                                               \
+    }
+    RULE(gdn_rule_fwd)
+    RULE(gdn_rule_bwd)
+#undef RULE
     if (is(p, "mhc_contract_fwd")) ((weft_mhc_contract_fwd_args *)p->args)->kind = s->contract;
     if (is(p, "mhc_contract_bwd")) ((weft_mhc_contract_bwd_args *)p->args)->kind = s->contract;
     if (is(p, "mhc_replay_fwd")) {

@@ -16,7 +16,7 @@
 
 const char *problem_text(const problem *p)
 {
-    static _Thread_local char text[400];
+    static _Thread_local char text[700];
     const spec *s = &p->spec;
     snprintf(
         text, sizeof text,
@@ -27,6 +27,18 @@ const char *problem_text(const problem *p)
         (int)s->stream_layout, (int)s->param_layout, (long long)s->pad, s->misalign, s->broadcast, s->add, s->mix,
         s->absent ? s->absent : "", (int)s->numerics.sinkhorn, (int)s->numerics.sinkhorn_iters, s->dropout.p,
         (unsigned long long)p->seed);
+    if (strncmp(s->op, "gdn", 3) == 0) {
+        size_t used = strlen(text);
+        const weft_gdn_options *o = &s->gdn;
+        snprintf(
+            text + used, sizeof text - used,
+            " steps=%lld packed=%d heads=%lld/%lld/%lld dims=%lld/%lld width=%lld history=%lld options=%d %d %g %g "
+            "%g %d %d %d %d chunk=%d",
+            (long long)s->steps, s->packed, (long long)s->key_heads, (long long)s->streams, (long long)s->heads,
+            (long long)s->key_dim, (long long)s->value_dim, (long long)s->width, (long long)s->history,
+            (int)o->activation, (int)o->l2norm, o->l2_eps, o->q_scale, o->beta_scale, (int)o->head_map,
+            (int)o->rounding, (int)o->g_chunk, (int)o->g_log2, s->rule_chunk);
+    }
     return text;
 }
 
@@ -92,6 +104,22 @@ arg *problem_arg(problem *p, const char *name)
 
 /* ---- building ------------------------------------------------------------------------------------------------ */
 
+/* First token of a packed sequence: the same in forward and backward. */
+static int64_t packed_start(const spec *s, int64_t n)
+{
+    rng r = {rng_name(s->seed, "lengths")};
+    int64_t start = 0;
+    for (int64_t i = 0; i < n; i++) start += s->lengths ? s->lengths[i] : rng_below(&r, 2 * s->steps + 1);
+    return start;
+}
+
+/* Values of offsets, or rows of a cache in another order than the sequences', every fifth one of padding. */
+static double index_value(const spec *s, const weft_arg_info *info, int64_t n)
+{
+    if (info->dim[0] == WEFT_DIM_OFFSETS) return (double)packed_start(s, n);
+    return n % 5 == 4 ? -1 : (double)(s->tokens + 1 - n);
+}
+
 static int64_t dim_size(const spec *s, int32_t dim)
 {
     switch (dim) {
@@ -100,6 +128,20 @@ static int64_t dim_size(const spec *s, int32_t dim)
     case WEFT_DIM_CHANNELS: return s->channels;
     case WEFT_DIM_GATES: return 2 * s->streams + s->streams * s->streams;
     case WEFT_DIM_ROWS: return s->rows;
+    case WEFT_DIM_BATCH: return s->packed ? 1 : s->tokens;
+    case WEFT_DIM_STEPS:
+        return s->packed ? packed_start(s, s->tokens) + (s->padding > 0 ? s->padding : 0) : s->steps;
+    case WEFT_DIM_KEY_HEADS: return s->key_heads;
+    case WEFT_DIM_VALUE_HEADS: return s->streams;
+    case WEFT_DIM_HEADS: return s->heads;
+    case WEFT_DIM_KEY_DIM: return s->key_dim;
+    case WEFT_DIM_VALUE_DIM: return s->value_dim;
+    case WEFT_DIM_CONV: return 2 * s->key_heads * s->key_dim + s->streams * s->value_dim;
+    case WEFT_DIM_WIDTH: return s->width;
+    case WEFT_DIM_HISTORY: return s->history;
+    case WEFT_DIM_SEQUENCES: return s->tokens;
+    case WEFT_DIM_OFFSETS: return s->tokens + 1;
+    case WEFT_DIM_CACHE: return s->tokens + 2;
     default: return dim;
     }
 }
@@ -128,6 +170,7 @@ static choice choose(const spec *s, const weft_arg_info *info, rng *r)
     case WEFT_TYPE_COEF: c.dtype = s->coef; break;
     case WEFT_TYPE_PARAM: c.dtype = s->param; break;
     case WEFT_TYPE_FULL: c.dtype = WEFT_F32; break;
+    case WEFT_TYPE_INDEX: c.dtype = s->seed % 2 ? WEFT_I64 : WEFT_I32; break;
     }
     if (s->mix) {
         uint64_t bits = rng_next(r);
@@ -139,7 +182,7 @@ static choice choose(const spec *s, const weft_arg_info *info, rng *r)
         c.add = bits >> 20 & 1;
         c.broadcast = (bits >> 24 & 7) == 0;
     }
-    if (s->act == WEFT_F64) c.dtype = WEFT_F64;
+    if (s->act == WEFT_F64 && info->type != WEFT_TYPE_INDEX) c.dtype = WEFT_F64;
     c.broadcast =
         c.broadcast && info->type == WEFT_TYPE_COEF && info->kind == WEFT_ARG_IN && info->dim[0] == WEFT_DIM_TOKENS;
     return c;
@@ -152,6 +195,10 @@ static void set_strides(weft_tensor *t, const weft_arg_info *info, const choice 
     if (c->order == LAYOUT_CN && t->ndim >= 3 && info->dim[last] == WEFT_DIM_CHANNELS) {
         order[last] = last - 1;
         order[last - 1] = last;
+    }
+    if (c->order == LAYOUT_CN && info->dim[0] == WEFT_DIM_BATCH) { /* steps outside the batch */
+        order[0] = 1;
+        order[1] = 0;
     }
     int64_t gap = c->order == LAYOUT_LOOSE, step = 1 + gap;
     for (int k = last; k >= 0; k--) {
@@ -189,6 +236,11 @@ static double draw(const spec *s, const arg *a, rng *r)
 {
     const char *name = a->info->name;
     double n = rng_normal(r), nc = (double)(s->streams * s->channels);
+    if (strncmp(s->op, "gdn_rule", 8) == 0) { /* as in a layer: keys of about unit length, gates that forget */
+        if (strcmp(name, "key") == 0) return n / sqrt((double)s->key_dim);
+        if (strcmp(name, "beta") == 0) return fabs(n) / 3.5;
+        if (strcmp(name, "g") == 0) return -0.3 * fabs(n);
+    }
     if (strcmp(name, "phi") == 0) return n / sqrt(nc);
     if (strcmp(name, "ms") == 0) return exp(0.5 * n);
     if (strstr(name, "weight") && strncmp(name, "d_", 2) != 0) return 1 + 0.3 * n;
@@ -220,6 +272,9 @@ static void add_args(problem *p, const weft_op_info *info, void *base, int layer
         if (p->num_args > MAX_ARGS) fail_msg("MAX_ARGS is too small for %s", p->op->name);
         a->info = &info->args[i];
         a->layer = layer;
+        a->by_token =
+            a->info->dim[0] == WEFT_DIM_TOKENS ||
+            (!p->spec.packed && (a->info->dim[0] == WEFT_DIM_BATCH || a->info->dim[0] == WEFT_DIM_SEQUENCES));
         a->view = (weft_tensor *)(void *)((char *)base + a->info->offset);
         if (layer < 0)
             snprintf(a->name, sizeof a->name, "%s", a->info->name);
@@ -234,7 +289,8 @@ static void make_arg(problem *p, arg *a)
     rng r = {rng_name(p->seed, a->name)};
     choice c = choose(s, a->info, &r);
     memset(a->view, 0, sizeof *a->view);
-    if (left_out(s, a->info, a->name, a->layer)) return;
+    bool offsets = a->info->dim[0] == WEFT_DIM_OFFSETS; /* what makes a call packed */
+    if (offsets ? !s->packed : left_out(s, a->info, a->name, a->layer)) return;
     /* "The last layer may lack f, post, res and y" */
     if (s->open_ended && a->layer == s->layers - 1 && listed(" f bias post res y ", a->info->name)) return;
     a->view->dtype = c.dtype;
@@ -245,7 +301,8 @@ static void make_arg(problem *p, arg *a)
     if (a->info->kind == WEFT_ARG_GRAD) ((weft_grad *)(void *)a->view)->add = c.add;
     if (arg_is_output(a) && !arg_adds(a)) return; /* stays NaN */
     double *values = must_alloc((size_t)a->elements * sizeof *values + 64);
-    for (int64_t i = 0; i < a->elements; i++) values[i] = draw(s, a, &r);
+    for (int64_t i = 0; i < a->elements; i++)
+        values[i] = a->info->type == WEFT_TYPE_INDEX ? index_value(s, a->info, i) : draw(s, a, &r);
     arg_fill(a, values);
     free(values);
 }
@@ -260,6 +317,7 @@ static void drop_without(problem *p, const char *what, const char *needs)
 void problem_settle(problem *p)
 {
     drop_without(p, "sub_weight", p->op->args[p->op->num_args - 1].kind == WEFT_ARG_GRAD ? "d_v" : "v");
+    drop_without(p, "gate", "z");
     for (int i = 0; i < p->num_args; i++)
         if (p->arg[i].info->kind == WEFT_ARG_GRAD) drop_without(p, p->arg[i].name, p->arg[i].name + 2);
     for (int l = 0; l < p->spec.layers && p->arg[p->num_args - 1].layer >= 0; l++) {
@@ -300,8 +358,24 @@ void arg_rebind(arg *a, weft_dtype dtype, bool add)
     free(values);
 }
 
+/* Sizes of weft/gdn.h from those that all operators have. */
+static void complete_heads(spec *s)
+{
+    int64_t n = s->streams, dim = s->channels < 300 ? s->channels : 300;
+    if (s->key_heads == 0) s->key_heads = n % 2 == 0 ? n / 2 : n % 3 == 0 ? n / 3 : n;
+    if (s->heads == 0) s->heads = n;
+    if (s->key_dim == 0) s->key_dim = dim;
+    if (s->value_dim == 0) s->value_dim = dim % 5 ? dim : (dim + 1) / 2;
+    if (s->width == 0) s->width = 4;
+    if (s->history == 0) s->history = s->width - 1 + s->tokens % 2;
+    if (s->steps == 0) s->steps = 5;
+    if (s->padding == 0) s->padding = 3;
+    if (s->gdn.q_scale == 0) s->gdn = weft_gdn_defaults();
+}
+
 static void complete(spec *s)
 {
+    complete_heads(s);
     if (s->act == WEFT_NONE) s->act = WEFT_F32;
     weft_dtype plain = s->act == WEFT_F64 ? WEFT_F64 : WEFT_F32;
     if (s->wide == WEFT_NONE) s->wide = plain;
@@ -324,6 +398,7 @@ problem *problem_make(const spec *s)
     p->op = weft_op_find(s->op);
     if (!p->op) fail_msg("there is no operator %s", s->op);
     p->seed = rng_name(s->seed, s->op);
+    if (s->packed) p->seed = rng_mix(p->seed, 77);
     p->seed = rng_mix(rng_mix(rng_mix(p->seed, (uint64_t)s->tokens), (uint64_t)s->streams), (uint64_t)s->channels);
     p->args = calloc(1, p->op->args_size);
     if (!p->args) fail_msg("out of memory");

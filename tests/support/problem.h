@@ -15,6 +15,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <weft/gdn.h>
 #include <weft/mhc.h>
 #include <weft/norm.h>
 #include <weft/ops.h>
@@ -51,11 +52,20 @@ typedef struct spec {
     int layers;      /* replay: 0 means 3 */
     bool open_ended; /* replay: the last layer ends with u */
     double scale;    /* of the activations; 0: 1 */
-    uint64_t seed;   /* another draw of the same problem */
+    /* weft/gdn.h: `tokens` counts sequences, `streams` value heads, `channels` the dim of heads; 0: a choice of its own */
+    int64_t steps, key_heads, heads, key_dim, value_dim, width, history;
+    bool packed;            /* sequences of random lengths, up to twice `steps`, with cu_seqlens */
+    const int64_t *lengths; /* packed: of these lengths, one for each of `tokens` */
+    int64_t padding;        /* packed: tokens behind the last sequence; 0: 3, -1: none */
+    weft_gdn_options gdn;   /* q_scale 0: the defaults */
+    int rule_chunk;
+    uint64_t seed; /* another draw of the same problem */
 } spec;
 
 typedef struct arg {
     const weft_arg_info *info;
+    bool
+        by_token; /* the first dimension is tokens, or sequences of one length: items that do not know each other */
     char name[40]; /* info->name, or "layers[2].f" */
     int layer;     /* -1: of the args struct itself */
     weft_tensor *view;
@@ -107,14 +117,18 @@ static inline bool arg_is_output(const arg *a)
 {
     return a->info->kind != WEFT_ARG_IN;
 }
+/* Offsets and indices: no data that a test may put anything into. */
+static inline bool arg_is_index(const arg *a)
+{
+    return a->info->type == WEFT_TYPE_INDEX;
+}
 static inline bool arg_adds(const arg *a)
 {
     return a->info->kind == WEFT_ARG_GRAD && ((const weft_grad *)(const void *)a->view)->add;
 }
-/* Is the first dimension tokens? */
 static inline bool arg_by_token(const arg *a)
 {
-    return a->info->ndim > 0 && a->info->dim[0] == WEFT_DIM_TOKENS;
+    return a->by_token;
 }
 
 /* Elements in logical order, whatever the strides. Call problem_seal after changing inputs. */

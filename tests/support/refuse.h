@@ -16,7 +16,8 @@ typedef struct bench {
 
 static inline spec small(const char *op)
 {
-    return (spec){.op = op, .tokens = 3, .streams = 2, .channels = 4, .rows = 5};
+    /* packed, so that every argument is there */
+    return (spec){.op = op, .tokens = 3, .streams = 2, .channels = 4, .rows = 5, .packed = true};
 }
 
 static inline bench bench_open(const spec *s, weft_exec exec)

@@ -14,10 +14,14 @@ static inline double value_load(const void *p, weft_dtype dtype)
         double d;
         float f;
         uint16_t h;
+        int32_t i;
+        int64_t l;
     } v;
     switch (dtype) {
     case WEFT_F64: memcpy(&v.d, p, 8); return v.d;
     case WEFT_F32: memcpy(&v.f, p, 4); return (double)v.f;
+    case WEFT_I32: memcpy(&v.i, p, 4); return (double)v.i;
+    case WEFT_I64: memcpy(&v.l, p, 8); return (double)v.l;
     case WEFT_BF16: memcpy(&v.h, p, 2); return (double)weft_bf16_to_f32(v.h);
     default: memcpy(&v.h, p, 2); return (double)weft_f16_to_f32(v.h);
     }
@@ -26,10 +30,14 @@ static inline double value_load(const void *p, weft_dtype dtype)
 static inline void value_store(void *p, weft_dtype dtype, double x)
 {
     float f = (float)x;
+    int32_t i = (int32_t)(dtype == WEFT_I32 ? x : 0);
+    int64_t l = (int64_t)(dtype == WEFT_I64 ? x : 0);
     uint16_t h;
     switch (dtype) {
     case WEFT_F64: memcpy(p, &x, 8); return;
     case WEFT_F32: memcpy(p, &f, 4); return;
+    case WEFT_I32: memcpy(p, &i, 4); return;
+    case WEFT_I64: memcpy(p, &l, 8); return;
     case WEFT_BF16: h = weft_f32_to_bf16(weft_f64_to_f32_odd(x)); break;
     default: h = weft_f32_to_f16(weft_f64_to_f32_odd(x)); break;
     }

@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Sequences of weft/gdn.h: do batch, steps, offsets and indices fit each other? Values of offsets and indices are looked
+ * at where they are the host's own memory. */
+#include "core/sequences.h"
+#include "core/check.h"
+
+weft_status weft_check_sequences(const weft_call *call, const weft_tensor *cu_seqlens)
+{
+    const char *op = weft_op_name(call->op);
+    int64_t tokens;
+    if (__builtin_mul_overflow(call->batch, call->steps, &tokens) || tokens > (int64_t)1 << 40)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: batch * steps: expected at most 2^40 tokens, got %lld * %lld", op,
+                         (long long)call->batch, (long long)call->steps);
+    if (!weft_has(cu_seqlens)) {
+        if (call->sequences < 0 || call->sequences == call->batch) return WEFT_OK;
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: state: expected %lld sequences like the batch, got %lld", op,
+                         (long long)call->batch, (long long)call->sequences);
+    }
+    if (call->batch != 1)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: cu_seqlens: expected a batch of 1 with it, got %lld", op,
+                         (long long)call->batch);
+    if (call->query || call->exec->backend == WEFT_BACKEND_CUDA) return WEFT_OK;
+    int64_t before = 0;
+    for (int64_t n = 0; n <= call->sequences; n++) {
+        int64_t at = weft_index_at(cu_seqlens, n), low = n == 0 ? 0 : before, high = n == 0 ? 0 : call->steps;
+        if (at < low || at > high)
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: cu_seqlens[%lld]: expected %lld to %lld, got %lld", op,
+                             (long long)n, (long long)low, (long long)high, (long long)at);
+        before = at;
+    }
+    return WEFT_OK;
+}
+
+weft_status weft_check_index(const weft_call *call, const char *name, const weft_tensor *index, int64_t rows)
+{
+    const char *op = weft_op_name(call->op);
+    if (!weft_has(index)) {
+        int64_t count = call->sequences >= 0 ? call->sequences : call->batch;
+        if (count <= rows) return WEFT_OK;
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s: expected indices for %lld sequences in %lld rows, got none",
+                         op, name, (long long)count, (long long)rows);
+    }
+    if (call->query || call->exec->backend == WEFT_BACKEND_CUDA) return WEFT_OK;
+    for (int64_t n = 0; n < index->shape[0]; n++) {
+        int64_t at = weft_index_at(index, n);
+        if (at < -1 || at >= rows)
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s[%lld]: expected -1 to %lld, got %lld", op, name,
+                             (long long)n, (long long)rows - 1, (long long)at);
+    }
+    return WEFT_OK;
+}

@@ -1,0 +1,296 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * In front of the gated delta rule, forward and decoding: convolution and activation [G1], heads [G2], gates [G3],
+ * states [G4]. Bytes per token, bf16: 2 (2 Hk Dk + 2 H Dk + 4 Hv Dv) and the gates. A run of tokens goes head by head
+ * through L1: the rows of a head are widened once, and every output line is written once. */
+#include "cpu/gdn_pre.h"
+
+typedef struct outputs {
+    const weft_tensor *out[3]; /* query, key, value */
+    const weft_tensor *z, *gate, *b, *a, *beta, *g, *final_state;
+    bool direct[3], stream[3], gate_stream;
+} outputs;
+
+/* y of a row, and the sum of its squares. */
+INLINE float activate(const int W, const gdn_pre *p, const float *x, const float *taps, int64_t ld, float *y)
+{
+    vf acc[STEP] = {{0}};
+    bool silu = p->o->activation == WEFT_GDN_SILU;
+    for (int64_t c = 0; c < ld; c += WIDE)
+        for (int s = 0; s < STEP; s++) {
+            int64_t e = c + s * LANES;
+            vf u = convolve(W, x, taps, ld, e);
+            if (silu) u = gm_silu(u);
+            if (p->round != WEFT_NONE) u = vf_round(p->round, u);
+            vf_store(y + e, u);
+            acc[s] = vf_fma(u, u, acc[s]);
+        }
+    return vf_sum16(acc);
+}
+
+/* A row, times two factors, to all heads that repeat it. */
+INLINE void put_lines(const weft_dtype t, const weft_tensor *out, char *token, gdn_group to, const float *y,
+                      int64_t dim, float r, float scale, bool stream)
+{
+    int64_t step = to.step * out->stride[2] * (int64_t)size_of(t);
+    char *first = head_of(out, token, to.first);
+    for (int64_t c = 0; c < dim; c += line_channels(t)) {
+        vf v[MAX_LINE];
+        for (int h = 0; h < line_vectors(t); h++) v[h] = vf_load(y + c + h * LANES) * r * scale;
+        for (int64_t i = 0; i < to.count; i++) line_put(t, first + i * step, c, v, stream);
+    }
+}
+
+static void put_row(const weft_tensor *out, char *token, gdn_group to, float *y, int64_t dim, float r, float scale,
+                    bool direct, bool stream)
+{
+    if (direct) {
+        FOR_DTYPE(out->dtype, put_lines(T, out, token, to, y, dim, r, scale, stream))
+        return;
+    }
+    for (int64_t c = 0; c < dim; c += LANES) vf_store(y + c, vf_load(y + c) * r * scale);
+    for (int64_t i = 0; i < to.count; i++)
+        head_store(out, false, head_of(out, token, to.first + i * to.step), y, dim);
+}
+
+INLINE void head_run(const int W, const gdn_pre *p, const outputs *o, int part, int64_t h, const gdn_run *r,
+                     int64_t t0, int64_t t1, float *scratch)
+{
+    const gdn_part *g = &p->part[part];
+    const weft_tensor *out = o->out[part];
+    const float *taps = taps_of(p, g, h);
+    float *y = scratch, *x = scratch + g->ld, scale = part == 0 ? (float)p->o->q_scale : 1;
+    gdn_group to = gdn_group_of(p, part, h, out->shape[2]);
+    int64_t step = out->stride[1] * (int64_t)size_of(out->dtype);
+    inputs_load(p, g, h, r, t0 - (W - 1), t1, x);
+    char *token = gdn_token(p, out, t0);
+    for (int64_t t = t0; t < t1; t++, x += g->ld, token += step) {
+        float sum = activate(W, p, x, taps, g->ld, y);
+        put_row(out, token, to, y, g->dim, norm_factor(p, part, sum), scale, o->direct[part], o->stream[part]);
+    }
+}
+
+/* ---- gates ---------------------------------------------------------------------------------------------------------- */
+
+/* beta and g of a run. The sum of a chunk begins with the chunk, which may lie in front of the run. */
+static void gates_run(const gdn_pre *p, const outputs *o, const gdn_run *r, float *scratch)
+{
+    int64_t heads = p->call->value_heads, chunk = p->o->g_chunk, wide = p->gates;
+    int64_t from = chunk ? r->first + (r->t0 - r->first) / chunk * chunk : r->t0;
+    float *in = scratch, *sum = scratch + wide, *out = scratch + 2 * wide, beta = (float)p->o->beta_scale;
+    for (int64_t t = from; t < r->t1; t++) {
+        bool begins = !chunk || (t - r->first) % chunk == 0;
+        head_load(in, o->a, gdn_token(p, o->a, t), heads);
+        for (int64_t h = 0; h < wide; h += LANES) {
+            vf g = -gm_decay(vf_load(in + h) + vf_load(p->dt + h), vf_load(p->half + h));
+            if (!begins) g = vf_load(sum + h) + g;
+            vf_store(sum + h, g);
+            vf_store(out + h, p->o->g_log2 ? g * 1.44269504f : g);
+        }
+        if (t < r->t0) continue;
+        head_store(o->g, false, gdn_token(p, o->g, t), out, heads);
+        head_load(in, o->b, gdn_token(p, o->b, t), heads);
+        for (int64_t h = 0; h < wide; h += LANES) vf_store(out + h, gm_beta(vf_load(in + h), beta));
+        head_store(o->beta, false, gdn_token(p, o->beta, t), out, heads);
+    }
+}
+
+/* Bits as they are; past the caches where both ends begin on cache lines. */
+static void copy_bytes(char *to, const char *from, int64_t bytes, bool stream)
+{
+#if WEFT_CPU_LEVEL > 0
+    for (; stream && bytes >= 64; bytes -= 64, to += 64, from += 64) {
+#if WEFT_CPU_LEVEL == 2
+        _mm512_stream_si512((__m512i *)(void *)to, _mm512_loadu_si512((const void *)from));
+#else
+        _mm256_stream_si256((__m256i *)(void *)to, _mm256_loadu_si256((const __m256i *)(const void *)from));
+        _mm256_stream_si256((__m256i *)(void *)(to + 32),
+                            _mm256_loadu_si256((const __m256i *)(const void *)(from + 32)));
+#endif
+    }
+#else
+    (void)stream;
+#endif
+    memcpy(to, from, (size_t)bytes);
+}
+
+static void gate_run(const gdn_pre *p, const outputs *o, const gdn_run *r)
+{
+    const weft_tensor *z = o->z, *out = o->gate;
+    int64_t size = (int64_t)size_of(out->dtype), heads = out->shape[2], dim = out->shape[3];
+    bool rows = z->stride[3] == 1 && out->stride[3] == 1;
+    bool whole = rows && z->stride[2] == dim && out->stride[2] == dim;
+    for (int64_t t = r->t0; t < r->t1; t++) {
+        const char *from = gdn_token(p, z, t);
+        char *to = gdn_token(p, out, t);
+        for (int64_t h = 0; h < (whole ? 1 : heads); h++) {
+            const char *f = from + h * z->stride[2] * size;
+            char *w = to + h * out->stride[2] * size;
+            if (rows) {
+                copy_bytes(w, f, (whole ? heads * dim : dim) * size, o->gate_stream);
+                continue;
+            }
+            for (int64_t d = 0; d < dim; d++)
+                memcpy(w + d * out->stride[3] * size, f + d * z->stride[3] * size, (size_t)size);
+        }
+    }
+}
+
+static void zero_run(const gdn_pre *p, const outputs *o, const gdn_run *r, float *scratch)
+{
+    const weft_tensor *const all[] = {o->out[0], o->out[1], o->out[2], o->gate, o->beta, o->g};
+    for (int i = 0; i < 6; i++) {
+        const weft_tensor *x = all[i];
+        if (!weft_has(x)) continue;
+        int64_t heads = x->ndim == 4 ? x->shape[2] : 1, dim = x->shape[x->ndim - 1];
+        memset(scratch, 0, (size_t)pad16(dim) * 4);
+        for (int64_t t = r->t0; t < r->t1; t++)
+            for (int64_t h = 0; h < heads; h++)
+                head_store(x, false, head_of(x, gdn_token(p, x, t), h), scratch, dim);
+    }
+}
+
+/* ---- tiles ---------------------------------------------------------------------------------------------------------- */
+
+typedef struct job {
+    gdn_pre p;
+    outputs o;
+    float *scratch;
+    int64_t floats; /* of scratch, per thread */
+} job;
+
+static void tile(void *context, int64_t item, int thread)
+{
+    const job *j = context;
+    const gdn_pre *p = &j->p;
+    float *scratch = j->scratch + thread * j->floats;
+    gdn_run r = {.t1 = item * TILE};
+    while (gdn_next(&p->s, &r, min64((item + 1) * TILE, p->s.tokens))) {
+        if (r.n == p->s.count || gdn_state_row(p, r.n) < 0) {
+            zero_run(p, &j->o, &r, scratch);
+            continue;
+        }
+        gates_run(p, &j->o, &r, scratch);
+        for (int64_t t0 = r.t0; t0 < r.t1; t0 += GDN_RUN) {
+            gdn_run part_of = r;
+            part_of.t0 = t0;
+            part_of.t1 = min64(t0 + GDN_RUN, r.t1);
+            for (int part = 0; part < 3; part++)
+                for (int64_t h = 0; h < p->part[part].heads; h++)
+                    FOR_WIDTH(p->width, head_run(W, p, &j->o, part, h, &r, t0, part_of.t1, scratch))
+            if (weft_has(j->o.gate)) gate_run(p, &j->o, &part_of);
+        }
+    }
+    stream_fence();
+}
+
+/* In place over the old state, slots move towards 0 and are read before they are written. */
+static void final_state(void *context, int64_t n, int thread)
+{
+    const job *j = context;
+    const gdn_pre *p = &j->p;
+    const weft_tensor *to = j->o.final_state;
+    float *row = j->scratch + thread * j->floats;
+    int64_t history = p->call->history, slot_row = gdn_state_row(p, n);
+    gdn_run r = {.n = n, .first = weft_sequence_start(&p->s, n), .end = weft_sequence_start(&p->s, n + 1)};
+    for (int part = 0; part < 3 && slot_row >= 0; part++) {
+        const gdn_part *g = &p->part[part];
+        for (int64_t h = 0; h < g->heads; h++)
+            for (int64_t slot = 0; slot < history; slot++) {
+                int64_t t = r.end - history + slot, channel = g->channel + h * g->dim;
+                int64_t at = slot_row * to->stride[0] + channel * to->stride[1] + slot * to->stride[2];
+                inputs_load(p, g, h, &r, t, t + 1, row);
+                for (int64_t d = 0; d < g->dim; d++) put_f32(to->dtype, to->data, at + d * to->stride[1], row[d]);
+            }
+    }
+}
+
+static weft_arena lay_out(job *j, const weft_call *call, const weft_gdn_pre_fwd_args *f, const weft_tensor *index)
+{
+    weft_arena arena = cpu_arena(call);
+    const weft_tensor *const x[3] = {&f->q, &f->k, &f->v};
+    memset(j, 0, sizeof *j);
+    gdn_pre_open(&j->p, call, &f->options, &f->cu_seqlens, x, &f->state, index, &arena);
+    int64_t ld = j->p.part[0].ld > j->p.part[2].ld ? j->p.part[0].ld : j->p.part[2].ld;
+    int64_t rows = (GDN_RUN + j->p.width) * ld;
+    j->floats = rows > 3 * j->p.gates ? rows : 3 * j->p.gates;
+    j->scratch = weft_arena_take(&arena, (size_t)(cpu_threads(call) * j->floats) * 4);
+    return arena;
+}
+
+static weft_status run(const weft_call *call, const weft_gdn_pre_fwd_args *f, const weft_tensor *index)
+{
+    job j;
+    lay_out(&j, call, f, index);
+    gdn_pre_load(&j.p, &f->weight, &f->bias, &f->a_log, &f->dt_bias);
+    j.o = (outputs){.out = {&f->query, &f->key, &f->value},
+                    .z = &f->z,
+                    .gate = &f->gate,
+                    .b = &f->b,
+                    .a = &f->a,
+                    .beta = &f->beta,
+                    .g = &f->g,
+                    .final_state = &f->final_state};
+    for (int i = 0; i < 3; i++) {
+        j.o.direct[i] = head_direct(j.o.out[i]);
+        j.o.stream[i] = head_streams(&j.p, j.o.out[i]);
+    }
+    j.o.gate_stream = head_streams(&j.p, &f->gate);
+    int64_t channels = 2 * call->key_heads * call->key_dim + 2 * call->value_heads * call->value_dim;
+    cpu_parallel(call, (j.p.s.tokens + TILE - 1) / TILE, j.p.s.tokens * channels, tile, &j);
+    if (weft_has(&f->final_state)) cpu_parallel(call, j.p.s.count, j.p.s.count * channels, final_state, &j);
+    return WEFT_OK;
+}
+
+static weft_status fwd(const weft_call *call, const void *args)
+{
+    return run(call, args, NULL);
+}
+
+/* Decoding is forward with the states in rows of a cache. */
+static weft_gdn_pre_fwd_args forward_of(const weft_gdn_pre_step_args *s)
+{
+    return (weft_gdn_pre_fwd_args){.options = s->options,
+                                   .q = s->q,
+                                   .k = s->k,
+                                   .v = s->v,
+                                   .z = s->z,
+                                   .b = s->b,
+                                   .a = s->a,
+                                   .weight = s->weight,
+                                   .bias = s->bias,
+                                   .a_log = s->a_log,
+                                   .dt_bias = s->dt_bias,
+                                   .cu_seqlens = s->cu_seqlens,
+                                   .state = s->state,
+                                   .query = s->query,
+                                   .key = s->key,
+                                   .value = s->value,
+                                   .gate = s->gate,
+                                   .beta = s->beta,
+                                   .g = s->g,
+                                   .final_state = s->new_state};
+}
+
+static weft_status step(const weft_call *call, const void *args)
+{
+    const weft_gdn_pre_step_args *s = args;
+    weft_gdn_pre_fwd_args f = forward_of(s);
+    return run(call, &f, weft_has(&s->state_index) ? &s->state_index : NULL);
+}
+
+static size_t fwd_workspace(const weft_call *call, const void *args)
+{
+    job j;
+    weft_arena arena = lay_out(&j, call, args, NULL);
+    return weft_arena_bytes(&arena);
+}
+
+static size_t step_workspace(const weft_call *call, const void *args)
+{
+    weft_gdn_pre_fwd_args f = forward_of(args);
+    return fwd_workspace(call, &f);
+}
+
+const weft_kernel CPU(gdn_pre_fwd)[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {0}};
+const weft_kernel CPU(gdn_pre_step)[] = {{WEFT_NONE, 0, step, step_workspace}, {0}};

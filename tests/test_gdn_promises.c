@@ -1,0 +1,529 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What weft/gdn.h promises bit by bit, beyond what test_promises.c shows of every operator: dense and packed agree,
+ * parameter gradients included; both memory orders; sequences in pieces; decoding; one fused row or six tensors; rows that
+ * are only 8-byte aligned; what follows the last sequence. And bad sequences are refused. */
+#include "support/suite.h"
+
+static const weft_dtype acts[] = {WEFT_F32, WEFT_BF16, WEFT_F16};
+
+static int host_execs(weft_exec execs[GRID_EXECS])
+{
+    weft_isa isas[4];
+    int count = grid_isas(isas);
+    execs[0] = on_ref();
+    for (int i = 0; i < count; i++) execs[i + 1] = on_cpu(isas[i], 2);
+    return count + 1;
+}
+
+/* Elements of two arguments, as many as there are, in logical order. */
+static void expect_same(const arg *got, const arg *want, int64_t got_at, int64_t want_at, int64_t count,
+                        const char *what)
+{
+    size_t size = weft_dtype_size(got->view->dtype);
+    char where[80];
+    for (int64_t i = 0; i < count; i++)
+        if (memcmp(arg_at(got, got_at + i), arg_at(want, want_at + i), size) != 0) {
+            test_failed("%s: %s%s: got %.9g, want the bits of %.9g", what, got->name,
+                        arg_coordinate(got, got_at + i, where, sizeof where), arg_get(got, got_at + i),
+                        arg_get(want, want_at + i));
+            return;
+        }
+}
+
+static void copy_values(arg *to, const arg *from)
+{
+    if (!to->block || !from->block || to->elements != from->elements || arg_is_index(to)) return;
+    double *values = arg_values(from);
+    arg_fill(to, values);
+    free(values);
+}
+
+/* A problem with the inputs of another one of the same size. */
+static problem *like(const spec *s, const problem *from)
+{
+    problem *p = problem_make(s);
+    for (int i = 0; i < p->num_args; i++)
+        if (!arg_is_output(&p->arg[i]) || arg_adds(&p->arg[i])) copy_values(&p->arg[i], &from->arg[i]);
+    problem_seal(p);
+    return p;
+}
+
+static void expect_all(const problem *got, const problem *want, const char *what)
+{
+    char text[800];
+    snprintf(text, sizeof text, "%s: %s", problem_text(got), what);
+    for (int i = 0; i < got->num_args; i++)
+        if (arg_is_output(&got->arg[i]) && got->arg[i].block)
+            expect_same(&got->arg[i], &want->arg[i], 0, 0, got->arg[i].elements, text);
+}
+
+static const char *const ops[] = {"gdn_pre_fwd", "gdn_pre_bwd", "gdn_pre_step", "gdn_rule_fwd", "gdn_rule_bwd"};
+enum { OPS = 5 };
+
+/* ---- dense and packed, memory orders ------------------------------------------------------------------------------- */
+
+/* Lengths across tiles (64), runs (16), blocks (128) and the tiles of the rule (32). */
+static const int64_t steps[] = {1, 2, 3, 5, 15, 16, 17, 33, 64, 65, 129, 200};
+enum { STEPS = sizeof steps / sizeof *steps };
+
+static void dense_and_packed_agree(void **state)
+{
+    (void)state;
+    weft_exec execs[GRID_EXECS];
+    int count = host_execs(execs);
+    for (int o = 0; o < OPS; o++)
+        for (int v = 0; v < STEPS; v++) {
+            if (test_quick() && v % 3) continue;
+            int64_t lengths[3] = {steps[v], steps[v], steps[v]};
+            spec s = {.op = ops[o], .tokens = 3, .streams = 4, .channels = v % 2 ? 32 : 17, .act = acts[v % 3]};
+            s.steps = steps[v];
+            s.width = 1 + v % 5;
+            s.history = s.width + v % 2;
+            s.gdn = weft_gdn_defaults();
+            s.gdn.g_chunk = v % 2 ? 7 : 0;
+            spec packed = s;
+            packed.packed = true;
+            packed.lengths = lengths;
+            packed.padding = -1;
+            problem *dense = problem_make(&s), *other = like(&packed, dense);
+            for (int e = 0; e < count; e++) {
+                if (e == 0 && v > 5) continue; /* the reference has no tiles */
+                problem_must_run(dense, execs[e]);
+                problem_must_run(other, execs[e]);
+                expect_all(other, dense, "packed against dense");
+            }
+            problem_free(dense);
+            problem_free(other);
+        }
+    test_verdict();
+}
+
+static void both_memory_orders_agree(void **state)
+{
+    (void)state;
+    weft_exec execs[GRID_EXECS];
+    int count = host_execs(execs);
+    for (int o = 0; o < OPS; o++)
+        for (int v = 0; v < STEPS; v += 2) {
+            spec s = {.op = ops[o], .tokens = 3, .streams = 4, .channels = v % 4 ? 32 : 64, .act = acts[v % 3]};
+            s.steps = steps[v];
+            s.wide = s.act;
+            spec turned = s;
+            turned.stream_layout = LAYOUT_CN;
+            problem *a = problem_make(&s), *b = like(&turned, a);
+            for (int e = 1; e < count; e++) {
+                problem_must_run(a, execs[e]);
+                problem_must_run(b, execs[e]);
+                expect_all(b, a, "(S, B) against (B, S)");
+            }
+            problem_free(a);
+            problem_free(b);
+        }
+    test_verdict();
+}
+
+/* ---- one fused row ---------------------------------------------------------------------------------------------------- */
+
+static const char *const section_names[] = {"q", "k", "v", "z", "b", "a"};
+
+static weft_tensor *section_at(weft_gdn_sections *s, int i)
+{
+    weft_tensor *const all[] = {&s->q, &s->k, &s->v, &s->z, &s->b, &s->a};
+    return all[i];
+}
+
+/* The sections (or their gradients) as views of rows of one buffer, `columns` wide; values are copied in. */
+static char *fuse(problem *p, const char *prefix, int64_t columns, bool sequence_first, int64_t offset)
+{
+    const spec *s = &p->spec;
+    char name[16];
+    size_t size = 0;
+    for (int i = 0; i < 6; i++) {
+        snprintf(name, sizeof name, "%s%s", prefix, section_names[i]);
+        if (problem_arg(p, name)) size = weft_dtype_size(problem_arg(p, name)->view->dtype);
+    }
+    int64_t bytes = (s->tokens * s->steps * columns + offset + 8) * (int64_t)size;
+    char *memory = malloc((size_t)bytes);
+    memset(memory, 0x5a, (size_t)bytes);
+    weft_tensor proj = weft_dense3(memory + offset * (int64_t)size, problem_arg(p, "q")->view->dtype, s->tokens,
+                                   s->steps, columns);
+    if (sequence_first) {
+        proj.stride[0] = columns;
+        proj.stride[1] = s->tokens * columns;
+    }
+    weft_gdn_sections views = weft_gdn_split(&proj, s->key_heads, s->key_dim, s->streams, s->value_dim);
+    for (int i = 0; i < 6; i++) {
+        snprintf(name, sizeof name, "%s%s", prefix, section_names[i]);
+        arg *a = problem_arg(p, name);
+        if (!a) continue;
+        double *values = arg_values(a);
+        *a->view = *section_at(&views, i);
+        if (!arg_is_output(a)) arg_fill(a, values);
+        free(values);
+    }
+    return memory;
+}
+
+/* Widths of rows: as wide as the sections, padded to something odd, and beginning off every boundary. */
+static void fused_rows(void **state)
+{
+    (void)state;
+    weft_exec execs[GRID_EXECS];
+    int count = host_execs(execs);
+    for (int v = 0; v < 18; v++)
+        for (int backward = 0; backward < 2; backward++) {
+            spec s = {.op = backward ? "gdn_pre_bwd" : "gdn_pre_fwd", .tokens = 2, .streams = 6, .channels = 32};
+            s.act = s.wide = acts[v % 3];
+            s.steps = 21;
+            s.key_heads = 2;
+            int64_t columns = 4 * 32 + 12 * 32 + 12 + v / 3 % 3 * 3, offset = v / 9 * 3;
+            problem *p = problem_make(&s);
+            for (int e = 0; e < count; e++) {
+                problem_must_run(p, execs[e]);
+                pack want = problem_pack(p);
+                problem_reset(p);
+                problem *q = problem_make(&s);
+                char *rows = fuse(q, "", columns, v & 1, offset);
+                char *grads = backward ? fuse(q, "d_", columns, v & 1, offset) : NULL;
+                if (problem_call(q, execs[e]) != WEFT_OK) {
+                    test_failed("%s: one row: %s", problem_text(q), weft_last_error());
+                } else {
+                    pack got = problem_pack(q);
+                    pack_expect_same(q, &got, &want, "sections of one row");
+                    pack_free(&got);
+                }
+                free(rows), free(grads);
+                problem_free(q);
+                pack_free(&want);
+            }
+            problem_free(p);
+        }
+    test_verdict();
+}
+
+/* ---- pieces and tokens ------------------------------------------------------------------------------------------------- */
+
+/* A view of tokens [from, to) of every sequence. */
+static void narrow(problem *p, int64_t from, int64_t to)
+{
+    for (int i = 0; i < p->num_args; i++) {
+        arg *a = &p->arg[i];
+        if (!a->block || a->info->ndim < 2 || a->info->dim[1] != WEFT_DIM_STEPS) continue;
+        a->view->data =
+            (char *)a->view->data + from * a->view->stride[1] * (int64_t)weft_dtype_size(a->view->dtype);
+        a->elements = a->elements / a->view->shape[1] * (to - from);
+        a->view->shape[1] = to - from;
+    }
+}
+
+/* Compares tokens [from, to) of a narrowed problem with the whole. */
+static void expect_piece(const problem *piece, const problem *whole, int64_t from, int64_t to, const char *what)
+{
+    for (int i = 0; i < piece->num_args; i++) {
+        const arg *a = &piece->arg[i];
+        if (!a->block || !arg_is_output(a) || a->info->ndim < 2 || a->info->dim[1] != WEFT_DIM_STEPS) continue;
+        const arg *b = problem_arg((problem *)(uintptr_t)whole, a->name);
+        int64_t row = b->elements / b->view->shape[0] / b->view->shape[1];
+        for (int64_t n = 0; n < b->view->shape[0]; n++)
+            expect_same(a, b, n * (to - from) * row, (n * b->view->shape[1] + from) * row, (to - from) * row, what);
+    }
+}
+
+/* Prefill in pieces, the state handed from one to the next in place. */
+static void pieces_agree_with_the_whole(void **state)
+{
+    (void)state;
+    static const int64_t cuts[][4] = {{1, 2, 3, 40}, {7, 8, 30, 40}, {16, 17, 32, 40}, {2, 4, 6, 40}};
+    weft_exec execs[GRID_EXECS];
+    int count = host_execs(execs);
+    for (int rule = 0; rule < 2; rule++)
+        for (int v = 0; v < 12; v++)
+            for (int e = 0; e < count; e++) {
+                spec s = {.op = rule ? "gdn_rule_fwd" : "gdn_pre_fwd", .tokens = 2, .streams = 4, .channels = 33};
+                s.act = acts[v % 3];
+                s.steps = 40;
+                s.width = 2 + v % 4;
+                s.history = s.width - 1 + v % 3;
+                if (rule && e == 0) continue; /* the reference hands on in single what it keeps in double */
+                problem *whole = problem_make(&s);
+                problem_must_run(whole, execs[e]);
+                int64_t from = 0;
+                arg *carried = NULL;
+                problem *last = NULL;
+                for (int c = 0; c < 4; c++) {
+                    int64_t to = cuts[v % 4][c];
+                    problem *piece = problem_make(&s);
+                    if (carried) copy_values(problem_arg(piece, "state"), carried);
+                    problem_free(last);
+                    narrow(piece, from, to);
+                    if (problem_call(piece, execs[e]) != WEFT_OK) test_failed("%s", weft_last_error());
+                    expect_piece(piece, whole, from, to, "a piece of a sequence");
+                    carried = problem_arg(piece, "final_state");
+                    last = piece;
+                    from = to;
+                }
+                const arg *want = problem_arg(whole, "final_state");
+                expect_same(carried, want, 0, 0, want->elements, "the state behind the last piece");
+                problem_free(last);
+                problem_free(whole);
+            }
+    test_verdict();
+}
+
+/* Token by token, and several tokens at a time, through rows of a cache in another order, beside padding. */
+static void decoding_agrees_with_the_whole(void **state)
+{
+    (void)state;
+    weft_exec execs[GRID_EXECS];
+    int count = host_execs(execs);
+    for (int v = 0; v < 12; v++)
+        for (int e = 0; e < count; e++) {
+            spec s = {.op = "gdn_pre_fwd", .tokens = 6, .streams = 4, .channels = 20, .act = acts[v % 3]};
+            s.steps = 9;
+            s.width = 1 + v % 6;
+            s.history = s.width + v % 3;
+            s.absent = " state ";
+            spec d = s;
+            d.op = "gdn_pre_step";
+            d.absent = NULL;
+            int64_t at_once = v % 2 ? 1 : 3;
+            problem *whole = problem_make(&s), *p = problem_make(&d);
+            problem_must_run(whole, execs[e]);
+            for (int i = 0; i < p->num_args; i++) { /* the same inputs, an empty cache, new_state over state */
+                const arg *same = problem_arg(whole, p->arg[i].name);
+                if (same && !arg_is_output(&p->arg[i])) copy_values(&p->arg[i], same);
+            }
+            arg *cache = problem_arg(p, "state"), *index = problem_arg(p, "state_index");
+            for (int64_t k = 0; k < cache->elements; k++) arg_set(cache, k, 0);
+            *problem_arg(p, "new_state")->view = *cache->view;
+            for (int64_t from = 0; from < s.steps; from += at_once) {
+                weft_tensor keep[MAX_ARGS];
+                int64_t elements[MAX_ARGS];
+                for (int i = 0; i < p->num_args; i++) keep[i] = *p->arg[i].view, elements[i] = p->arg[i].elements;
+                narrow(p, from, from + at_once);
+                if (problem_call(p, execs[e]) != WEFT_OK) test_failed("%s", weft_last_error());
+                for (int i = 0; i < p->num_args; i++) *p->arg[i].view = keep[i], p->arg[i].elements = elements[i];
+            }
+            for (int i = 0; i < p->num_args; i++) {
+                const arg *a = &p->arg[i], *b = problem_arg(whole, a->name);
+                if (!a->block || !arg_is_output(a) || !b) continue;
+                int64_t row = a->elements / s.tokens;
+                for (int64_t n = 0; n < s.tokens; n++) {
+                    bool padding = arg_get(index, n) < 0;
+                    if (!padding) expect_same(a, b, n * row, n * row, row, "decoded");
+                    for (int64_t k = 0; padding && k < row; k++)
+                        if (arg_get(a, n * row + k) != 0) test_failed("%s: padding is not zero", a->name);
+                }
+            }
+            const arg *final = problem_arg(whole, "final_state");
+            int64_t row = final->elements / s.tokens, untouched = 0;
+            for (int64_t n = 0; n < s.tokens; n++)
+                if (arg_get(index, n) >= 0)
+                    expect_same(cache, final, (int64_t)arg_get(index, n) * row, n * row, row, "decoded state");
+            for (int64_t k = 0; k < 2 * row; k++) untouched += arg_get(cache, k) == 0; /* rows 0 and 1: nobody's */
+            if (untouched != 2 * row) test_failed("rows of the cache that no request names were written");
+            problem_free(p);
+            problem_free(whole);
+        }
+    test_verdict();
+}
+
+/* ---- neighbours -------------------------------------------------------------------------------------------------------- */
+
+/* A packed sequence does not know its neighbours: the same rows with the others poisoned, empty ones in between. */
+static void neighbours_do_not_matter(void **state)
+{
+    (void)state;
+    static const int64_t lengths[] = {0, 5, 1, 0, 20, 3, 70, 0, 2, 0};
+    enum { COUNT = sizeof lengths / sizeof *lengths };
+    weft_exec execs[GRID_EXECS];
+    int count = host_execs(execs);
+    for (int o = 0; o < OPS; o++)
+        for (int v = 0; v < 4; v++)
+            for (int e = 0; e < count; e++) {
+                spec s = {.op = ops[o], .tokens = COUNT, .streams = 4, .channels = 16, .act = acts[v % 3]};
+                s.packed = true;
+                s.lengths = lengths;
+                s.width = 4 + v;
+                s.seed = (uint64_t)v;
+                problem *clean = problem_make(&s);
+                problem_must_run(clean, execs[e]);
+                int64_t start = 0;
+                for (int64_t n = 0; n < COUNT; start += lengths[n++]) {
+                    if (lengths[n] == 0) continue;
+                    problem *bad = problem_make(&s);
+                    for (int i = 0; i < bad->num_args; i++) {
+                        arg *a = &bad->arg[i];
+                        if (!a->block || arg_is_output(a) || a->info->ndim < 2 || a->info->dim[1] != WEFT_DIM_STEPS)
+                            continue;
+                        int64_t row = a->elements / a->view->shape[1];
+                        for (int64_t k = 0; k < a->elements; k++)
+                            if (k / row < start || k / row >= start + lengths[n]) arg_set(a, k, (double)NAN);
+                    }
+                    problem_seal(bad);
+                    problem_must_run(bad, execs[e]);
+                    for (int i = 0; i < bad->num_args; i++) {
+                        const arg *a = &bad->arg[i];
+                        if (!a->block || !arg_is_output(a) || a->info->ndim < 2 ||
+                            a->info->dim[1] != WEFT_DIM_STEPS)
+                            continue;
+                        int64_t row = a->elements / a->view->shape[1];
+                        expect_same(a, &clean->arg[i], start * row, start * row, lengths[n] * row,
+                                    "a sequence among poisoned ones");
+                        /* padding behind the last sequence is zero whatever lies there */
+                        for (int64_t k = (a->view->shape[1] - 3) * row; k < a->elements; k++)
+                            if (arg_get(a, k) != 0) test_failed("%s: %s: padding is not zero", s.op, a->name);
+                    }
+                    problem_free(bad);
+                }
+                problem_free(clean);
+            }
+    test_verdict();
+}
+
+/* NaN at one token reaches W - 1 tokens further, in its channels, and no token in front of it. */
+static void causal_window(void **state)
+{
+    (void)state;
+    weft_exec execs[GRID_EXECS];
+    int count = host_execs(execs);
+    for (int v = 0; v < 8; v++)
+        for (int e = 0; e < count; e++) {
+            spec s = {.op = "gdn_pre_fwd", .tokens = 1, .streams = 2, .channels = 16, .act = acts[v % 3]};
+            s.steps = 40;
+            s.width = 1 + v;
+            problem *clean = problem_make(&s), *bad = problem_make(&s);
+            int64_t t = 11 + v;
+            arg *x = problem_arg(bad, "v");
+            arg_set(x, (t * s.streams + 1) * s.channels + 5, v % 2 ? (double)NAN : (double)INFINITY);
+            problem_seal(bad);
+            problem_must_run(clean, execs[e]);
+            problem_must_run(bad, execs[e]);
+            const arg *a = problem_arg(bad, "value"), *b = problem_arg(clean, "value");
+            for (int64_t k = 0; k < a->elements; k++) {
+                int64_t token = k / (s.streams * s.channels), channel = k % (s.streams * s.channels);
+                bool inside = token >= t && token < t + s.width && channel == s.channels + 5;
+                if (inside && isfinite(arg_get(a, k)) && v % 2)
+                    test_failed("value: a NaN became %g", arg_get(a, k));
+                if (!inside) expect_same(a, b, k, k, 1, "outside of the causal window");
+            }
+            problem_free(clean);
+            problem_free(bad);
+        }
+    test_verdict();
+}
+
+/* ---- bad sequences ------------------------------------------------------------------------------------------------------ */
+
+static void expect_refusal(problem *p, weft_exec exec, const char *name, const char *what)
+{
+    problem_seal(p);
+    weft_status status = problem_run(p, exec);
+    const char *text = weft_last_error();
+    if (status != WEFT_ERR_ARGUMENT || !strstr(text, name) || !strstr(text, "expected") || !strstr(text, "got") ||
+        !strstr(text, p->op->name))
+        test_failed("%s on %s: %s: got %s, \"%s\"", p->op->name, exec_name(exec), what, weft_status_name(status),
+                    text);
+    if (!problem_untouched(p)) test_failed("%s: %s: refused, but something was written", p->op->name, what);
+}
+
+static void bad_sequences_are_refused(void **state)
+{
+    (void)state;
+    static const int64_t lengths[] = {3, 4, 2};
+    const weft_exec execs[] = {on_ref(), on_cpu(WEFT_ISA_BEST, 2)};
+    for (int e = 0; e < 2; e++)
+        for (int o = 0; o < OPS; o++)
+            for (int k = 0; k < 5; k++) {
+                static const double bad[5][2] = {{1, 8}, {2, 2}, {3, 99}, {0, 1}, {3, -1}};
+                spec s = {
+                    .op = ops[o], .tokens = 3, .streams = 2, .channels = 4, .packed = true, .lengths = lengths};
+                s.seed = (uint64_t)k; /* both widths of offsets */
+                problem *p = problem_make(&s);
+                arg_set(problem_arg(p, "cu_seqlens"), (int64_t)bad[k][0], bad[k][1]);
+                expect_refusal(p, execs[e], "cu_seqlens", "offsets that do not fit");
+                problem_free(p);
+                /* a batch beside offsets */
+                s.packed = false;
+                p = problem_make(&s);
+                int32_t offsets[] = {0, 1, 2, 3};
+                for (int32_t i = 0; i < p->op->num_args; i++)
+                    if (p->op->args[i].dim[0] == WEFT_DIM_OFFSETS)
+                        *p->arg[i].view = weft_dense1(offsets, WEFT_I32, 4);
+                expect_refusal(p, execs[e], "cu_seqlens", "offsets beside a batch");
+                problem_free(p);
+            }
+    test_verdict();
+}
+
+static void bad_sizes_are_refused(void **state)
+{
+    (void)state;
+    const weft_exec execs[] = {on_ref(), on_cpu(WEFT_ISA_BEST, 2)};
+    for (int e = 0; e < 2; e++)
+        for (int o = 0; o < OPS; o++) {
+            spec s = {.op = ops[o], .tokens = 2, .streams = 4, .channels = 4, .key_heads = 3, .heads = 4};
+            bool rule = strncmp(ops[o], "gdn_rule", 8) == 0;
+            if (rule) s.heads = 3;
+            problem *p = problem_make(&s);
+            expect_refusal(p, execs[e], "heads", "value heads that key heads do not divide");
+            problem_free(p);
+            if (rule) continue;
+            s.key_heads = 1;
+            s.heads = 2;
+            p = problem_make(&s);
+            expect_refusal(p, execs[e], "heads", "query heads that are neither");
+            problem_free(p);
+            s.heads = 4;
+            s.width = WEFT_GDN_MAX_WIDTH + 1;
+            p = problem_make(&s);
+            expect_refusal(p, execs[e], "width", "too many taps");
+            problem_free(p);
+            s.width = 4;
+            s.history = 2;
+            p = problem_make(&s);
+            expect_refusal(p, execs[e], "slots", "a state too short for the taps");
+            problem_free(p);
+            s.history = 3;
+            for (int k = 0; k < 8; k++) {
+                s.gdn = weft_gdn_defaults();
+                p = problem_make(&s);
+                weft_gdn_options *f = &((weft_gdn_pre_fwd_args *)p->args)->options; /* first in all of them */
+                if (k == 0) f->q_scale = 0;
+                if (k == 1) f->beta_scale = (double)NAN;
+                if (k == 2) f->l2_eps = -1;
+                if (k == 3) f->activation = (weft_gdn_activation)2;
+                if (k == 4) f->l2norm = 2;
+                if (k == 5) f->g_chunk = -1;
+                if (k == 6) f->head_map = (weft_gdn_head_map)-1;
+                if (k == 7) f->g_chunk = WEFT_GDN_MAX_CHUNK + 1;
+                expect_refusal(p, execs[e], "options", "an option that is none");
+                problem_free(p);
+            }
+            if (strcmp(ops[o], "gdn_pre_step") != 0) continue;
+            p = problem_make(&s);
+            arg_set(problem_arg(p, "state_index"), 1, 4);
+            expect_refusal(p, execs[e], "state_index", "a row that the cache does not have");
+            arg_set(problem_arg(p, "state_index"), 1, -2);
+            expect_refusal(p, execs[e], "state_index", "a row below -1");
+            problem_free(p);
+        }
+    test_verdict();
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(dense_and_packed_agree),
+        cmocka_unit_test(both_memory_orders_agree),
+        cmocka_unit_test(fused_rows),
+        cmocka_unit_test(pieces_agree_with_the_whole),
+        cmocka_unit_test(decoding_agrees_with_the_whole),
+        cmocka_unit_test(neighbours_do_not_matter),
+        cmocka_unit_test(causal_window),
+        cmocka_unit_test(bad_sequences_are_refused),
+        cmocka_unit_test(bad_sizes_are_refused),
+    };
+    return suite_run("gdn_promises", tests);
+}
