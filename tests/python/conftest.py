@@ -1,9 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures."""
+"""Fixtures of the Python tests. weft is the installed package, or else the tree's own (`make python` builds it)."""
+
+import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
-import torch
-from weft.torch import storage
+
+ROOT = Path(__file__).resolve().parents[2]
+if importlib.util.find_spec("weft") is None:
+    sys.path.insert(0, str(ROOT / "python"))
+
+import torch  # noqa: E402  (the path above comes first)
+import weft  # noqa: E402
+from weft.torch import storage  # noqa: E402
+
+NO_GPU = None if torch.cuda.is_available() and weft.info()["cuda"] else "no GPU: torch or weft cannot use one here"
+needs_gpu = pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test draws the same numbers, whichever tests ran before it."""
+    torch.manual_seed(1234)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
+def device(request) -> torch.device:
+    return torch.device("cuda:0" if request.param == "cuda" else "cpu")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
 
 
 @pytest.fixture(params=["move", "copy"])
@@ -12,8 +41,3 @@ def way(request, monkeypatch):
     if request.param == "move" and not storage.CAN_MOVE:
         pytest.skip("this PyTorch cannot move memory between storages")
     monkeypatch.setattr(storage, "CAN_MOVE", request.param == "move")
-
-
-@pytest.fixture(params=["cpu"] + ["cuda"] * torch.cuda.is_available())
-def device(request):
-    return request.param

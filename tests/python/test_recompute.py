@@ -653,7 +653,7 @@ def test_autocast_is_that_of_forward(device, ambient):
         return y
 
     def build(run, discard):
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             y = linear(run(fn, x))  # the same weight: autocast keeps its copy of it
         loss = y.float().square().sum()
         discard(loss)
@@ -664,7 +664,7 @@ def test_autocast_is_that_of_forward(device, ambient):
         return build(op.checkpoint, op.discard_output_and_register_recompute)
 
     leaves = [x, linear.weight, linear.bias]
-    with torch.autocast(device, torch.float16, enabled=ambient):
+    with torch.autocast(device.type, torch.float16, enabled=ambient):
         want = gradients(lambda: build(plain, lambda loss: None), *leaves)
         got = gradients(recomputed, *leaves)
     assert seen == [torch.bfloat16] * 3

@@ -310,7 +310,7 @@ def peak_of(step, leaves):
 
 def test_33_recompute_reduces_peak_memory(device):
     # Eight layers in groups of two: weft's stack, and layers with managers.
-    s, b, c, layers = 64 if device == "cuda" else 16, 4, 128, 8
+    s, b, c, layers = 64 if device.type == "cuda" else 16, 4, 128, 8
     x, peaks = leaf(s, b, c, device=device), []
     for recompute in (None, 4):
         model = stack(device, layers=layers, c=c, recompute=recompute)
@@ -336,7 +336,7 @@ def test_33_recompute_reduces_peak_memory(device):
 @pytest.mark.parametrize("recompute", [None, 2])
 def test_41_forward_backward_with_offloading(device, recompute):
     x, model = leaf(S, B, C, device=device), stack(device, recompute=recompute)
-    with torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"):
+    with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
         y = model(x)
     assert y.shape == x.shape
     y.square().sum().backward()
@@ -348,7 +348,7 @@ def test_42_offloading_numerical_equivalence(device, recompute):
     x, model = leaf(S, B, C, device=device), stack(device, recompute=recompute)
     leaves = [x, *model.parameters()]
     want = gradients(lambda: model(x).square().sum(), *leaves)
-    with torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"):
+    with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
         agree(gradients(lambda: model(x).square().sum(), *leaves), want, atol=1e-5)
 
     layer, hidden = Layer(device), streams(device)
@@ -361,7 +361,7 @@ def test_42_offloading_numerical_equivalence(device, recompute):
 
     leaves = [hidden, *layer.parameters()]
     want = gradients(lambda: build(None), *leaves)
-    with torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"):
+    with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
         agree(gradients(lambda: build(CheckpointWithoutOutputManager()), *leaves), want, atol=1e-5)
 
 

@@ -14,6 +14,13 @@ from weft.compat import _require as require
 from weft.torch import Numerics
 from weft.torch import functional as weft
 
+__all__ = [
+    "LigerMHC",
+    "liger_mhc_coeffs",
+    "liger_mhc_post_res",
+    "liger_mhc_pre",
+]
+
 _NUMERICS = Numerics.preset("liger")
 
 

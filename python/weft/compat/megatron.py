@@ -79,6 +79,7 @@ def use_native(enabled: bool = True) -> None:
 
 
 def uses_native() -> bool:
+    """Whether plain PyTorch is used."""
     return _native
 
 

@@ -19,6 +19,15 @@ from weft.compat import _require as require
 from weft.torch import Numerics
 from weft.torch import functional as weft
 
+__all__ = [
+    "expand_to_mhc",
+    "mhc_head",
+    "mhc_multilayer_recompute",
+    "mhc_post",
+    "mhc_pre",
+    "sinkhorn_normalize",
+]
+
 _NUMERICS = Numerics.preset("deepseek_v4")
 
 

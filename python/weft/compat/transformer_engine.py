@@ -27,6 +27,15 @@ from weft.compat import _require as require
 from weft.torch import GradX, Numerics
 from weft.torch import functional as weft
 
+__all__ = [
+    "mhc_fused_aggregate",
+    "mhc_fused_expand_combine",
+    "mhc_fused_projection",
+    "mhc_fused_scale",
+    "mhc_fused_sinkhorn",
+    "mhc_generate_mix_and_aggregate",
+]
+
 _NUMERICS = Numerics.preset("transformer_engine")
 _H_COLUMNS = 32  # H is stored in whole multiples of this, as TransformerEngine's kernels want it
 

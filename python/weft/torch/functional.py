@@ -273,11 +273,12 @@ def replay(x: Tensor, layers: list[ReplayLayer], numerics: Numerics | str) -> li
         y = torch.empty_like(x) if layer.want_y and layer.f is not None else None
         dropout = ops.dropped(layer.dropout, layer.token_base)
         placed = ops_fused.placed(layer.sub_norm, u)
+        sub_weight = layer.sub_weight if layer.want_u else None
         rows.append(
             (
                 {"dropout": dropout, "sub_eps": layer.sub_eps},
                 layer.dropout_step,
-                *(layer.pre, layer.f, layer.bias, layer.post, layer.res, layer.sub_weight, *placed, y),
+                *(layer.pre, layer.f, layer.bias, layer.post, layer.res, sub_weight, *placed, y),
             )
         )
         results.append((u, y))

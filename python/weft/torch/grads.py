@@ -123,8 +123,10 @@ class Sink:
             if add:
                 added.append(targets[0])
         elif self.carried is not None and want[0]:
-            targets[0] = self.carried
-            added.append(self.carried)
+            # Saved tensors may be unpacked once only (checkpointing): x's layout is looked at here, not by the node.
+            like = self.carried.stride() == x.stride() and self.carried.dtype == x.dtype
+            targets[0] = self.carried if like else torch.empty_like(x).copy_(self.carried)
+            added.append(targets[0])
             self.carried = None
         fresh = definition.outputs(*args[:-1], [w and k not in targets for k, w in enumerate(want)])
         out = tuple(targets.get(k, t) for k, t in enumerate(fresh))
@@ -147,12 +149,9 @@ class CarryNode(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         *grads, carried = grads
-        x = ctx.saved_tensors[0]
-        if carried is not None and (carried.stride() != x.stride() or carried.dtype != x.dtype):
-            carried = torch.empty_like(x).copy_(carried)
-        ctx.sink.carried = carried
         if all(g is None for g in grads):
             return carried, *(None,) * (len(ctx.needs_input_grad) - 1)
+        ctx.sink.carried = carried
         return ops.Node.backward(ctx, *grads)
 
 

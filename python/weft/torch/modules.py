@@ -146,7 +146,10 @@ class HyperConnectionLayer(nn.Module):
         self.sublayer = sublayer
         self.dropout = dropout
 
-    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+    def forward(self, x: Tensor, *args, recompute_group: Group | None = None, **kwargs) -> Tensor:
+        """recompute_group is for the stack that a layer is part of; other arguments go to the sub-layer."""
+        if recompute_group is not None:
+            return recompute_group.forward(self, x, args, kwargs)
         coef, x = self.connection(x, carry=True)
         f, bias = _branch(self.sublayer(coef.u, *args, **kwargs))
         return self.connection.merge(x, f, coef, bias, dropout=self.dropout)
@@ -251,7 +254,8 @@ class HyperConnectionStack(nn.Module):
         if contract is None:
             self.contract = None
         elif contract == "learned":
-            self.contract = Head(channels, streams, **make)
+            shared = {k: options[k] for k in ("precision", "main_grad") if k in options}
+            self.contract = Head(channels, streams, **make, **shared)
         else:
             self.contract = Contract(contract)
 
@@ -270,6 +274,6 @@ class HyperConnectionStack(nn.Module):
         for start in range(0, count, self.recompute):
             group = Group(x)
             for layer in self.layers[start : start + self.recompute]:
-                x = group.run(layer, x, args, kwargs)
+                x = layer(x, *args, recompute_group=group, **kwargs)  # a call, so that the layer's hooks run
             group.close(x)
         return x

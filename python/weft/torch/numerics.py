@@ -50,7 +50,7 @@ class Numerics(NamedTuple):
 
     def packed(self) -> list[float]:
         """As the registered operators take it: eight numbers in the order of the fields."""
-        if self.sinkhorn_iters != int(self.sinkhorn_iters):
+        if not float(self.sinkhorn_iters).is_integer():
             raise ValueError(f"numerics: sinkhorn_iters: expected a whole number, got {self.sinkhorn_iters}")
         return [
             float(self.rms_eps),

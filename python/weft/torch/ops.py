@@ -61,10 +61,10 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_plain(args: tuple) -> bool:
-    """Nobody below autograd wants to see the call: no tensor subclass, no dispatch mode."""
+    """Nobody below autograd wants to see the call: no tensor subclass, no meta tensor, no dispatch mode."""
     if torch._C._len_torch_dispatch_stack():
         return False
-    return all(type(a) in PLAIN for a in args if isinstance(a, Tensor))
+    return all(type(a) in PLAIN and not a.is_meta for a in args if isinstance(a, Tensor))
 
 
 class Node(torch.autograd.Function):
@@ -85,7 +85,9 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        backward = DEFINITIONS[ctx.name].backward
+        backward, sink = DEFINITIONS[ctx.name].backward, ctx.sink
+        if all(g is None for g in grads) and (sink is None or sink.grad_x is None):
+            return (None,) * len(ctx.needs_input_grad)
         if backward is None:
             raise NotImplementedError(f"{ctx.name}: it has no gradient: weft's operators can be differentiated once")
         return *backward(ctx, *grads), None, None
@@ -97,6 +99,13 @@ def define(schema: str, outputs: Callable, launch: Callable, save: Callable | No
     The autograd kernel is written here and not left to torch.library.register_autograd, because the ways through the
     dispatcher are most of what a small call costs."""
     name = schema.partition("(")[0]
+
+    def fake(*args):
+        # A call with one tensor on meta is dispatched here, and would return memory that nobody fills.
+        devices = {t.device for t in args if isinstance(t, Tensor)}
+        if len(devices) > 1:
+            raise ValueError(f"{name}: expected all tensors on one device, got {', '.join(sorted(map(str, devices)))}")
+        return outputs(*args)
 
     def kernel(*args):
         results = outputs(*args)
@@ -114,7 +123,7 @@ def define(schema: str, outputs: Callable, launch: Callable, save: Callable | No
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIB.impl(name, kernel, "CompositeExplicitAutograd")
     LIB.impl(name, autograd, "Autograd")
-    torch.library.register_fake(f"weft::{name}", outputs, lib=LIB)
+    torch.library.register_fake(f"weft::{name}", fake, lib=LIB)
     op = getattr(torch.ops.weft, name).default
     DEFINITIONS[name] = Definition(op, outputs, launch, save, backward)
 
@@ -466,17 +475,21 @@ def _contract(out, x, kind):
 def _contract_save(ctx, inputs, output):
     x, ctx.kind = inputs
     ctx.streams = x.shape[-2]
+    ctx.swapped = x.stride(-1) > x.stride(-2)
 
 
 def _contract_backward(ctx, d_u):
-    return torch.ops.weft.mhc_contract_bwd(dense(d_u), ctx.streams, ctx.kind), None
+    return torch.ops.weft.mhc_contract_bwd(dense(d_u), ctx.streams, ctx.kind, ctx.swapped), None
 
 
-def _contract_bwd_outputs(d_u, streams, kind):
+def _contract_bwd_outputs(d_u, streams, kind, swapped):
+    """Laid out like x, which is not there any more: (n, C), or (C, n) where `swapped`."""
+    if swapped:
+        return d_u.new_empty((*d_u.shape, streams)).transpose(-1, -2)
     return d_u.new_empty((*d_u.shape[:-1], streams, d_u.shape[-1]))
 
 
-def _contract_bwd(out, d_u, streams, kind):
+def _contract_bwd(out, d_u, streams, kind, swapped):
     run("mhc_contract_bwd", (("kind", kind),), d_u, out)
 
 
@@ -487,7 +500,11 @@ define(
     _contract_save,
     _contract_backward,
 )
-define("mhc_contract_bwd(Tensor d_u, int streams, int kind) -> Tensor", _contract_bwd_outputs, _contract_bwd)
+define(
+    "mhc_contract_bwd(Tensor d_u, int streams, int kind, bool swapped) -> Tensor",
+    _contract_bwd_outputs,
+    _contract_bwd,
+)
 
 # ---- learned head ------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,16 @@ def placed(sub_norm: bool, u):
     return (None, u) if sub_norm else (u, None)
 
 
+def normed(d_u, sub_weight, d_sub_weight, add: tuple):
+    """The gain of the norm and its gradient, or neither where the sub-layer's input is not part of the loss: the
+    library refuses a gain without a gradient that comes through it."""
+    if d_u is not None:
+        return sub_weight, d_sub_weight
+    if d_sub_weight is not None and not any(d_sub_weight is a for a in add):
+        d_sub_weight.zero_()
+    return None, None
+
+
 def _pre_outputs(x, phi, alpha, beta, norm_weight, sub_weight, pre_in, numerics, sub_norm, sub_eps, precision):
     return single(x), *coefficients(x.shape[:-2], x.shape[-2], x), *raw(x, phi.shape[0])
 
@@ -74,6 +84,7 @@ def _pre_bwd(
     sub_eps, precision, want, add=(),
 ):  # fmt: skip
     d_x, d_phi, d_alpha, d_beta, d_norm_weight, d_sub_weight, d_pre_in = map(given, out)
+    sub_weight, d_sub_weight = normed(d_u, sub_weight, d_sub_weight, add)
     run(
         "mhc_pre_bwd",
         pre_scalars(numerics, sub_eps),
@@ -165,6 +176,7 @@ def _boundary_bwd(
     d_x, d_f, d_post_in, d_res_in, d_bias, d_phi, d_alpha, d_beta, d_norm_weight, d_sub_weight, d_pre_in = map(
         given, out
     )
+    sub_weight, d_sub_weight = normed(d_u, sub_weight, d_sub_weight, add)
     run(
         "mhc_boundary_bwd",
         boundary_scalars(numerics, sub_eps, p, token_base),

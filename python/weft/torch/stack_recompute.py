@@ -16,6 +16,11 @@ from . import ops, ops_fused
 from .numerics import pack
 
 
+def kept(param: Tensor | None) -> Tensor | None:
+    """A copy: a sharded parameter has its memory during its own layer's passes only."""
+    return None if param is None else param.detach().clone()
+
+
 def storage_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
@@ -29,29 +34,36 @@ class Group:
         self._discarded: list[tuple[Tensor, int]] = []
         self._numerics = None
 
-    def run(self, layer, x: Tensor, args, kwargs) -> Tensor:
+    def forward(self, layer, x: Tensor, args, kwargs) -> Tensor:
         """One layer's forward pass, remembered for the replay."""
         site = layer.connection
         coef, x = site(x, carry=True)
+        written = coef.u._version
         result = layer.sublayer(coef.u, *args, **kwargs)
         f, bias = result if isinstance(result, tuple) else (result, None)
         step = F.draw_step(x) if layer.dropout and layer.training else None
         y = site.merge(x, f, coef, bias, dropout=layer.dropout, dropout_step=step)
+        # A sub-layer may hand its input on as its output, which is what the replay starts from, or write to it.
+        if f.untyped_storage().data_ptr() != coef.u.untyped_storage().data_ptr() and coef.u._version == written:
+            self._discard(coef.u)
         self._numerics = pack(site.numerics)
-        self._rows.append((site, coef, F._as_streams(x, f), bias, step, layer.dropout if step is not None else 0.0, y))
+        scalars = {"dropout": ops.dropped(0.0 if step is None else layer.dropout, 0), "sub_eps": site.sub_eps}
+        weights = kept(bias), kept(site.sub_weight)
+        self._rows.append((scalars, site.sub_norm, coef, F._as_streams(x, f), *weights, step, y))
         return y
+
+    def _discard(self, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            self._discarded.append((tensor.detach(), storage_bytes(tensor)))
 
     def close(self, output: Tensor) -> None:
         """Lets go of what can be rebuilt, and rebuilds it when the gradient of `output` has come."""
-        last = len(self._rows) - 1
-        for k, (_, coef, *_, y) in enumerate(self._rows):
-            for tensor in (coef.u,) if k == last else (coef.u, y):
-                if tensor.requires_grad:
-                    self._discarded.append((tensor.detach(), storage_bytes(tensor)))
+        for *_, y in self._rows[:-1]:
+            self._discard(y)
         # Detached, or the group would keep the graph alive that keeps it.
         self._rows = [
-            (site, F.Pre(*(t.detach() for t in coef)), f.detach(), bias, step, p, y.detach())
-            for site, coef, f, bias, step, p, y in self._rows
+            (scalars, norm, F.Pre(*(t.detach() for t in coef)), f.detach(), bias, weight, step, y.detach())
+            for scalars, norm, coef, f, bias, weight, step, y in self._rows
         ]
         if not output.requires_grad:
             return
@@ -66,11 +78,13 @@ class Group:
                 tensor.untyped_storage().resize_(size)
         last = len(self._rows) - 1
         rows = []
-        for k, (site, coef, f, bias, step, p, y) in enumerate(self._rows):
-            scalars = {"dropout": ops.dropped(p, 0), "sub_eps": site.sub_eps}
-            placed = ops_fused.placed(site.sub_norm, coef.u)
+        rebuilt = {tensor.untyped_storage().data_ptr() for tensor, _ in self._discarded}
+        for k, (scalars, norm, coef, f, bias, weight, step, y) in enumerate(self._rows):
+            u = coef.u if coef.u.untyped_storage().data_ptr() in rebuilt else None
+            placed = ops_fused.placed(norm, u)
+            weight = None if u is None else weight
             if k == last:
-                rows.append((scalars, step, coef.pre, None, None, None, None, site.sub_weight, *placed, None))
+                rows.append((scalars, step, coef.pre, None, None, None, None, weight, *placed, None))
             else:
-                rows.append((scalars, step, coef.pre, f, bias, coef.post, coef.res, site.sub_weight, *placed, y))
+                rows.append((scalars, step, coef.pre, f, bias, coef.post, coef.res, weight, *placed, y))
         _C.replay(tuple(self._numerics), torch.get_num_threads(), self._x, rows)

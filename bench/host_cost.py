@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What a call costs the host, beside the work itself: one direct call of the extension, and one registered operator.
+
+    PYTHONPATH=python bench/host_cost.py [--json] [--device cuda] [--calls 2000]
+
+Tensors are so small that the work hardly counts: two tokens, four streams, 64 channels. mhc_pre, whose Sinkhorn counts
+at any size, is measured on a GPU only: there calls are queued, and the device is waited for after each burst, outside
+the clock. Eager mode, no autograd. A time is the median of bursts. "ext" is _C.run with a prepared call on tensors that
+exist; "op" is torch.ops.weft.*, which also allocates its results. Two operators of torch stand beside them for scale.
+
+Goals: 5 us for the extension, 20 us for a registered operator."""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+import weft.torch  # noqa: F401  (registers the operators)
+from weft import _C
+from weft.torch import ops
+from weft.torch.numerics import pack
+
+TOKENS, STREAMS, CHANNELS = 2, 4, 64
+GOAL = {"ext": 5.0, "op": 20.0}
+BURSTS = 21
+
+
+def sides(device: torch.device) -> list[tuple[str, str, object]]:
+    """Rows of (kind, name, function without arguments)."""
+    gates = STREAMS * (STREAMS + 2)
+    x = torch.randn(TOKENS, STREAMS, CHANNELS, device=device)
+    f = torch.randn(TOKENS, CHANNELS, device=device)
+    pre = torch.rand(TOKENS, STREAMS, device=device)
+    res = torch.rand(TOKENS, STREAMS, STREAMS, device=device)
+    phi = torch.randn(gates, STREAMS * CHANNELS, device=device)
+    alpha, beta = torch.rand(3, device=device), torch.randn(gates, device=device)
+    numerics = pack("deepseek_v4")
+    u, y = torch.empty_like(f), torch.empty_like(x)
+    threads = torch.get_num_threads()
+    aggregate = _C.Call("mhc_aggregate_fwd", {})
+    post = ops.prepared("mhc_post_fwd", ops.post_scalars(numerics, 0.0, 0))
+    weft_ops = torch.ops.weft
+    rows = [
+        ("ext", "mhc_aggregate_fwd", lambda: _C.run(aggregate, 0, 0, threads, None, x, pre, u)),
+        ("ext", "mhc_post_fwd", lambda: _C.run(post, 0, 0, threads, None, x, f, None, pre, res, y)),
+        ("op", "mhc_aggregate", lambda: weft_ops.mhc_aggregate.default(x, pre)),
+        ("op", "mhc_post", lambda: weft_ops.mhc_post.default(x, f, pre, res, None, None, numerics, 0.0, 0)),
+        ("torch", "empty", lambda: torch.empty(TOKENS, CHANNELS, device=device)),
+        ("torch", "relu", lambda: torch.relu(x)),
+    ]
+    if device.type == "cuda":
+        site = (x, phi, alpha, beta, None, None, None)
+        rows.append(("op", "mhc_pre", lambda: weft_ops.mhc_pre.default(*site, numerics, False, 1e-6, 0)))
+    return rows
+
+
+def measure(function, calls: int, device: torch.device) -> float:
+    """Microseconds a call."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    function()
+    wait()
+    each = max(1, calls // BURSTS)
+    times = []
+    for _ in range(BURSTS):
+        begin = time.perf_counter()
+        for _ in range(each):
+            function()
+        times.append((time.perf_counter() - begin) / each * 1e6)
+        wait()
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU backend; more than one have to be woken")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="both where there is a GPU, unless told")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    devices = [args.device] if args.device else ["cpu"] + ["cuda"] * torch.cuda.is_available()
+    if not args.json:
+        print(f"{'device':6}  {'kind':5}  {'call':18}  {'us':>7}  {'goal':>5}")
+    with torch.no_grad():
+        for name in devices:
+            device = torch.device(name)
+            for kind, what, function in sides(device):
+                micros = measure(function, args.calls, device)
+                goal = GOAL.get(kind)
+                if args.json:
+                    row = {"device": name, "kind": kind, "call": what, "us": round(micros, 3), "goal_us": goal}
+                    print(json.dumps(row | {"threads": args.threads, "torch": torch.__version__}))
+                    continue
+                verdict = "" if goal is None else f"{goal:5.0f}  {'met' if micros <= goal else 'missed'}"
+                print(f"{name:6}  {kind:5}  {what:18}  {micros:7.2f}  {verdict}")
+
+
+if __name__ == "__main__":
+    main()

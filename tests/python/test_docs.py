@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/python.md names what the package exports, all of it and nothing else, and its examples run; so does README's."""
+
+import enum
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+
+import pytest
+import torch
+import weft
+
+HEADING = re.compile(r"^(##|###) `([\w.]+)`$", re.M)
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+
+
+def documented(text: str) -> dict[str, dict[str, str]]:
+    """{module: {name: the text of its section}} from headings of level two and three."""
+    found: dict[str, dict[str, str]] = {}
+    module = None
+    headings = list(re.finditer(r"^(##|###) (.*)$", text, re.M))
+    for k, heading in enumerate(headings):
+        end = headings[k + 1].start() if k + 1 < len(headings) else len(text)
+        match = HEADING.match(heading.group())
+        if heading[1] == "##":
+            module = match[2] if match else None
+            if module:
+                found[module] = {}
+        elif module:
+            assert match, f"{heading.group()}: expected a name in backticks"
+            found[module][match[2]] = text[heading.end() : end]
+    return found
+
+
+def modules() -> list[str]:
+    """The package's public modules; weft.compat and what it holds from the day it exists."""
+    names = ["weft", "weft.torch"]
+    if importlib.util.find_spec("weft.compat"):
+        names.append("weft.compat")
+        package = importlib.import_module("weft.compat")
+        names += [f"weft.compat.{m.name}" for m in pkgutil.iter_modules(package.__path__) if m.name[0] != "_"]
+    return names
+
+
+def exports(name: str) -> list[str]:
+    return getattr(importlib.import_module(name), "__all__", [])
+
+
+def is_enum(thing) -> bool:
+    """An enumeration's call has parameters that nobody passes."""
+    return inspect.isclass(thing) and issubclass(thing, enum.Enum)
+
+
+@pytest.fixture(scope="module")
+def sections(root):
+    return documented((root / "docs" / "python.md").read_text())
+
+
+@pytest.mark.parametrize("name", ["weft", "weft.torch"])
+def test_every_export_is_documented(name, sections):
+    module = importlib.import_module(name)
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert set(sections[name]) == set(module.__all__)
+    for export in module.__all__:
+        assert hasattr(module, export)
+
+
+def test_every_drop_in_is_documented(root):
+    """Drop-ins have the signatures of other projects: a section for each module, which names its exports."""
+    parts = re.split(r"^## (.*)$", (root / "docs" / "python.md").read_text(), flags=re.M)
+    texts = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert "`weft.compat`" in texts
+    for name in modules():
+        if name.startswith("weft.compat"):
+            text = texts.get(f"`{name}`", "")
+            missing = [e for e in exports(name) if f"`{e}`" not in text]
+            assert not missing, f"docs/python.md: section `{name}` does not name {', '.join(missing)}"
+
+
+def test_public_names_of_weft_torch_are_exported():
+    """A class or function of functional, grads or modules without an underscore is public, or else has one."""
+    import weft.torch as wt
+    from weft.torch import functional, modules
+
+    for module in (functional, modules):
+        own = {
+            k
+            for k, v in vars(module).items()
+            if k[0] != "_" and inspect.isroutine(v) | inspect.isclass(v) and v.__module__ == module.__name__
+        }
+        assert own <= set(wt.__all__)
+
+
+@pytest.mark.parametrize("module", ["weft", "weft.torch"])
+def test_every_parameter_is_named(module, sections):
+    for name, text in sections[module].items():
+        thing = getattr(importlib.import_module(module), name)
+        if not callable(thing) or is_enum(thing):
+            continue
+        for parameter in inspect.signature(thing).parameters:
+            assert re.search(rf"\b{parameter}\b", text), f"{name}: {parameter} is not mentioned"
+        assert BLOCK.search(text), f"{name}: no example"
+
+
+def run_blocks(text: str, path: str) -> int:
+    """Runs the Python blocks of a document one after the other in one namespace."""
+    space: dict = {"__name__": "example"}
+    count = 0
+    for block in BLOCK.finditer(text):
+        line = text.count("\n", 0, block.start(1))
+        exec(compile("\n" * line + block[1], path, "exec"), space)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("path", ["docs/python.md", "README.md"])
+def test_examples_run(path, root):
+    torch.manual_seed(0)
+    assert run_blocks((root / path).read_text(), path) >= 1
+
+
+def test_version(root):
+    """One number, from the public header."""
+    header = (root / "include" / "weft" / "weft.h").read_text()
+    parts = [re.search(rf"#define WEFT_VERSION_{p}\s+(\d+)", header)[1] for p in ("MAJOR", "MINOR", "PATCH")]
+    assert weft.__version__ == ".".join(parts)
+
+
+def test_docstrings():
+    """Everything exported says what it is."""
+    for name in modules():
+        module = importlib.import_module(name)
+        assert module.__doc__
+        for export in exports(name):
+            thing = getattr(module, export)
+            if callable(thing):
+                assert inspect.getdoc(thing), f"{name}.{export}"

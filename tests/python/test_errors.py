@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Misuse is an exception of the right type whose message names the operator, the argument, what was expected and what
+came; and calls from several threads at once are nothing special."""
+
+import threading
+import time
+
+import cases
+import numpy as np
+import pytest
+import torch
+import weft
+import weft.torch as wt
+from compare import same, tuple_of
+from conftest import needs_gpu
+from weft import _C
+
+NUM = {"numerics": "liger"}
+
+
+def refuses(kind, message, function, *args, **kwargs):
+    with pytest.raises(kind, match=message):
+        function(*args, **kwargs)
+
+
+def post_args(**other) -> dict:
+    return {**cases.make("post").tensors, **NUM, **other}
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_shapes():
+    refuses(
+        ValueError,
+        r"mhc_post_fwd: f: dim 1 \(channels\): expected 6 like the other tensors, got 7",
+        wt.post,
+        **post_args(f=torch.randn(2, 3, 7)),
+    )
+    refuses(
+        ValueError,
+        r"mhc_post_fwd: f: dim 0 \(tokens\): expected 6 like the other tensors, got 4",
+        wt.post,
+        **post_args(f=torch.randn(2, 2, 6)),
+    )
+    refuses(
+        ValueError,
+        r"mhc_post_fwd: bias: expected 1 dimensions, got shape \[2, 6\]",
+        wt.post,
+        **post_args(bias=torch.randn(2, 6)),
+    )
+    refuses(
+        ValueError,
+        r"mhc_aggregate_fwd: x: expected at least 2 dimensions, got shape \[6\]",
+        raw_aggregate,
+        torch.randn(6),
+    )
+    case = cases.make("pre")
+    refuses(
+        ValueError,
+        r"mhc_pre_fwd: phi: dim 0: expected 2n \+ n\^2 = 24 for 4 streams, got 23",
+        wt.pre,
+        **{**case.tensors, "phi": case.tensors["phi"][:23]},
+        **NUM,
+    )
+    refuses(
+        ValueError,
+        "mhc_pre_fwd: alpha: .*expected 3, got 2",
+        wt.pre,
+        **{**case.tensors, "alpha": torch.randn(2)},
+        **NUM,
+    )
+    refuses(
+        ValueError,
+        "coefficients: expected 2n . n.n numbers a token, got 23",
+        wt.coef,
+        torch.randn(3, 23),
+        torch.rand(3),
+        torch.rand(3),
+        torch.rand(23),
+        "liger",
+    )
+
+
+def raw_aggregate(x):
+    """Past the function's own look at shapes, to the extension's."""
+    _C.run(_C.Call("mhc_aggregate_fwd", {}), 0, 0, 1, None, x, torch.rand(3, 4), torch.empty(3, 6))
+
+
+def test_streams_that_differ():
+    refuses(
+        ValueError,
+        r"mhc_aggregate_fwd: pre: dim 1 \(streams\): expected 4 like the other tensors, got 5",
+        wt.aggregate,
+        torch.randn(3, 4, 6),
+        torch.rand(3, 5),
+    )
+    refuses(ValueError, "streams", wt.expand, torch.randn(3, 6), 33)
+    refuses(ValueError, "streams", wt.expand, torch.randn(3, 6), 0)
+    refuses(ValueError, "phi", wt.pre, torch.randn(3, 4, 6), torch.randn(24, 25), torch.rand(3), torch.rand(24), **NUM)
+
+
+def test_wrong_dtypes():
+    refuses(
+        ValueError,
+        "mhc_post_fwd: x: expected float32, bfloat16, float16 or float64, got a dtype of 64 bits",
+        wt.post,
+        **post_args(x=torch.ones(2, 3, 4, 6, dtype=torch.int64)),
+    )
+    for dtype in (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        with pytest.raises((ValueError, BufferError, TypeError, RuntimeError)) as caught:
+            wt.contract(torch.ones(3, 4, 6).to(dtype))
+        assert "mhc_contract_fwd: x: " in str(caught.value), dtype
+    refuses(
+        ValueError,
+        "mhc_post_fwd: f: .*expected f32.*, got bf16",
+        wt.post,
+        **post_args(f=torch.randn(2, 3, 6).bfloat16()),
+    )
+    refuses(ValueError, "f64", wt.post, **post_args(res=torch.rand(2, 3, 4, 4, dtype=torch.float64)))
+    refuses(
+        ValueError,
+        "mhc_post_fwd: step: expected an int64 or uint64 tensor",
+        wt.post,
+        **post_args(dropout=0.5, dropout_step=torch.zeros(1, dtype=torch.int32)),
+    )
+
+
+def test_not_a_tensor():
+    for other in (np.zeros((3, 4, 6), np.float32), [[1.0]], 3.0, "x"):
+        with pytest.raises(
+            RuntimeError, match="weft::mhc_contract.*Expected a value of type 'Tensor' for argument 'x'"
+        ):
+            wt.contract(other)
+        name = type(other).__name__
+        with pytest.raises(TypeError, match=f"mhc_contract_fwd: x: expected a tensor with DLPack's.*, got {name}"):
+            _C.run(_C.Call("mhc_contract_fwd", {"kind": 0}), 0, 0, 1, None, other, torch.empty(3, 6))
+
+
+def test_leading_dimensions_that_do_not_collapse():
+    x = torch.randn(3, 2, 4, 6).transpose(0, 1)
+    refuses(
+        ValueError,
+        r"mhc_contract_fwd: x: expected leading dimensions that are one run of tokens \(call contiguous\(\)\), got",
+        wt.contract,
+        x,
+    )
+    same(wt.contract(x.contiguous()), wt.contract(x.transpose(0, 1)).transpose(0, 1).contiguous(), "made contiguous")
+
+
+def test_mixed_devices():
+    for k in ("x", "f", "post", "res", "bias"):
+        args = post_args()
+        refuses(
+            ValueError,
+            "mhc_post: expected all tensors on one device, got cpu, meta",
+            wt.post,
+            **{**args, k: args[k].to("meta")},
+        )
+
+
+@needs_gpu
+def test_cpu_and_cuda():
+    args = post_args()
+    cuda = {k: t.cuda() if isinstance(t, torch.Tensor) else t for k, t in args.items()}
+    message = "mhc_post_fwd: f: expected a tensor on cuda:0 like x, got one on cpu"
+    refuses(ValueError, message, wt.post, **{**cuda, "f": args["f"]})
+    message = "mhc_post_fwd: f: expected a tensor on cpu like x, got one on cuda:0"
+    refuses(ValueError, message, wt.post, **{**args, "f": cuda["f"]})
+    message = "mhc_post_fwd: step: expected a tensor on cuda:0 like x, got one on cpu"
+    refuses(ValueError, message, wt.post, **cuda, dropout=0.5, dropout_step=torch.zeros(1, dtype=torch.int64))
+    refuses(NotImplementedError, "f64|float64", wt.contract, torch.randn(3, 4, 6, dtype=torch.float64, device="cuda"))
+
+
+def test_outputs_that_overlap():
+    x = torch.randn(3, 4, 6)
+    call = _C.Call("mhc_contract_fwd", {"kind": 0})
+    with pytest.raises(ValueError, match="mhc_contract_fwd: u: expected memory of its own, got memory shared with x"):
+        _C.run(call, 0, 0, 1, None, x, x[:, 0])
+    with pytest.raises(ValueError, match="mhc_contract_fwd: u: "):
+        _C.run(call, 0, 0, 1, None, x, torch.empty(1, 6).expand(3, 6))
+
+
+def test_a_refused_call_writes_nothing():
+    out = torch.full((3, 6), 7.0)
+    with pytest.raises(ValueError):
+        _C.run(_C.Call("mhc_aggregate_fwd", {}), 0, 0, 1, None, torch.randn(3, 4, 6), torch.rand(3, 5), out)
+    assert torch.equal(out, torch.full((3, 6), 7.0))
+
+
+# ---- scalars and names -----------------------------------------------------------------------------------------------
+
+
+def test_names():
+    names = ", ".join(weft.presets())
+    refuses(
+        ValueError, f"numerics: expected one of {names}, got 'deepseek'", wt.sinkhorn, torch.randn(3, 4, 4), "deepseek"
+    )
+    refuses(ValueError, "preset: expected one of weft's presets, got 'x'", wt.Numerics.preset, "x")
+    base = wt.Numerics.preset("liger")
+    for field, names in (
+        ("sinkhorn", "log, softmax_eps, clamp, add, threshold"),
+        ("apply", "in_out, out_in"),
+        ("rms_eps_kind", "inside, outside"),
+    ):
+        message = f"numerics: {field}: expected one of {names}, got 'other'"
+        refuses(ValueError, message, wt.sinkhorn, torch.randn(3, 4, 4), base._replace(**{field: "other"}))
+    refuses(
+        ValueError, "mhc_contract: kind: expected one of mean, sum, got 'max'", wt.contract, torch.randn(3, 4, 6), "max"
+    )
+    refuses(
+        ValueError,
+        "mhc_project: precision: expected one of full, tf32, got 'half'",
+        wt.project,
+        torch.randn(3, 4, 6),
+        torch.randn(5, 24),
+        precision="half",
+    )
+    head = cases.make("head").tensors
+    refuses(
+        ValueError,
+        "mhc_head: rms_eps_kind: expected one of inside, outside, got 'out'",
+        wt.head,
+        **head,
+        rms_eps_kind="out",
+    )
+
+
+def test_numbers():
+    logits = torch.randn(3, 4, 4)
+    base = wt.Numerics.preset("liger")
+    for iters in (0, -1):
+        refuses(
+            ValueError,
+            f"mhc_sinkhorn_fwd: .*sinkhorn_iters: expected .*, got {iters}",
+            wt.sinkhorn,
+            logits,
+            base._replace(sinkhorn_iters=iters),
+        )
+    refuses(
+        ValueError,
+        "sinkhorn_iters: expected a whole number, got 2.5",
+        wt.sinkhorn,
+        logits,
+        base._replace(sinkhorn_iters=2.5),
+    )
+    refuses(
+        ValueError,
+        "sinkhorn_iters: expected a whole number, got nan",
+        wt.sinkhorn,
+        logits,
+        base._replace(sinkhorn_iters=float("nan")),
+    )
+    for eps in (-1.0, float("nan"), float("inf")):
+        refuses(
+            ValueError,
+            "mhc_sinkhorn_fwd: .*sinkhorn_eps: expected",
+            wt.sinkhorn,
+            logits,
+            base._replace(sinkhorn_eps=eps),
+        )
+    for p in (1.0, 1.5, -0.1, float("nan")):
+        refuses(ValueError, "mhc_post_fwd: dropout.p: expected .*, got", wt.post, **post_args(dropout=p))
+    refuses(
+        ValueError,
+        "mhc_post_fwd: dropout.token_base: expected .*, got -1",
+        wt.post,
+        **post_args(dropout=0.5, token_base=-1),
+    )
+    refuses(ValueError, "rmsnorm_fwd: eps: expected .*, got -1", wt.rmsnorm, torch.randn(3, 6), eps=-1)
+    refuses(
+        ValueError,
+        "mhc_pre_fwd: sub_eps: expected .*, got nan",
+        wt.pre,
+        **cases.make("pre_norm").tensors,
+        **NUM,
+        sub_norm=True,
+        sub_eps=float("nan"),
+    )
+
+
+def test_sub_weight_without_sub_norm():
+    """A gain that nothing would use is refused, not ignored."""
+    tensors = cases.make("pre_norm").tensors
+    refuses(ValueError, "mhc_pre_fwd: sub_weight: expected v to be there with it, got none", wt.pre, **tensors, **NUM)
+
+
+def test_extension_calls():
+    refuses(ValueError, "Call: expected the name of an operator, got 'mhc_nothing'", _C.Call, "mhc_nothing", {})
+    refuses(
+        TypeError,
+        "mhc_contract_fwd: expected a scalar of this operator, got 'sort'",
+        _C.Call,
+        "mhc_contract_fwd",
+        {"sort": 1},
+    )
+    refuses(TypeError, "Call takes no keyword arguments", _C.Call, "mhc_contract_fwd", scalars={})
+    refuses(
+        TypeError, "numerics: expected a tuple of eight numbers", _C.Call, "mhc_sinkhorn_fwd", {"numerics": [0] * 8}
+    )
+    refuses(TypeError, "numerics: eight numbers", _C.Call, "mhc_sinkhorn_fwd", {"numerics": (0.0,) * 7})
+    call = _C.Call("mhc_contract_fwd", {"kind": 0})
+    refuses(TypeError, "mhc_contract_fwd: expected 2 tensors, got 1", _C.run, call, 0, 0, 1, None, torch.randn(3, 4, 6))
+    refuses(TypeError, "run: expected", _C.run, 1, 2)
+    refuses(
+        ValueError,
+        "mhc_contract_fwd: x: expected a tensor, got none",
+        _C.run,
+        call,
+        0,
+        0,
+        1,
+        None,
+        None,
+        torch.empty(3, 6),
+    )
+
+
+# ---- replay ----------------------------------------------------------------------------------------------------------
+
+
+def test_replay_has_no_gradient():
+    x = torch.randn(3, 4, 6, requires_grad=True)
+    layers = [wt.ReplayLayer(pre=torch.rand(3, 4))]
+    refuses(
+        NotImplementedError,
+        r"mhc_replay_fwd: it has no gradient: call it under torch.no_grad\(\)",
+        wt.replay,
+        x,
+        layers,
+        "liger",
+    )
+    refuses(
+        NotImplementedError,
+        "mhc_replay_fwd",
+        wt.replay,
+        x.detach(),
+        [wt.ReplayLayer(pre=torch.rand(3, 4, requires_grad=True))],
+        "liger",
+    )
+    with torch.no_grad():
+        ((u, y),) = wt.replay(x, layers, "liger")
+    same(u, wt.aggregate(x.detach(), layers[0].pre), "under no_grad")
+    assert y is None
+
+
+def test_replay_messages():
+    x = torch.randn(3, 4, 6)
+    refuses(ValueError, r"mhc_replay_fwd: layers\[0\]", wt.replay, x, [wt.ReplayLayer(pre=torch.rand(3, 5))], "liger")
+    refuses(
+        TypeError,
+        "mhc_replay_fwd: layers: expected tuples",
+        _C.replay,
+        tuple(wt.Numerics.preset("liger").packed()),
+        1,
+        x,
+        [(1,)],
+    )
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_threads(device):
+    """Four Python threads at once, on the same inputs, have the results of one."""
+    case = cases.make("boundary_norm", n=4, c=64, lead=(300,), device=device)
+
+    def work():
+        leaves = {k: None if t is None else t.detach().requires_grad_() for k, t in case.tensors.items()}
+        outputs = tuple_of(case.function(**leaves))
+        grads = torch.autograd.grad(
+            outputs, [t for t in leaves.values() if t is not None], [torch.ones_like(t) for t in outputs]
+        )
+        return [*outputs, *grads]
+
+    want = work()
+    results = [None] * 4
+
+    def run(k):
+        for _ in range(5):
+            results[k] = work()
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for k in range(4):
+        same(results[k], want, f"thread {k}")
+
+
+def test_errors_of_threads_are_their_own():
+    messages: dict[int, set] = {k: set() for k in range(4)}
+
+    def run(k):
+        for _ in range(50):
+            try:
+                wt.aggregate(torch.randn(3, 4, 6), torch.rand(3, 5 + k))
+            except ValueError as error:
+                messages[k].add(str(error))
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    want = "mhc_aggregate_fwd: pre: dim 1 (streams): expected 4 like the other tensors, got {}"
+    assert messages == {k: {want.format(5 + k)} for k in range(4)}
+
+
+def test_the_interpreter_runs_while_the_library_works():
+    """The GIL is released: a counter in another thread moves on during one long call."""
+    x = torch.randn(6000, 8, 512)
+    phi = torch.randn(80, 8 * 512)
+    ticks, stop = [], threading.Event()
+
+    def count():
+        while not stop.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        begin = time.perf_counter()
+        wt.project(x, phi)
+        end = time.perf_counter()
+    finally:
+        stop.set()
+        thread.join()
+    assert end - begin > 0.02, "the call is too short to tell"
+    inside = [t for t in ticks if begin + 0.005 < t < end - 0.005]
+    assert inside, f"no tick of the other thread in a call of {end - begin:.3f} s"
