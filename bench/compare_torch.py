@@ -10,7 +10,7 @@ which the sides take turns. Forward runs without autograd. Backward is torch.aut
 upstream gradients, through a graph that is built once and retained; weft's backward gets what its forward
 saved.
 
-The expressions are in bench/mhc_torch.py. Eager mixes streams with batched matrix products, its fastest
+The expressions are in bench/mhc_torch.py and bench/gdn_torch.py. Eager mixes streams with batched matrix products, its fastest
 spelling; torch.compile gets products and sums, which it fuses. --eager sums gives eager that spelling too.
 
 Before a row is timed, weft's results are compared with eager's on the same buffers: norm of the difference
@@ -31,6 +31,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import weft_ctypes as weft
+from gdn_torch import make_gdn_cases
 from mhc_torch import ACTIVATIONS, Expressions, make_cases
 from weft_ctypes import Call, Fresh
 
@@ -146,7 +147,7 @@ def measure(sides, repeats, long):
 def run_row(lib, case, direction, eager, compiled, repeats):
     """A dict. `wrong`: why weft was not timed; `note`: what is odd about torch.compile; both mostly empty."""
     row = {"op": case.op, "pass": direction, "copy": case.copies == direction, "wrong": "", "note": ""}
-    narrow = case.inputs["x"].dtype if case.narrow == direction else None
+    narrow = next(iter(case.inputs.values())).dtype if case.narrow == direction else None
     with torch.set_grad_enabled(direction == "bwd"):
         prepare = forward_sides if direction == "fwd" else backward_sides
         names, prepared = prepare(lib, case, eager, compiled)
@@ -261,17 +262,22 @@ def parse_options():
 def run_all(lib, numerics, options):
     n = options.streams
     eager, fusible = Expressions(numerics, n, options.eager == "sums"), Expressions(numerics, n, sums=True)
-    rows = []
-    for case in make_cases(options.tokens, options.channels, n, ACTIVATIONS[options.dtype], numerics):
+    rows, dtype = [], ACTIVATIONS[options.dtype]
+    cases = []
+    if options.op is None or not options.op.startswith("gdn"):
+        cases += make_cases(options.tokens, options.channels, n, dtype, numerics)
+    if options.op is None or options.op.startswith("gdn"):
+        cases += make_gdn_cases(max(1, options.tokens // 8), dtype)  # a token is about eight times as wide there
+    for case in cases:
         for direction in case.passes:
             if options.op not in (None, case.op, f"{case.op}_{direction}"):
                 continue
             if sys.stderr.isatty():
                 print(f"\r{case.op} {direction} ...\033[K\r", end="", file=sys.stderr, flush=True)
             torch._dynamo.reset()
-            plain, compiled = getattr(eager, case.expression), None
+            plain, compiled = case.function or getattr(eager, case.expression), None
             if not options.no_compile:
-                compiled = torch.compile(getattr(fusible, case.expression), dynamic=False)
+                compiled = torch.compile(case.function or getattr(fusible, case.expression), dynamic=False)
             rows.append(judge(run_row(lib, case, direction, plain, compiled, options.repeats)))
             print(json_line(rows[-1], options) if options.json else table_line(rows[-1]), flush=True)
     return rows

@@ -131,6 +131,7 @@ class Case:
     copies: str = ""  # the pass that only moves data
     narrow: str = ""  # the pass where torch rounds to 16 bits half-way and weft does not
     passes: tuple = ("fwd", "bwd")
+    function: object = None  # the expression, where it is not one of Expressions
 
     @property
     def expression(self):

@@ -92,6 +92,23 @@ class Dropout(ctypes.Structure):
     ]
 
 
+# ---- weft/gdn.h --------------------------------------------------------------------------------------------
+
+
+class GdnOptions(ctypes.Structure):
+    _fields_ = [
+        ("activation", c_int),
+        ("l2norm", c_int32),
+        ("l2_eps", c_double),
+        ("q_scale", c_double),
+        ("beta_scale", c_double),
+        ("head_map", c_int),
+        ("rounding", c_int),
+        ("g_chunk", c_int32),
+        ("g_log2", c_int32),
+    ]
+
+
 # Fields that are not tensors, by name; all other names are tensors, and those behind a bar are gradients.
 SCALARS = {
     "numerics": Numerics,
@@ -104,6 +121,10 @@ SCALARS = {
     "kind": c_int,
     "layers": c_void_p,
     "num_layers": c_int32,
+    "options": GdnOptions,
+    "scale": c_double,
+    "head_map": c_int,
+    "chunk": c_int32,
 }
 
 LAYER = "dropout sub_eps pre f bias post res sub_weight u v y"
@@ -138,6 +159,16 @@ ARGS = {
     "mhc_replay_fwd": "numerics x layers num_layers",
     "rmsnorm_fwd": "eps u weight v",
     "rmsnorm_bwd": "eps u weight d_v | d_u d_weight",
+    "gdn_pre_fwd": "options q k v z b a weight bias a_log dt_bias cu_seqlens state"
+    " query key value gate beta g final_state",
+    "gdn_pre_bwd": "options q k v b a weight bias a_log dt_bias cu_seqlens state"
+    " d_query d_key d_value d_gate d_beta d_g d_final_state"
+    " | d_q d_k d_v d_z d_b d_a d_weight d_bias d_a_log d_dt_bias d_state",
+    "gdn_pre_step": "options q k v z b a weight bias a_log dt_bias cu_seqlens state_index state"
+    " query key value gate beta g new_state",
+    "gdn_rule_fwd": "scale head_map chunk query key value beta g cu_seqlens state o final_state",
+    "gdn_rule_bwd": "scale head_map chunk query key value beta g cu_seqlens state d_o d_final_state"
+    " | d_query d_key d_value d_beta d_g d_state",
 }
 
 

@@ -18,9 +18,36 @@
 #include "parallel.h"
 #include "run.h"
 
-/* What a plain mHC layer does without; their cost is small beside the rest. */
+/* What a plain layer does without; their cost is small beside the rest. */
 static const char *const without[] = {"bias",   "norm_weight",   "pre_in",   "sub_weight",   "v", "d_v",
                                       "d_bias", "d_norm_weight", "d_pre_in", "d_sub_weight", NULL};
+static const char *const gdn_without[] = {"bias",        "d_bias",  "state",         "final_state",
+                                          "state_index", "d_state", "d_final_state", NULL};
+
+static int is_gdn(const weft_op_info *op)
+{
+    return !strncmp(op->name, "gdn", 3);
+}
+
+/* One sequence of all tokens, heads of 128, query and key repeated, a gate of its own; decoding of up to 256 requests. */
+static problem_spec spec_of(const bench *b, const weft_op_info *op)
+{
+    problem_spec s = b->spec;
+    int step = !strcmp(op->name, "gdn_pre_step");
+    if (!is_gdn(op)) return s;
+    s.batch = step ? (s.tokens < 256 ? s.tokens : 256) : 1;
+    s.steps = step ? 1 : s.tokens;
+    s.sequences = s.batch;
+    s.key_heads = b->key_heads;
+    s.value_heads = b->value_heads;
+    s.key_dim = s.value_dim = 128;
+    s.width = 4;
+    s.history = 3;
+    s.repeat = 1;
+    s.gdn = weft_gdn_defaults();
+    s.without = gdn_without;
+    return s;
+}
 
 enum { CHECKED_TOKENS = 33, MAX_TIMES = 2000 };
 
@@ -115,7 +142,7 @@ static const char *give_memory(bench *b, problem *p, timing *t)
         size_t bytes = problem_bytes(arg);
         int input = arg->info->kind == WEFT_ARG_IN, fresh;
         arg->tensor->data =
-            pool_take(&b->memory, bytes, arg->tensor->dtype, input && problem_is_normal(arg), &fresh);
+            pool_take(&b->memory, bytes, arg->tensor->dtype, input && problem_is_normal(p, arg), &fresh);
         if (!arg->tensor->data) return "not enough memory";
         if (fresh && (input || arg->add) && b->memory.device) wrong = bench_device_fill(p, arg);
         if (fresh && (input || arg->add) && !b->memory.device) problem_fill(p, arg);
@@ -136,7 +163,8 @@ static timing run_operator(bench *b, const weft_op_info *op)
 {
     timing t = {0};
     problem p;
-    if (!problem_make(&p, op, &b->spec)) {
+    problem_spec spec = spec_of(b, op);
+    if (!problem_make(&p, op, &spec)) {
         snprintf(t.problem, sizeof t.problem, "not enough memory");
         return t;
     }
@@ -155,7 +183,14 @@ typedef struct suite {
     weft_mhc_preset preset;
     int count;
     const int64_t (*shape)[2]; /* tokens, channels */
+    int gdn;                   /* its shapes are those of gdn_shapes instead */
 } suite;
+
+/* Models of 16/32 and 16/64 heads, and a rank of eight of the latter: tokens on a GPU, tokens on the CPU, heads. */
+static const int64_t gdn_shapes[][4] = {
+    {16384, 2048, 16, 32}, {32768, 4096, 16, 32}, {16384, 2048, 16, 64},
+    {32768, 4096, 16, 64}, {16384, 2048, 2, 8},   {32768, 4096, 2, 8},
+};
 
 /* The table of TransformerEngine's pull request: batch x sequence x channels, and its own numerics. */
 static const int64_t te_shapes[][2] = {
@@ -172,9 +207,10 @@ static const int64_t small_shapes[][2] = {
 static const suite suites[] = {
     {0},
     {" mhc_project mhc_coef mhc_scale mhc_sinkhorn mhc_aggregate mhc_post ", WEFT_PRESET_TRANSFORMER_ENGINE,
-     sizeof te_shapes / sizeof te_shapes[0], te_shapes},
+     sizeof te_shapes / sizeof te_shapes[0], te_shapes, 0},
     {" mhc_project mhc_coef mhc_aggregate mhc_post mhc_expand mhc_contract ", WEFT_PRESET_DEEPSEEK_V4,
-     sizeof small_shapes / sizeof small_shapes[0], small_shapes},
+     sizeof small_shapes / sizeof small_shapes[0], small_shapes, 0},
+    {" gdn_pre ", WEFT_PRESET_DEEPSEEK_V4, sizeof gdn_shapes / sizeof gdn_shapes[0], NULL, 1},
 };
 
 static int stem_of(const weft_op_info *op)
@@ -183,9 +219,10 @@ static int stem_of(const weft_op_info *op)
 }
 
 /* An operator that was asked for by name is measured whether the suite has it or not. */
-static int is_measured(const suite *s, const char *filter, const weft_op_info *op)
+static int is_measured(const bench *b, const suite *s, const char *filter, const weft_op_info *op)
 {
     char key[64];
+    if (!weft_op_has(op, b->exec.backend)) return 0;
     if (filter || !s->ops) return run_selected(filter, op);
     snprintf(key, sizeof key, " %.*s ", stem_of(op), op->name);
     return strstr(s->ops, key) != NULL;
@@ -217,6 +254,8 @@ static void print_timing(const bench *b, const weft_op_info *op, const timing *t
            b->preset, b->threads, t->seconds * 1e6, t->best * 1e6, rate * 1e-9, b->copy > 0 ? rate / b->copy : 0,
            b->copy * 1e-9, t->bytes);
     if (sinkhorn) printf(", \"matrices_per_s_core\": %.0f", matrices);
+    if (is_gdn(op))
+        printf(", \"key_heads\": %lld, \"value_heads\": %lld", (long long)b->key_heads, (long long)b->value_heads);
     if (gpu) printf(", \"gpu\": \"%s\", \"cache\": \"%s\"", b->gpu.name, t->cache);
     printf("}\n");
 }
@@ -224,8 +263,16 @@ static void print_timing(const bench *b, const weft_op_info *op, const timing *t
 static int run_shape(bench *b, const suite *s, const char *filter)
 {
     int total = 0, done = 0, code = EXIT_PASSED, show = isatty(STDERR_FILENO);
-    for (int32_t i = 0; i < weft_op_count(); i++) total += is_measured(s, filter, weft_op_at(i));
-    if (!b->json) {
+    for (int32_t i = 0; i < weft_op_count(); i++) total += is_measured(b, s, filter, weft_op_at(i));
+    for (int32_t i = 0; i < weft_op_count(); i++)
+        if (filter && run_selected(filter, weft_op_at(i)) && !weft_op_has(weft_op_at(i), b->exec.backend))
+            fprintf(stderr, "weft bench: %s: skipped, backend %s has no kernels for it yet\n", weft_op_at(i)->name,
+                    weft_backend_name(b->exec.backend));
+    if (!b->json && s->gdn) {
+        printf("\ntokens %lld, heads %lld/%lld of 128, %s\n\n", (long long)b->spec.tokens, (long long)b->key_heads,
+               (long long)b->value_heads, weft_dtype_name(b->spec.act));
+        printf("operator        pass           us      GB/s   of copy\n");
+    } else if (!b->json) {
         printf("\ntokens %lld, channels %lld, streams %lld, %s, layout %s, preset %s\n\n",
                (long long)b->spec.tokens, (long long)b->spec.channels, (long long)b->spec.streams,
                weft_dtype_name(b->spec.act), b->spec.swapped ? "(C,n)" : "(n,C)", b->preset);
@@ -233,7 +280,7 @@ static int run_shape(bench *b, const suite *s, const char *filter)
     }
     for (int32_t i = 0; i < weft_op_count(); i++) {
         const weft_op_info *op = weft_op_at(i);
-        if (!is_measured(s, filter, op)) continue;
+        if (!is_measured(b, s, filter, op)) continue;
         if (show) fprintf(stderr, "\r[%d/%d] %-20s\r", ++done, total, op->name);
         timing t = run_operator(b, op);
         if (show) fprintf(stderr, "\r%-40s\r", "");
@@ -262,8 +309,14 @@ static int run_all(bench *b, const suite *s, const char *filter)
                weft_backend_name(b->exec.backend), b->isa, b->threads, b->copy * 1e-9);
     if (!s->count) return run_shape(b, s, filter);
     for (int i = 0; i < s->count; i++) {
-        b->spec.tokens = s->shape[i][0];
-        b->spec.channels = s->shape[i][1];
+        if (s->gdn) {
+            b->spec.tokens = gdn_shapes[i][b->memory.device ? 0 : 1];
+            b->key_heads = gdn_shapes[i][2];
+            b->value_heads = gdn_shapes[i][3];
+        } else {
+            b->spec.tokens = s->shape[i][0];
+            b->spec.channels = s->shape[i][1];
+        }
         int one = run_shape(b, s, filter);
         if (one > code) code = one;
     }
@@ -277,7 +330,7 @@ int command_bench(int argc, char **argv)
     static const char *const layouts[] = {"nc", "cn", NULL};
     static const char *const isas[] = {"best", "base", "avx2", "avx512", "amx", NULL};
     static const weft_dtype dtype_of[] = {WEFT_BF16, WEFT_F32, WEFT_F16};
-    static const char *const suite_names[] = {"none", "te", "small", NULL};
+    static const char *const suite_names[] = {"none", "te", "small", "gdn", NULL};
     int backend = 1, dtype = 0, layout = 0, isa = 0, json = 0, chosen_suite = 0;
     int64_t tokens = 16384, channels = 2048, streams = 4, threads = 0;
     double seconds = 0.5;
@@ -324,7 +377,8 @@ int command_bench(int argc, char **argv)
          .kind = OPTION_CHOICE,
          .to = &chosen_suite,
          .choices = suite_names,
-         .help = "a list of shapes and operators: te (thirteen training shapes), small (1 to 512 tokens)"},
+         .help = "a list of shapes and operators: te (thirteen training shapes), small (1 to 512 tokens), "
+                 "gdn (heads 16/32, 16/64 and 2/8)"},
         {.name = "preset",
          .kind = OPTION_TEXT,
          .to = &preset_name,
@@ -394,6 +448,8 @@ int command_bench(int argc, char **argv)
                         .without = without,
                         .layers = 4,
                         .seed = 1},
+               .key_heads = 16,
+               .value_heads = 32,
                .seconds = seconds,
                .json = json,
                .threads = 1,

@@ -11,7 +11,8 @@
 typedef struct bench {
     weft_exec exec;
     problem_spec spec;
-    double seconds, copy; /* for one operator; bytes per second */
+    int64_t key_heads, value_heads; /* of weft/gdn.h */
+    double seconds, copy;           /* for one operator; bytes per second */
     int json, threads;
     const char *isa, *preset;
     pool memory;

@@ -16,7 +16,7 @@
 /* Offsets of such fields in an args struct; zero (struct_size) where there is none. */
 static const struct scalars {
     const char *op;
-    size_t numerics, dropout, eps, rms_eps, rms_eps_kind, pre_eps, contract;
+    size_t numerics, dropout, eps, rms_eps, rms_eps_kind, pre_eps, contract, gdn, scale, head_map;
 } scalars[] = {
 #define AT(type, field) offsetof(weft_##type##_args, field)
     {.op = "mhc_scale_fwd", .numerics = AT(mhc_scale_fwd, numerics)},
@@ -50,6 +50,11 @@ static const struct scalars {
     {.op = "mhc_contract_bwd", .contract = AT(mhc_contract_bwd, kind)},
     {.op = "rmsnorm_fwd", .eps = AT(rmsnorm_fwd, eps)},
     {.op = "rmsnorm_bwd", .eps = AT(rmsnorm_bwd, eps)},
+    {.op = "gdn_pre_fwd", .gdn = AT(gdn_pre_fwd, options)},
+    {.op = "gdn_pre_bwd", .gdn = AT(gdn_pre_bwd, options)},
+    {.op = "gdn_pre_step", .gdn = AT(gdn_pre_step, options)},
+    {.op = "gdn_rule_fwd", .scale = AT(gdn_rule_fwd, scale), .head_map = AT(gdn_rule_fwd, head_map)},
+    {.op = "gdn_rule_bwd", .scale = AT(gdn_rule_bwd, scale), .head_map = AT(gdn_rule_bwd, head_map)},
 #undef AT
 };
 
@@ -88,6 +93,10 @@ static void set_scalars(const problem_spec *spec, const char *op, char *args)
     if (s->rms_eps_kind) memcpy(args + s->rms_eps_kind, &n->rms_eps_kind, sizeof n->rms_eps_kind);
     if (s->pre_eps) memcpy(args + s->pre_eps, &n->pre_eps, sizeof n->pre_eps);
     if (s->contract) memcpy(args + s->contract, &spec->contract, sizeof spec->contract);
+    double scale = 1 / sqrt((double)(spec->key_dim > 0 ? spec->key_dim : 1));
+    if (s->gdn) memcpy(args + s->gdn, &spec->gdn, sizeof spec->gdn);
+    if (s->scale) memcpy(args + s->scale, &scale, sizeof scale);
+    if (s->head_map) memcpy(args + s->head_map, &spec->gdn.head_map, sizeof spec->gdn.head_map);
 }
 
 /* ---- tensors ------------------------------------------------------------------------------------------------- */
@@ -99,6 +108,7 @@ weft_dtype problem_dtype(const problem_spec *spec, weft_arg_type type)
     case WEFT_TYPE_WIDE: return spec->wide;
     case WEFT_TYPE_COEF: return spec->coef;
     case WEFT_TYPE_PARAM: return spec->param;
+    case WEFT_TYPE_INDEX: return spec->seed % 2 ? WEFT_I64 : WEFT_I32;
     default: return spec->act == WEFT_F64 ? WEFT_F64 : WEFT_F32;
     }
 }
@@ -111,6 +121,19 @@ static int64_t size_of_dim(const problem_spec *spec, int32_t dim)
     case WEFT_DIM_CHANNELS: return spec->channels;
     case WEFT_DIM_GATES: return 2 * spec->streams + spec->streams * spec->streams;
     case WEFT_DIM_ROWS: return spec->rows;
+    case WEFT_DIM_BATCH: return spec->batch;
+    case WEFT_DIM_STEPS: return spec->steps;
+    case WEFT_DIM_KEY_HEADS: return spec->key_heads;
+    case WEFT_DIM_VALUE_HEADS: return spec->value_heads;
+    case WEFT_DIM_HEADS: return spec->repeat ? spec->value_heads : spec->key_heads;
+    case WEFT_DIM_KEY_DIM: return spec->key_dim;
+    case WEFT_DIM_VALUE_DIM: return spec->value_dim;
+    case WEFT_DIM_CONV: return 2 * spec->key_heads * spec->key_dim + spec->value_heads * spec->value_dim;
+    case WEFT_DIM_WIDTH: return spec->width;
+    case WEFT_DIM_HISTORY: return spec->history;
+    case WEFT_DIM_SEQUENCES: return spec->sequences;
+    case WEFT_DIM_OFFSETS: return spec->sequences + 1;
+    case WEFT_DIM_CACHE: return spec->sequences + 1;
     default: return dim;
     }
 }
@@ -125,7 +148,15 @@ static weft_tensor make_tensor(const problem_spec *spec, const weft_arg_info *in
         t.stride[d - 2] = 1;
         t.stride[d - 1] = shape[d - 2];
     }
+    if (spec->swapped && info->dim[0] == WEFT_DIM_BATCH) { /* steps outside the batch */
+        t.stride[0] = d > 2 ? t.stride[1] : 1;
+        t.stride[1] = t.stride[0] * shape[0];
+    }
     if (d >= 2 && info->dim[0] == WEFT_DIM_TOKENS) t.stride[0] += spec->pad;
+    if (d >= 2 && info->dim[0] == WEFT_DIM_BATCH && !spec->swapped) {
+        t.stride[1] += spec->pad;
+        t.stride[0] += spec->pad * shape[1];
+    }
     return t;
 }
 
@@ -144,6 +175,7 @@ static weft_tensor *tensor_at(const weft_arg_info *info, void *args)
 
 static int is_there(const problem_spec *spec, const weft_arg_info *info, int64_t site)
 {
+    if (info->dim[0] == WEFT_DIM_OFFSETS) return spec->packed;
     if (!info->optional) return 1;
     for (int i = 0; spec->without && spec->without[i]; i++)
         if (!strcmp(spec->without[i], info->name)) return 0;
@@ -157,8 +189,16 @@ static int is_there(const problem_spec *spec, const weft_arg_info *info, int64_t
 static const struct {
     const char *name, *needs;
 } needs[] = {
-    {"sub_weight", "v"},    {"sub_weight", "d_v"}, {"d_sub_weight", "sub_weight"}, {"d_norm_weight", "norm_weight"},
-    {"d_pre_in", "pre_in"}, {"d_bias", "bias"},    {"d_weight", "weight"},
+    {"sub_weight", "v"},
+    {"sub_weight", "d_v"},
+    {"d_sub_weight", "sub_weight"},
+    {"d_norm_weight", "norm_weight"},
+    {"d_pre_in", "pre_in"},
+    {"d_bias", "bias"},
+    {"d_weight", "weight"},
+    {"gate", "z"},
+    {"d_state", "state"},
+    {"d_dt_bias", "dt_bias"},
 };
 
 /* The tensors of an operator, or of one layer of replay. */
@@ -190,8 +230,33 @@ static void make_group(problem *p, const weft_op_info *op, int64_t site, void *a
     }
 }
 
-int problem_make(problem *p, const weft_op_info *op, const problem_spec *spec)
+/* Sizes of weft/gdn.h from those that every case has. */
+static void complete(problem_spec *s)
 {
+    if (s->steps) return;
+    int64_t n = s->streams, dim = s->channels < 96 ? s->channels : 96;
+    s->packed = s->tokens % 2 == 1;
+    s->batch = s->packed ? 1 : s->tokens > 16 ? 2 + s->tokens % 3 : s->tokens;
+    s->sequences = s->packed ? (s->tokens < 6 ? s->tokens : 6) : s->batch;
+    s->steps = s->packed ? s->tokens : s->batch ? s->tokens / s->batch : 3;
+    s->value_heads = n;
+    s->key_heads = n % 2 ? n : n / 2;
+    s->repeat = !s->swapped;
+    s->key_dim = dim;
+    s->value_dim = dim % 3 ? dim : dim / 3 * 2;
+    s->width = 1 + s->tokens % 5;
+    s->history = s->width - 1 + s->tokens % 2;
+    s->gdn = weft_gdn_defaults();
+    s->gdn.head_map = s->add ? WEFT_GDN_TILED : WEFT_GDN_INTERLEAVED;
+    s->gdn.g_chunk = s->tokens % 3 ? 0 : 5;
+    s->gdn.beta_scale = s->add ? 2 : 1;
+}
+
+int problem_make(problem *p, const weft_op_info *op, const problem_spec *given)
+{
+    problem_spec completed = *given;
+    const problem_spec *spec = &completed;
+    complete(&completed);
     const weft_op_info *layer = weft_mhc_replay_layer_info();
     int is_replay = !strcmp(op->name, "mhc_replay_fwd");
     int max_args = op->num_args + (is_replay ? spec->layers * layer->num_args : 0);
@@ -235,7 +300,10 @@ size_t problem_bytes(const problem_arg *arg)
 void problem_slice(problem *p, int64_t tokens)
 {
     for (int i = 0; i < p->num_args; i++)
-        if (p->arg[i].info->dim[0] == WEFT_DIM_TOKENS) p->arg[i].tensor->shape[0] = tokens;
+        if (p->arg[i].info->dim[0] == WEFT_DIM_TOKENS)
+            p->arg[i].tensor->shape[0] = tokens;
+        else if (p->arg[i].info->dim[0] == WEFT_DIM_BATCH)
+            p->arg[i].tensor->shape[1] = tokens < p->spec.steps ? tokens : p->spec.steps;
 }
 
 /* ---- values -------------------------------------------------------------------------------------------------- */
@@ -246,8 +314,14 @@ typedef struct distribution {
 } distribution;
 
 /* Sizes as in a network that trains: gates away from saturation, coefficients positive. */
-static distribution distribution_of(const problem_spec *spec, const char *name)
+static distribution distribution_of(const problem_spec *spec, const weft_op_info *op, const weft_arg_info *info)
 {
+    const char *name = info->name;
+    if (!strncmp(op->name, "gdn_rule", 8)) { /* keys of about unit length, gates that forget */
+        if (!strcmp(name, "key")) return (distribution){1, 0, 1 / sqrtf((float)spec->key_dim)};
+        if (!strcmp(name, "beta")) return (distribution){0, 0.5f, 0.45f};
+        if (!strcmp(name, "g")) return (distribution){0, -0.15f, 0.15f};
+    }
     static const struct {
         const char *name;
         distribution d;
@@ -263,9 +337,10 @@ static distribution distribution_of(const problem_spec *spec, const char *name)
     return (distribution){1, 0, 1};
 }
 
-int problem_is_normal(const problem_arg *arg)
+int problem_is_normal(const problem *p, const problem_arg *arg)
 {
-    distribution d = distribution_of(&(problem_spec){.streams = 4, .channels = 64}, arg->info->name);
+    distribution d = distribution_of(&p->spec, p->op, arg->info);
+    if (arg->info->type == WEFT_TYPE_INDEX) return 0;
     return d.normal && d.center == 0 && d.size == 1;
 }
 
@@ -299,11 +374,22 @@ static uint64_t seed_of(const problem *p, const problem_arg *arg)
     return p->layers ? random_bits(seed, (uint64_t)(arg - p->arg)) : seed;
 }
 
+/* Offsets that leave the last token out, some sequences being empty; rows of a cache from its end, one of padding. */
+static double index_value(const problem *p, const problem_arg *arg, int64_t i)
+{
+    const problem_spec *s = &p->spec;
+    if (arg->info->dim[0] != WEFT_DIM_OFFSETS) return i % 7 == 5 ? -1 : (double)(s->sequences - i);
+    int64_t end = s->steps > 1 ? s->steps - 1 : s->steps;
+    return (double)(i == 0 ? 0 : i == s->sequences ? end : end * (i / 2) / s->sequences);
+}
+
 void problem_fill_block(const problem *p, const problem_arg *arg, void *data, int64_t count)
 {
-    distribution d = distribution_of(&p->spec, arg->info->name);
+    distribution d = distribution_of(&p->spec, p->op, arg->info);
     uint64_t seed = seed_of(p, arg);
-    if (arg->tensor->dtype == WEFT_F32) {
+    if (arg->info->type == WEFT_TYPE_INDEX) {
+        for (int64_t i = 0; i < count; i++) element_store(data, arg->tensor->dtype, i, index_value(p, arg, i));
+    } else if (arg->tensor->dtype == WEFT_F32) {
         PARALLEL_FOR
         for (int64_t i = 0; i < count; i++) ((float *)data)[i] = draw(d, seed, i);
     } else if (arg->tensor->dtype == WEFT_BF16) {
@@ -320,7 +406,7 @@ void problem_fill_block(const problem *p, const problem_arg *arg, void *data, in
 void problem_fill(const problem *p, const problem_arg *arg)
 {
     const weft_tensor *t = arg->tensor;
-    distribution d = distribution_of(&p->spec, arg->info->name);
+    distribution d = distribution_of(&p->spec, p->op, arg->info);
     uint64_t seed = seed_of(p, arg);
     int64_t count = tensor_count(t);
     if (tensor_span(t) == count)

@@ -6,6 +6,7 @@
 #ifndef WEFT_CLI_PROBLEM_H
 #define WEFT_CLI_PROBLEM_H
 
+#include <weft/gdn.h>
 #include <weft/mhc.h>
 #include <weft/ops.h>
 
@@ -28,6 +29,10 @@ typedef struct problem_spec {
     double dropout;
     int dropout_shared;
     int32_t layers; /* replay */
+    /* weft/gdn.h; steps 0: all of it from tokens (all of them), streams (value heads) and channels */
+    int64_t batch, steps, sequences, key_heads, value_heads, key_dim, value_dim, width, history;
+    int packed, repeat; /* cu_seqlens; query and key with the heads of value */
+    weft_gdn_options gdn;
     uint64_t seed;
 } problem_spec;
 
@@ -58,7 +63,7 @@ void problem_fill(const problem *p, const problem_arg *arg);
 /* The same into `count` elements of host memory, in the argument's dtype. */
 void problem_fill_block(const problem *p, const problem_arg *arg, void *data, int64_t count);
 /* 1 where those values are plain normal numbers, so that one buffer can serve for another. */
-int problem_is_normal(const problem_arg *arg);
+int problem_is_normal(const problem *p, const problem_arg *arg);
 /* Changes the number of tokens of the call; at most what it was made with. */
 void problem_slice(problem *p, int64_t tokens);
 

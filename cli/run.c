@@ -80,5 +80,6 @@ int run_selected(const char *filter, const weft_op_info *op)
     if (!filter || !strcmp(filter, op->name)) return 1;
     size_t length = strlen(filter);
     return !strncmp(filter, op->name, length) &&
-           (!strcmp(op->name + length, "_fwd") || !strcmp(op->name + length, "_bwd"));
+           (!strcmp(op->name + length, "_fwd") || !strcmp(op->name + length, "_bwd") ||
+            !strcmp(op->name + length, "_step"));
 }

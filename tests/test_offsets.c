@@ -68,7 +68,8 @@ static void tokens_far_apart(void **state)
     static const char *const ops[] = {"mhc_aggregate_fwd", "mhc_aggregate_bwd", "mhc_post_fwd", "mhc_post_bwd",
                                       "mhc_project_fwd",   "mhc_project_bwd",   "mhc_pre_fwd",  "mhc_boundary_fwd",
                                       "mhc_expand_fwd",    "mhc_contract_bwd",  "mhc_coef_fwd", "mhc_sinkhorn_bwd",
-                                      "rmsnorm_fwd",       "mhc_replay_fwd"};
+                                      "rmsnorm_fwd",       "mhc_replay_fwd",    "gdn_pre_fwd",  "gdn_pre_bwd",
+                                      "gdn_rule_fwd",      "gdn_rule_bwd"};
     for (size_t o = 0; o < sizeof ops / sizeof *ops; o++)
         for (int e = -1; e < count; e++)
             for (int v = 0; v < 2; v++)

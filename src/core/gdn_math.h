@@ -6,14 +6,25 @@
  * The includer defines, before each inclusion:
  *     real, scalar             the type, and the type of constants that mixes with it under + - * /
  *     GM(name), GM_FN          the names of these functions, and their qualifiers
+ *     GM_MOST, GM_EXP_ALL(x, n)   exp of n elements, at most GM_MOST of them, in place
  *     GM_SET(x) GM_EXP(x) GM_LOG1P(x) GM_FMA(a, b, c) GM_GT(a, b, x, y), which is a > b ? x : y
  * GM_LOG1P takes 0 to 1 and keeps the relative precision of small arguments. */
 
-/* s = sigmoid(u). Far below zero exp(-u) is infinite and s is 0; nothing here is NaN for a finite u. */
+/* s = sigmoid(u) and e = exp(-u) of n elements, n a constant. Far below zero e is infinite and s is 0; nothing here is NaN for
+ * a finite u. Step by step, because each step waits for the one before it and n of them need not. */
+GM_FN void GM(sigmoids)(const real *u, real *s, real *e, const int n)
+{
+    for (int i = 0; i < n; i++) e[i] = -u[i];
+    GM_EXP_ALL(e, n);
+    for (int i = 0; i < n; i++) s[i] = e[i] + (scalar)1;
+    for (int i = 0; i < n; i++) s[i] = (scalar)1 / s[i];
+}
+
 GM_FN real GM(sigmoid)(real u, real *e)
 {
-    *e = GM_EXP(-u);
-    return (scalar)1 / (*e + (scalar)1);
+    real s;
+    GM(sigmoids)(&u, &s, e, 1);
+    return s;
 }
 
 /* 1 - s without cancellation, from e = exp(-u). */
@@ -22,18 +33,22 @@ GM_FN real GM(complement)(real s, real e)
     return GM_GT(e, GM_SET(1e30f), GM_SET(1), e * s);
 }
 
-GM_FN real GM(silu)(real u)
+/* u becomes silu(u), for n elements. */
+GM_FN void GM(silus)(real *u, const int n)
 {
-    real e, s = GM(sigmoid)(u, &e);
-    return u * s;
+    real s[GM_MOST], e[GM_MOST];
+    GM(sigmoids)(u, s, e, n);
+    for (int i = 0; i < n; i++) u[i] = u[i] * s[i];
 }
 
-/* y = silu(u); returns its derivative, s (1 + u (1 - s)) = s + y (1 - s). */
-GM_FN real GM(silu_slope)(real u, real *y)
+/* u becomes silu(u), slope its derivative, s (1 + u (1 - s)) = s + y (1 - s). */
+GM_FN void GM(silu_slopes)(real *u, real *slope, const int n)
 {
-    real e, s = GM(sigmoid)(u, &e);
-    *y = u * s;
-    return GM_FMA(*y, GM(complement)(s, e), s);
+    real s[GM_MOST], e[GM_MOST];
+    GM(sigmoids)(u, s, e, n);
+    for (int i = 0; i < n; i++) e[i] = GM(complement)(s[i], e[i]);
+    for (int i = 0; i < n; i++) u[i] = u[i] * s[i];
+    for (int i = 0; i < n; i++) slope[i] = GM_FMA(u[i], e[i], s[i]);
 }
 
 /* scale * sigmoid(b), and scale * sigmoid(b) * (1 - sigmoid(b)). */
@@ -49,24 +64,24 @@ GM_FN real GM(beta_slope)(real b, scalar scale)
     return s * GM(complement)(s, e) * scale;
 }
 
-/* The decay of a token: exp(A) softplus(x), and its derivative by x, exp(A) sigmoid(x). `half` is exp(A/2): applied
- * twice, a product that is a number does not pass through infinity. Far below zero both functions are exp(x) to within
- * rounding, and the product is the square of exp(A/2) exp(x/2), which does not pass through zero either. */
-GM_FN real GM(decay_below)(real x, real half)
+/* d times the decay of a token, exp(A) softplus(x), and d times its derivative by x, exp(A) sigmoid(x). `half` is exp(A/2):
+ * applied twice, and d first, a product that is a number does not pass through infinity. Far below zero both functions are
+ * exp(x) to within rounding, and the product is the square of exp(A/2) exp(x/2), which does not pass through zero either. */
+GM_FN real GM(decay_below)(real x, real half, real d)
 {
     real p = GM_EXP(x * (scalar)0.5) * half;
-    return p * p;
+    return p * d * p;
 }
 
-GM_FN real GM(decay)(real x, real half)
+GM_FN real GM(decay)(real x, real half, real d)
 {
     real zero = GM_SET(0), size = GM_GT(x, zero, x, -x);
     real soft = GM_GT(x, zero, x, zero) + GM_LOG1P(GM_EXP(-size));
-    return GM_GT(GM_SET(-17), x, GM(decay_below)(x, half), soft * half * half);
+    return GM_GT(GM_SET(-17), x, GM(decay_below)(x, half, d), soft * d * half * half);
 }
 
-GM_FN real GM(decay_slope)(real x, real half)
+GM_FN real GM(decay_slope)(real x, real half, real d)
 {
     real e, s = GM(sigmoid)(x, &e);
-    return GM_GT(GM_SET(-17), x, GM(decay_below)(x, half), s * half * half);
+    return GM_GT(GM_SET(-17), x, GM(decay_below)(x, half, d), s * d * half * half);
 }

@@ -5,69 +5,151 @@
  * through L1: the rows of a head are widened once, and every output line is written once. */
 #include "cpu/gdn_pre.h"
 
+/* Bytes by which each row is asked for in advance: the next heads of the same tokens. */
+enum { AHEAD = 1024 };
+/* Tokens whose activations are computed together, one step of the exponential after the other. */
+enum { TOGETHER = 2 };
+
 typedef struct outputs {
     const weft_tensor *out[3]; /* query, key, value */
     const weft_tensor *z, *gate, *b, *a, *beta, *g, *final_state;
     bool direct[3], stream[3], gate_stream;
 } outputs;
 
-/* y of a row, and the sum of its squares. */
-INLINE float activate(const int W, const gdn_pre *p, const float *x, const float *taps, int64_t ld, float *y)
+/* Rows of a head as the convolution finds them: W - 1 of history as fp32, then the run's own, widened or not. */
+typedef struct source {
+    const float *history; /* [W - 1][ld] */
+    const char *rows;
+    int64_t step; /* bytes from one to the next */
+} source;
+
+/* What the taps of a line of channels are and meet. */
+typedef struct filter {
+    vf tap[WEFT_GDN_MAX_WIDTH][MAX_LINE], old[WEFT_GDN_MAX_WIDTH][MAX_LINE], bias[MAX_LINE];
+} filter;
+
+/* u of one token; the token becomes history. */
+INLINE void convolve_line(const int W, filter *f, const vf *now, vf *u, const int vectors)
+{
+    for (int h = 0; h < vectors; h++) {
+        u[h] = f->bias[h];
+        for (int j = 0; j + 1 < W; j++) u[h] = vf_fma(f->tap[j][h], f->old[j][h], u[h]);
+        u[h] = vf_fma(f->tap[W - 1][h], now[h], u[h]);
+        for (int j = 0; j + 2 < W; j++) f->old[j][h] = f->old[j + 1][h];
+        if (W > 1) f->old[W - 2][h] = now[h];
+    }
+}
+
+/* y of TOGETHER tokens from row i on. */
+INLINE void activate_rows(const int W, const int together, const weft_dtype t, const gdn_pre *p, const source *x,
+                          filter *f, int64_t c, int64_t i, int64_t ld, float *y)
+{
+    const int vectors = line_vectors(t);
+    vf u[TOGETHER * MAX_LINE];
+    for (int k = 0; k < together; k++) {
+        vf now[MAX_LINE];
+        const char *row = x->rows + (i + k) * x->step;
+        line_get(t, row, c, now);
+        line_ask(row, c * (int64_t)size_of(t) + AHEAD);
+        convolve_line(W, f, now, u + k * vectors, vectors);
+    }
+    if (p->o->activation == WEFT_GDN_SILU) gm_silus(u, together * vectors);
+    for (int k = 0; k < together * vectors; k++) {
+        vf v = p->round != WEFT_NONE ? vf_round(p->round, u[k]) : u[k];
+        vf_store(y + (i + k / vectors) * ld + c + k % vectors * LANES, v);
+    }
+}
+
+/* y of all tokens of a run, a line of channels after the other: taps and what they meet stay in registers. */
+INLINE void activate(const int W, const weft_dtype t, const gdn_pre *p, source x, const float *taps, int64_t ld,
+                     int64_t length, float *y)
+{
+    for (int64_t c = 0; c < ld; c += line_channels(t)) {
+        filter f;
+        int64_t i = 0;
+        for (int h = 0; h < line_vectors(t); h++) {
+            int64_t e = c + h * LANES;
+            f.bias[h] = vf_load(taps + W * ld + e);
+            for (int j = 0; j < W; j++) f.tap[j][h] = vf_load(taps + j * ld + e);
+            for (int j = 0; j + 1 < W; j++) f.old[j][h] = vf_load(x.history + j * ld + e);
+        }
+        for (; i + TOGETHER <= length; i += TOGETHER) activate_rows(W, TOGETHER, t, p, &x, &f, c, i, ld, y);
+        for (; i < length; i++) activate_rows(W, 1, t, p, &x, &f, c, i, ld, y);
+    }
+}
+
+INLINE float squares(const float *y, int64_t ld)
 {
     vf acc[STEP] = {{0}};
-    bool silu = p->o->activation == WEFT_GDN_SILU;
     for (int64_t c = 0; c < ld; c += WIDE)
         for (int s = 0; s < STEP; s++) {
-            int64_t e = c + s * LANES;
-            vf u = convolve(W, x, taps, ld, e);
-            if (silu) u = gm_silu(u);
-            if (p->round != WEFT_NONE) u = vf_round(p->round, u);
-            vf_store(y + e, u);
-            acc[s] = vf_fma(u, u, acc[s]);
+            vf v = vf_load(y + c + s * LANES);
+            acc[s] = vf_fma(v, v, acc[s]);
         }
     return vf_sum16(acc);
 }
 
-/* A row, times two factors, to all heads that repeat it. */
+/* What each row is multiplied by; roots and quotients of a run side by side. */
+INLINE void factors(const gdn_pre *p, int part, const float *y, int64_t ld, int64_t length, float *factor)
+{
+    float scale = part == 0 ? (float)p->o->q_scale : 1;
+    bool norm = part < 2 && p->o->l2norm;
+    for (int64_t i = 0; i < GDN_RUN; i++) factor[i] = norm && i < length ? squares(y + i * ld, ld) : 0;
+    for (int64_t i = 0; i < GDN_RUN; i += LANES) {
+        vf r = norm ? 1.0f / vf_sqrt(vf_load(factor + i) + (float)p->o->l2_eps) : vf_set1(1);
+        vf_store(factor + i, r * scale);
+    }
+}
+
+/* A row, times a factor, to all heads that repeat it. */
 INLINE void put_lines(const weft_dtype t, const weft_tensor *out, char *token, gdn_group to, const float *y,
-                      int64_t dim, float r, float scale, bool stream)
+                      int64_t dim, float scale, bool stream)
 {
     int64_t step = to.step * out->stride[2] * (int64_t)size_of(t);
     char *first = head_of(out, token, to.first);
     for (int64_t c = 0; c < dim; c += line_channels(t)) {
         vf v[MAX_LINE];
-        for (int h = 0; h < line_vectors(t); h++) v[h] = vf_load(y + c + h * LANES) * r * scale;
+        for (int h = 0; h < line_vectors(t); h++) v[h] = vf_load(y + c + h * LANES) * scale;
         for (int64_t i = 0; i < to.count; i++) line_put(t, first + i * step, c, v, stream);
     }
 }
 
-static void put_row(const weft_tensor *out, char *token, gdn_group to, float *y, int64_t dim, float r, float scale,
+static void put_row(const weft_tensor *out, char *token, gdn_group to, float *y, int64_t dim, float scale,
                     bool direct, bool stream)
 {
     if (direct) {
-        FOR_DTYPE(out->dtype, put_lines(T, out, token, to, y, dim, r, scale, stream))
+        FOR_DTYPE(out->dtype, put_lines(T, out, token, to, y, dim, scale, stream))
         return;
     }
-    for (int64_t c = 0; c < dim; c += LANES) vf_store(y + c, vf_load(y + c) * r * scale);
+    for (int64_t c = 0; c < dim; c += LANES) vf_store(y + c, vf_load(y + c) * scale);
     for (int64_t i = 0; i < to.count; i++)
         head_store(out, false, head_of(out, token, to.first + i * to.step), y, dim);
 }
 
+/* Heads that lie as whole lines are read where they are; all others are widened to scratch first. */
 INLINE void head_run(const int W, const gdn_pre *p, const outputs *o, int part, int64_t h, const gdn_run *r,
                      int64_t t0, int64_t t1, float *scratch)
 {
     const gdn_part *g = &p->part[part];
     const weft_tensor *out = o->out[part];
     const float *taps = taps_of(p, g, h);
-    float *y = scratch, *x = scratch + g->ld, scale = part == 0 ? (float)p->o->q_scale : 1;
+    float *y = scratch, *x = scratch + GDN_RUN * g->ld;
+    inputs_load(p, g, h, r, t0 - (W - 1), g->direct ? t0 : t1, x);
+    if (g->direct) {
+        source from = {x, head_of(g->x, gdn_token(p, g->x, t0), h),
+                       g->x->stride[1] * (int64_t)size_of(g->x->dtype)};
+        FOR_DTYPE(g->x->dtype, activate(W, T, p, from, taps, g->ld, t1 - t0, y))
+    } else {
+        source from = {x, (const char *)(x + (W - 1) * g->ld), g->ld * 4};
+        activate(W, WEFT_F32, p, from, taps, g->ld, t1 - t0, y);
+    }
+    float factor[GDN_RUN];
+    factors(p, part, y, g->ld, t1 - t0, factor);
     gdn_group to = gdn_group_of(p, part, h, out->shape[2]);
     int64_t step = out->stride[1] * (int64_t)size_of(out->dtype);
-    inputs_load(p, g, h, r, t0 - (W - 1), t1, x);
     char *token = gdn_token(p, out, t0);
-    for (int64_t t = t0; t < t1; t++, x += g->ld, token += step) {
-        float sum = activate(W, p, x, taps, g->ld, y);
-        put_row(out, token, to, y, g->dim, norm_factor(p, part, sum), scale, o->direct[part], o->stream[part]);
-    }
+    for (int64_t t = t0; t < t1; t++, y += g->ld, token += step)
+        put_row(out, token, to, y, g->dim, factor[t - t0], o->direct[part], o->stream[part]);
 }
 
 /* ---- gates ---------------------------------------------------------------------------------------------------------- */
@@ -82,7 +164,7 @@ static void gates_run(const gdn_pre *p, const outputs *o, const gdn_run *r, floa
         bool begins = !chunk || (t - r->first) % chunk == 0;
         head_load(in, o->a, gdn_token(p, o->a, t), heads);
         for (int64_t h = 0; h < wide; h += LANES) {
-            vf g = -gm_decay(vf_load(in + h) + vf_load(p->dt + h), vf_load(p->half + h));
+            vf g = gm_decay(vf_load(in + h) + vf_load(p->dt + h), vf_load(p->half + h), vf_set1(-1));
             if (!begins) g = vf_load(sum + h) + g;
             vf_store(sum + h, g);
             vf_store(out + h, p->o->g_log2 ? g * 1.44269504f : g);
@@ -184,24 +266,32 @@ static void tile(void *context, int64_t item, int thread)
     stream_fence();
 }
 
-/* In place over the old state, slots move towards 0 and are read before they are written. */
+/* All slots of a head are read before the first is written: the new state may lie over the old one. */
 static void final_state(void *context, int64_t n, int thread)
 {
     const job *j = context;
     const gdn_pre *p = &j->p;
     const weft_tensor *to = j->o.final_state;
-    float *row = j->scratch + thread * j->floats;
-    int64_t history = p->call->history, slot_row = gdn_state_row(p, n);
+    float *rows = j->scratch + thread * j->floats;
+    int64_t history = p->call->history, row = gdn_state_row(p, n);
     gdn_run r = {.n = n, .first = weft_sequence_start(&p->s, n), .end = weft_sequence_start(&p->s, n + 1)};
-    for (int part = 0; part < 3 && slot_row >= 0; part++) {
+    for (int part = 0; part < 3 && row >= 0; part++) {
         const gdn_part *g = &p->part[part];
-        for (int64_t h = 0; h < g->heads; h++)
-            for (int64_t slot = 0; slot < history; slot++) {
-                int64_t t = r.end - history + slot, channel = g->channel + h * g->dim;
-                int64_t at = slot_row * to->stride[0] + channel * to->stride[1] + slot * to->stride[2];
-                inputs_load(p, g, h, &r, t, t + 1, row);
-                for (int64_t d = 0; d < g->dim; d++) put_f32(to->dtype, to->data, at + d * to->stride[1], row[d]);
+        for (int64_t h = 0; h < g->heads; h++) {
+            int64_t at = row * to->stride[0] + (g->channel + h * g->dim) * to->stride[1];
+            inputs_load(p, g, h, &r, r.end - history, r.end, rows);
+            if (slots_sorted(to)) {
+                float block[SORTED_SLOTS * WEFT_GDN_MAX_DIM];
+                for (int64_t i = 0; i < history; i++)
+                    for (int64_t d = 0; d < g->dim; d++) block[d * history + i] = rows[i * g->ld + d];
+                run_store(to->dtype, (char *)to->data + at * (int64_t)size_of(to->dtype), block, g->dim * history,
+                          false);
+                continue;
             }
+            for (int64_t i = 0; i < history; i++)
+                for (int64_t d = 0; d < g->dim; d++)
+                    put_f32(to->dtype, to->data, at + d * to->stride[1] + i * to->stride[2], rows[i * g->ld + d]);
+        }
     }
 }
 
@@ -212,7 +302,8 @@ static weft_arena lay_out(job *j, const weft_call *call, const weft_gdn_pre_fwd_
     memset(j, 0, sizeof *j);
     gdn_pre_open(&j->p, call, &f->options, &f->cu_seqlens, x, &f->state, index, &arena);
     int64_t ld = j->p.part[0].ld > j->p.part[2].ld ? j->p.part[0].ld : j->p.part[2].ld;
-    int64_t rows = (GDN_RUN + j->p.width) * ld;
+    int64_t rows = (2 * GDN_RUN + j->p.width) * ld, states = call->history * ld;
+    if (rows < states) rows = states;
     j->floats = rows > 3 * j->p.gates ? rows : 3 * j->p.gates;
     j->scratch = weft_arena_take(&arena, (size_t)(cpu_threads(call) * j->floats) * 4);
     return arena;

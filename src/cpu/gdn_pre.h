@@ -19,6 +19,7 @@ enum { GDN_RUN = 16 };
 typedef struct gdn_part {
     const weft_tensor *x; /* [B, S, heads, dim] */
     int64_t heads, dim, ld, channel;
+    bool direct; /* rows can be read where they lie, in whole lines */
     float *taps; /* [heads][W + 1][ld]: taps, the oldest first, then the bias; zeros behind dim */
 } gdn_part;
 
@@ -96,18 +97,47 @@ static inline void slot_load(float *dst, const weft_tensor *state, int64_t row, 
     for (int64_t d = dim; d % WIDE; d++) dst[d] = 0;
 }
 
+/* Slots of a state whose channels lie side by side with all their slots are moved as one run, and sorted in scratch. */
+enum { SORTED_SLOTS = 8 };
+
+INLINE bool slots_sorted(const weft_tensor *state)
+{
+    return state->stride[2] == 1 && state->stride[1] == state->shape[2] && state->shape[2] <= SORTED_SLOTS;
+}
+
+/* Slots slot .. slot + count of a head, one row of dst each. */
+static inline void slots_load(float *dst, int64_t ld, const weft_tensor *state, int64_t row, int64_t channel,
+                              int64_t slot, int64_t count, int64_t dim)
+{
+    int64_t all = state->shape[2];
+    if (!slots_sorted(state)) {
+        for (int64_t i = 0; i < count; i++) slot_load(dst + i * ld, state, row, channel, slot + i, dim);
+        return;
+    }
+    float block[SORTED_SLOTS * WEFT_GDN_MAX_DIM];
+    int64_t at = row * state->stride[0] + channel * all;
+    run_load(state->dtype, block, (const char *)state->data + at * (int64_t)size_of(state->dtype), dim * all);
+    for (int64_t i = 0; i < count; i++) {
+        for (int64_t d = 0; d < dim; d++) dst[i * ld + d] = block[d * all + slot + i];
+        for (int64_t d = dim; d < ld; d++) dst[i * ld + d] = 0;
+    }
+}
+
 /* Inputs of the convolution for tokens from .. to of a head, to at most the end of the sequence; in front of it its state,
  * or zero. */
 static inline void inputs_load(const gdn_pre *p, const gdn_part *g, int64_t h, const gdn_run *r, int64_t from,
                                int64_t to, float *dst)
 {
     const weft_tensor *x = g->x;
-    for (; from < r->first && from < to; from++, dst += g->ld) {
-        int64_t slot = p->call->history - (r->first - from);
-        if (p->state && weft_has(p->state) && slot >= 0)
-            slot_load(dst, p->state, gdn_state_row(p, r->n), g->channel + h * g->dim, slot, g->dim);
-        else
-            memset(dst, 0, (size_t)g->ld * 4);
+    int64_t before = min64(r->first, to) - from, slot = p->call->history - (r->first - from);
+    if (before > 0) {
+        int64_t older = !weft_has(p->state) ? before : slot < 0 ? min64(-slot, before) : 0; /* than what is known */
+        memset(dst, 0, (size_t)(older * g->ld) * 4);
+        if (before > older)
+            slots_load(dst + older * g->ld, g->ld, p->state, gdn_state_row(p, r->n), g->channel + h * g->dim,
+                       slot + older, before - older, g->dim);
+        from += before;
+        dst += before * g->ld;
     }
     if (from >= to) return;
     const char *head = head_of(x, gdn_token(p, x, from), h);
@@ -166,9 +196,9 @@ INLINE vf convolve(const int W, const float *x, const float *taps, int64_t ld, i
 }
 
 /* 1/sqrt(sum + eps). A sum that overflows makes it 0. */
-INLINE float norm_factor(const gdn_pre *p, int part, float sum)
+INLINE float norm_factor(const gdn_pre *p, float sum)
 {
-    return part < 2 && p->o->l2norm ? 1.0f / sqrtf(sum + (float)p->o->l2_eps) : 1.0f;
+    return 1.0f / sqrtf(sum + (float)p->o->l2_eps);
 }
 
 INLINE float *taps_of(const gdn_pre *p, const gdn_part *g, int64_t h)
@@ -201,6 +231,7 @@ static inline void gdn_pre_open(gdn_pre *p, const weft_call *call, const weft_gd
         g->dim = i < 2 ? call->key_dim : call->value_dim;
         g->ld = pad16(g->dim);
         g->channel = channel;
+        g->direct = head_direct(g->x);
         g->taps = weft_arena_take(arena, (size_t)(g->heads * (p->width + 1) * g->ld) * 4);
         channel += g->heads * g->dim;
     }

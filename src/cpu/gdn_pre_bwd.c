@@ -66,27 +66,44 @@ static bool upstream_load(const plan *q, int part, int64_t h, int64_t t, float *
     return true;
 }
 
-/* y, silu' and the two sums that the norm's gradient needs. */
+/* Vectors of a row that are computed together. */
+enum { TOGETHER = STEP > 4 ? STEP : 4 };
+
+/* y, silu' and the two sums that the norm's gradient needs, for n vectors from channel c on. */
+INLINE void recompute_some(const int W, const int n, const gdn_pre *p, const float *x, const float *taps,
+                           int64_t ld, int64_t c, const rows *w, vf *q, vf *d)
+{
+    vf u[TOGETHER], y[TOGETHER], slope[TOGETHER];
+    bool silu = p->o->activation == WEFT_GDN_SILU;
+    for (int k = 0; k < n; k++) {
+        y[k] = u[k] = convolve(W, x, taps, ld, c + k * LANES);
+        slope[k] = vf_set1(1);
+    }
+    if (silu) gm_silu_slopes(y, slope, n);
+    if (p->round != WEFT_NONE) {
+        for (int k = 0; k < n; k++) {
+            u[k] = vf_round(p->round, u[k]);
+            y[k] = vf_round(p->round, y[k]);
+        }
+        if (silu) gm_silu_slopes(u, slope, n);
+    }
+    for (int k = 0; k < n; k++) {
+        int64_t e = c + k * LANES;
+        vf_store(w->y + e, y[k]);
+        vf_store(w->slope + e, slope[k]);
+        q[k % STEP] = vf_fma(y[k], y[k], q[k % STEP]);
+        d[k % STEP] = vf_fma(y[k], vf_load(w->dn + e), d[k % STEP]);
+    }
+}
+
 INLINE void recompute(const int W, const gdn_pre *p, const float *x, const float *taps, int64_t ld, const rows *w,
                       float *squares, float *dot)
 {
     vf q[STEP] = {{0}}, d[STEP] = {{0}};
-    bool silu = p->o->activation == WEFT_GDN_SILU;
-    for (int64_t c = 0; c < ld; c += WIDE)
-        for (int s = 0; s < STEP; s++) {
-            int64_t e = c + s * LANES;
-            vf u = convolve(W, x, taps, ld, e), y = u, slope = vf_set1(1);
-            if (silu) slope = gm_silu_slope(u, &y);
-            if (p->round != WEFT_NONE) {
-                vf rounded;
-                y = vf_round(p->round, y);
-                if (silu) slope = gm_silu_slope(vf_round(p->round, u), &rounded);
-            }
-            vf_store(w->y + e, y);
-            vf_store(w->slope + e, slope);
-            q[s] = vf_fma(y, y, q[s]);
-            d[s] = vf_fma(y, vf_load(w->dn + e), d[s]);
-        }
+    int64_t c = 0;
+    for (; c + TOGETHER * LANES <= ld; c += TOGETHER * LANES)
+        recompute_some(W, TOGETHER, p, x, taps, ld, c, w, q, d);
+    for (; c < ld; c += WIDE) recompute_some(W, STEP, p, x, taps, ld, c, w, q, d);
     *squares = vf_sum16(q);
     *dot = vf_sum16(d);
 }
@@ -106,7 +123,7 @@ INLINE void du_row(const int W, const gdn_pre *p, int part, const float *x, cons
     float squares, dot, r, k = 0;
     bool norm = part < 2 && p->o->l2norm;
     recompute(W, p, x, taps, ld, w, &squares, &dot);
-    r = norm_factor(p, part, squares);
+    r = norm ? norm_factor(p, squares) : 1;
     if (norm) k = r != 0 || !row_finite(w->y, ld) ? r * (r * dot) : 0;
     for (int64_t e = 0; e < ld; e += LANES) {
         vf dy = vf_load(w->dn + e);
@@ -236,10 +253,10 @@ static void gates_run(const plan *q, const gdn_run *r, float *scratch, float *su
         head_load(in, &a->a, gdn_token(p, &a->a, t), heads);
         for (int64_t h = 0; h < wide; h += LANES) {
             vf x = vf_load(in + h) + vf_load(p->dt + h), half = vf_load(p->half + h), d = vf_load(sum + h);
-            vf d_a = -gm_decay_slope(x, half) * d;
+            vf d_a = gm_decay_slope(x, half, -d);
             vf_store(out + h, d_a);
             if (!sums) continue;
-            vf_store(sums + h, vf_load(sums + h) - gm_decay(x, half) * d);
+            vf_store(sums + h, vf_load(sums + h) + gm_decay(x, half, -d));
             vf_store(sums + wide + h, vf_load(sums + wide + h) + d_a);
         }
         if (weft_has(&a->d_a.to)) head_store(&a->d_a.to, a->d_a.add, gdn_token(p, &a->d_a.to, t), out, heads);

@@ -19,6 +19,8 @@ INLINE vf vf_log1p(vf x)
 #define GM_FN INLINE
 #define GM_SET(x) vf_set1((float)(x))
 #define GM_EXP vf_exp
+#define GM_EXP_ALL vf_exp_all
+#define GM_MOST EXP_MOST
 #define GM_LOG1P vf_log1p
 #define GM_FMA(a, b, c) vf_fma(a, b, c)
 #define GM_GT(a, b, x, y) vf_gt(a, b, x, y)

@@ -7,24 +7,42 @@
 
 #include "cpu/common/vec.h"
 
+enum { EXP_MOST = 8 }; /* vectors that take the exponential together */
+
+/* exp of n vectors, step by step: n chains in the order in which a machine can run them side by side. */
+INLINE void vf_exp_all(vf *x, const int n)
+{
+    const vf magic = vf_set1(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vf shifted[EXP_MOST], k[EXP_MOST], p[EXP_MOST];
+    for (int i = 0; i < n; i++) x[i] = vf_min(vf_set1(89.0f), vf_max(vf_set1(-104.0f), x[i])); /* NaN passes both */
+    for (int i = 0; i < n; i++) shifted[i] = vf_fma(x[i], vf_set1(1.44269504f), magic);
+    for (int i = 0; i < n; i++) k[i] = shifted[i] - magic;
+    for (int i = 0; i < n; i++)
+        x[i] = vf_fma(k[i], vf_set1(-0.693359375f),
+                      x[i]); /* ln 2 in two parts, the first with few bits: exact products */
+    for (int i = 0; i < n; i++) x[i] = vf_fma(k[i], vf_set1(2.12194440e-4f), x[i]);
+    for (int i = 0; i < n; i++) p[i] = vf_fma(vf_set1(0.001392617612f), x[i], vf_set1(0.008363173075f));
+    for (int i = 0; i < n; i++) p[i] = vf_fma(p[i], x[i], vf_set1(0.04166655466f));
+    for (int i = 0; i < n; i++) p[i] = vf_fma(p[i], x[i], vf_set1(0.1666657703f));
+    for (int i = 0; i < n; i++) p[i] = vf_fma(p[i], x[i], vf_set1(0.5f));
+    for (int i = 0; i < n; i++) p[i] = vf_fma(p[i] * x[i], x[i], x[i]);
+    for (int i = 0; i < n; i++) p[i] = p[i] + 1.0f;
+#if WEFT_CPU_LEVEL == 2
+    /* the same bits as below: one rounding, and only where the result is denormal */
+    for (int i = 0; i < n; i++) x[i] = _mm512_scalef_ps(p[i], k[i]);
+#else
+    /* 2^k in two factors, so that k may reach past the exponent range on both sides. */
+    for (int i = 0; i < n; i++) {
+        vi j = (vi)shifted[i] - (vi)magic, j1 = j >> 1, j2 = j - j1;
+        x[i] = p[i] * (vf)((j1 + 127) << 23) * (vf)((j2 + 127) << 23);
+    }
+#endif
+}
+
 INLINE vf vf_exp(vf x)
 {
-    const vf magic = vf_set1(12582912.0f);                      /* 1.5 * 2^23: adding it rounds to an integer */
-    vf y = vf_min(vf_set1(89.0f), vf_max(vf_set1(-104.0f), x)); /* NaN passes both */
-    vf shifted = vf_fma(y, vf_set1(1.44269504f), magic);
-    vi k = (vi)shifted - (vi)magic;
-    vf kf = shifted - magic;
-    vf r = vf_fma(kf, vf_set1(-0.693359375f), y); /* ln 2 in two parts, the first with few bits: exact products */
-    r = vf_fma(kf, vf_set1(2.12194440e-4f), r);
-    vf p = vf_set1(0.001392617612f);
-    p = vf_fma(p, r, vf_set1(0.008363173075f));
-    p = vf_fma(p, r, vf_set1(0.04166655466f));
-    p = vf_fma(p, r, vf_set1(0.1666657703f));
-    p = vf_fma(p, r, vf_set1(0.5f));
-    p = vf_fma(p * r, r, r) + 1.0f;
-    /* 2^k in two factors, so that k may reach past the exponent range on both sides. */
-    vi k1 = k >> 1, k2 = k - k1;
-    return p * (vf)((k1 + 127) << 23) * (vf)((k2 + 127) << 23);
+    vf_exp_all(&x, 1);
+    return x;
 }
 
 /* Natural log of positive normal numbers; NaN stays, 0 gives -inf. */
