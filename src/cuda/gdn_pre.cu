@@ -29,7 +29,7 @@ struct fwd_params {
 
 static __device__ __forceinline__ float activate(const fwd_params &p, float u)
 {
-    return p.conv.linear ? u : gm_silu(u);
+    return p.conv.linear ? u : silu(u);
 }
 
 static __device__ __forceinline__ float scale_of(const fwd_params &p, int part, float squares)
@@ -195,18 +195,18 @@ static __device__ __forceinline__ void forward_gates(const fwd_params &p, int64_
     for (int h = threadIdx.x & 31; h < p.value_heads; h += 32) {
         const float half = half_rate(p.decay, h);
         auto decay = [&](const token &at) {
-            return gm_decay(gate_input(p.decay, offset_of(p.decay.a, at), h), half);
+            return gm_decay(gate_input(p.decay, offset_of(p.decay.a, at), h), half, -1.0f);
         };
         place w = where;
         float g = 0.0f;
         if (p.g_chunk && w.n < p.seq.count)
-            for (int64_t k = t0 - (t0 - w.start) % p.g_chunk; k < t0; k++) g -= decay(token_at(p.seq, k));
+            for (int64_t k = t0 - (t0 - w.start) % p.g_chunk; k < t0; k++) g += decay(token_at(p.seq, k));
         token at = token_at(p.seq, t0);
         for (int64_t t = t0; t < t1; t++, advance(at, p.seq)) {
             if (t == w.end) next_sequence(p.seq, w, t);
             float beta = 0.0f, out = 0.0f;
             if (w.n < p.seq.count && !(p.conv.index && state_row(p.conv, w.n) < 0)) {
-                const float one = -decay(at);
+                const float one = decay(at);
                 g = p.g_chunk && (t - w.start) % p.g_chunk ? g + one : one;
                 out = g * p.g_factor;
                 beta = gm_beta(get(p.b, offset_of(p.b, at) + h * p.b.head), p.beta_scale);

@@ -19,6 +19,8 @@
 #define scalar float
 #define GM(name) gm_##name
 #define GM_FN static __device__ __forceinline__
+#define GM_MOST 1
+#define GM_EXP_ALL(x, n) (*(x) = expf(*(x)))
 #define GM_SET(x) ((float)(x))
 #define GM_EXP(x) expf(x)
 #define GM_LOG1P(x) log1pf(x)
@@ -27,6 +29,21 @@
 #include "core/gdn_math.h"
 #undef real
 #undef scalar
+
+static __device__ __forceinline__ float silu(float u)
+{
+    gm_silus(&u, 1);
+    return u;
+}
+
+/* y = silu(u); returns its derivative. */
+static __device__ __forceinline__ float silu_slope(float u, float *y)
+{
+    float slope;
+    *y = u;
+    gm_silu_slopes(y, &slope, 1);
+    return slope;
+}
 
 /* ---- tensors of four dimensions ------------------------------------------------------------------------------------ */
 

@@ -156,7 +156,7 @@ static __device__ __forceinline__ void backward_heads(const bwd_params &p, int p
 #pragma unroll
             for (int e = 0; e < VEC; e++) {
                 slope[e] = 1.0f, y[e] = u[e];
-                if (!p.conv.linear) slope[e] = gm_silu_slope(u[e], &y[e]);
+                if (!p.conv.linear) slope[e] = silu_slope(u[e], &y[e]);
                 if (part == PART_Q) dn[r][e] *= p.q_scale;
                 squares = fmaf(y[e], y[e], squares), dot = fmaf(y[e], dn[r][e], dot);
             }
@@ -237,7 +237,7 @@ static __device__ void backward_any(const bwd_params &p, int part, int unit, int
             const float v = convolve_any<T>(s, p.conv, p.seq, where, t, l.head, c);
             float up = 0.0f;
             u[k][e] = parity ? rounded<T>(v) : v;
-            y[k][e] = p.conv.linear ? v : gm_silu(v);
+            y[k][e] = p.conv.linear ? v : silu(v);
             if (parity) y[k][e] = rounded<T>(y[k][e]);
             for (int i = 0; has(d_out) && i < p.repeat[part]; i++)
                 up += get(d_out, offset_of(d_out, now) +
@@ -256,7 +256,7 @@ static __device__ void backward_any(const bwd_params &p, int part, int unit, int
         each([&](int k, int e, int c) {
             float dy = norm ? scale * (dn[k][e] - y[k][e] * scale * down) : dn[k][e], unused;
             if (parity) dy = rounded<T>(dy);
-            du[slot][k][e] = p.conv.linear ? dy : dy * gm_silu_slope(u[k][e], &unused);
+            du[slot][k][e] = p.conv.linear ? dy : dy * silu_slope(u[k][e], &unused);
             if (t >= t1) return;
             for (int j = 0; j < width; j++)
                 dw[j][k][e] =
@@ -360,8 +360,8 @@ static __device__ __forceinline__ void backward_gates(const bwd_params &p, int64
             if (w.n < p.seq.count && active) {
                 const float x = gate_input(p.decay, offset_of(p.decay.a, at), h), up = upstream(at);
                 d_g = p.g_chunk && t + 1 < w.end && (t + 1 - w.start) % p.g_chunk ? d_g + up : up;
-                d_a = -gm_decay_slope(x, half) * d_g;
-                d_a_log = fmaf(-d_g, gm_decay(x, half), d_a_log);
+                d_a = gm_decay_slope(x, half, -d_g);
+                d_a_log += gm_decay(x, half, -d_g);
                 d_dt += d_a;
                 if (has(p.d_beta))
                     d_b = get(p.d_beta, offset_of(p.d_beta, at) + h * p.d_beta.head) *
