@@ -2,7 +2,7 @@
 #
 # One command each; CMake and its presets do the work.
 #   make                   configure and build in build/
-#   make run               build, self-check, short benchmark
+#   make run               build, train a small model with the plain residual and with mHC -> report.html
 #   make python            build the Python extension beside its sources: PYTHONPATH=python python3 -c "import weft"
 #   make test              build, install what the tests need, run all tests
 #   make bench             benchmark: OP=mhc_post_fwd BACKEND=cpu ARGS="--tokens 4096 --json"
@@ -26,18 +26,18 @@ CUDA ?=
 CUDA_ARCH ?=
 
 CMAKE_FLAGS = -DWEFT_WERROR=$(WERROR) -DCMAKE_INSTALL_PREFIX=$(PREFIX)
-CMAKE_FLAGS += $(if $(CUDA),-DWEFT_CUDA=$(CUDA)) $(if $(CUDA_ARCH),"-DWEFT_CUDA_ARCHITECTURES=$(CUDA_ARCH)")
+CMAKE_FLAGS += -DWEFT_CUDA=$(or $(CUDA),AUTO) $(if $(CUDA_ARCH),"-DWEFT_CUDA_ARCHITECTURES=$(CUDA_ARCH)")
 export CTEST_PARALLEL_LEVEL ?= $(JOBS)
 
 SHELL = /bin/bash
 
 .PHONY: all build python run test bench format check check-format check-asan check-tsan check-fuzz fuzz install clean
 .PHONY: gpu-record check-record
-.PHONY: deps-build deps-test deps-format deps-check build-tests
+.PHONY: deps-build deps-run deps-test deps-format deps-check build-tests
 
 all: build
 
-deps-build deps-test deps-format deps-check:
+deps-build deps-run deps-test deps-format deps-check:
 	@tools/deps.sh $(@:deps-%=%)
 
 build: deps-build
@@ -53,12 +53,16 @@ python: deps-build
 	@cmake --preset release $(CMAKE_FLAGS) -DWEFT_PYTHON=ON >/dev/null
 	@cmake --build --preset release --target weft_python
 
-run: build
-	@build/weft info
-	@echo
-	build/weft check
-	@echo
-	build/weft bench --tokens 1024
+# About a minute of training on two cores. CUDA is compiled only where there is a GPU to use it.
+RUNS = build/runs
+TRAIN = build/weft train --steps 200 --save-every 0
+run: CUDA := $(or $(CUDA),$(if $(wildcard /dev/nvidia0),AUTO,OFF))
+run: deps-run build
+	@rm -rf $(RUNS)
+	@$(TRAIN) --residual residual --out $(RUNS)/residual
+	@$(TRAIN) --residual mhc --out $(RUNS)/mhc
+	@echo; build/weft sample --from $(RUNS)/mhc --prompt "static int " --count 120
+	@echo; build/weft report --runs $(RUNS)/residual,$(RUNS)/mhc --out report.html
 
 bench: build
 	build/weft bench $(if $(OP),--op $(OP)) $(if $(BACKEND),--backend $(BACKEND)) $(ARGS)

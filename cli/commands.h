@@ -10,5 +10,8 @@ enum { EXIT_PASSED = 0, EXIT_FAILED = 1, EXIT_UNUSABLE = 2 }; /* 2: bad options,
 int command_info(int argc, char **argv);
 int command_check(int argc, char **argv);
 int command_bench(int argc, char **argv);
+int command_train(int argc, char **argv);
+int command_sample(int argc, char **argv);
+int command_report(int argc, char **argv);
 
 #endif

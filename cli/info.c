@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <weft/blas.h>
 #include <weft/mhc.h>
 #include <weft/ops.h>
 
@@ -59,6 +60,14 @@ static void print_backends(void)
         printf(" %s%s", weft_backend_name((weft_backend)b),
                weft_backend_available((weft_backend)b) ? "" : " (not available)");
     printf("\n");
+}
+
+static void print_blas(void)
+{
+    weft_blas blas;
+    int found = weft_blas_open(NULL, &blas) == WEFT_OK;
+    printf("blas          %s\n", found ? blas.name : "none: training uses the built-in loop, which is slow");
+    weft_blas_close(&blas);
 }
 
 static void print_gpus(void)
@@ -126,6 +135,7 @@ int command_info(int argc, char **argv)
     print_cpu();
     print_backends();
     print_gpus();
+    print_blas();
     print_operators();
     print_presets();
     return EXIT_PASSED;

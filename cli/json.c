@@ -1,13 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "json.h"
 
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 int json_fail(json *j, const char *format, ...)
 {
     va_list list;
-    int used = snprintf(j->error, sizeof j->error, "header byte %zu: ", (size_t)(j->at - j->begin));
+    int used = snprintf(j->error, sizeof j->error, "%s byte %zu: ", j->what ? j->what : "header",
+                        (size_t)(j->at - j->begin));
     va_start(list, format);
     vsnprintf(j->error + used, sizeof j->error - (size_t)used, format, list);
     va_end(list);
@@ -24,7 +28,7 @@ int json_take(json *j, char c)
 {
     int next = json_peek(j);
     if (next != c) {
-        if (j->at == j->end) return json_fail(j, "expected '%c', the header ends", c);
+        if (j->at == j->end) return json_fail(j, "expected '%c', the %s ends", c, j->what ? j->what : "header");
         return json_fail(j, next > 32 && next < 127 ? "expected '%c', got '%c'" : "expected '%c', got byte %d", c,
                          next);
     }
@@ -152,5 +156,26 @@ int json_integer(json *j, int64_t *value)
     if (c == '0' && digits > 1) return json_fail(j, "an integer with a leading zero");
     if (j->at < j->end && (*j->at == '.' || *j->at == 'e' || *j->at == 'E'))
         return json_fail(j, "expected an integer, got a number with a fraction or an exponent");
+    return 1;
+}
+
+int json_number(json *j, double *value)
+{
+    static const char *const words[] = {"null", "nan", "-nan", "inf", "-inf"};
+    const double values[] = {NAN, NAN, NAN, INFINITY, -INFINITY};
+    char text[64], *end;
+    size_t length = 0;
+    (void)json_peek(j);
+    while (j->at < j->end && length < sizeof text - 1 && *j->at &&
+           strchr("+-.0123456789abcdefghijklmnopqrstuvwxyzE", *j->at))
+        text[length++] = (char)*j->at++;
+    text[length] = 0;
+    for (int i = 0; i < 5; i++)
+        if (!strcmp(text, words[i])) {
+            *value = values[i];
+            return 1;
+        }
+    *value = strtod(text, &end);
+    if (!length || *end || text[0] == '+' || strpbrk(text, "xpin")) return json_fail(j, "expected a number");
     return 1;
 }

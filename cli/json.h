@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A scanner for the JSON that outside files bring along: strings, non-negative integers and punctuation. There is
+ * A scanner for the JSON that outside files bring along: strings, numbers and punctuation. There is
  * no tree and no recursion: the caller knows the structure it accepts and asks for its pieces in turn. Every
  * function returns 1, or 0 with the reason in `error`; nothing is read beyond `end`. */
 #ifndef WEFT_CLI_JSON_H
@@ -12,6 +12,7 @@
 typedef struct json {
     const unsigned char *begin, *at, *end;
     char error[160];
+    const char *what; /* for messages; NULL: a header */
 } json;
 
 __attribute__((format(printf, 2, 3))) int json_fail(json *j, const char *format, ...);
@@ -25,5 +26,7 @@ int json_take(json *j, char c);
 int json_string(json *j, char *out, size_t *length);
 /* Takes an integer without sign, fraction or exponent, at most INT64_MAX. */
 int json_integer(json *j, int64_t *value);
+/* Takes any number, or one of the words nan, inf, -inf and null (NaN), which logs of runs that went wrong hold. */
+int json_number(json *j, double *value);
 
 #endif

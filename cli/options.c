@@ -18,16 +18,34 @@ static void print_value(FILE *to, const option *o)
         fprintf(to, " %s", o->value);
 }
 
+/* So many options that a line with all of them would not be read. */
+static int is_long(const option *options)
+{
+    enum { MANY = 16 };
+    int count = 0;
+    while (options[count].name) count++;
+    return count > MANY;
+}
+
 static void usage(FILE *to, const char *command, const option *options)
 {
-    fprintf(to, "usage: weft %s", command);
-    for (const option *o = options; o->name; o++) {
+    int is_list = is_long(options);
+    fprintf(to, "usage: weft %s%s", command, is_list ? " [options]" : "");
+    for (const option *o = options; o->name && !is_list; o++) {
         fprintf(to, " [--%s", o->name);
         print_value(to, o);
         fputc(']', to);
     }
     fprintf(to, "\n\n");
-    for (const option *o = options; o->name; o++) fprintf(to, "  --%-10s %s\n", o->name, o->help);
+    for (const option *o = options; o->name; o++) {
+        if (!is_list) {
+            fprintf(to, "  --%-10s %s\n", o->name, o->help);
+            continue;
+        }
+        fprintf(to, "  --%s", o->name);
+        print_value(to, o);
+        fprintf(to, "\n        %s\n", o->help);
+    }
 }
 
 __attribute__((format(printf, 3, 4))) static int wrong(const char *command, const option *options,
@@ -39,7 +57,10 @@ __attribute__((format(printf, 3, 4))) static int wrong(const char *command, cons
     vfprintf(stderr, format, list);
     va_end(list);
     fprintf(stderr, "\n\n");
-    usage(stderr, command, options);
+    if (is_long(options))
+        fprintf(stderr, "weft %s --help lists the options\n", command);
+    else
+        usage(stderr, command, options);
     return EXIT_UNUSABLE;
 }
 
@@ -74,11 +95,88 @@ static int set(const option *o, const char *value)
         *(double *)o->to = v;
         return 1;
     }
+    case OPTION_NUMBER: {
+        double v = strtod(value, &end);
+        if (end == value || *end || !(v >= o->low && v <= o->high)) return 0;
+        *(double *)o->to = v;
+        return 1;
+    }
     }
     return 0;
 }
 
+int options_set(const option *o, const char *value)
+{
+    if (o->kind != OPTION_FLAG) return set(o, value);
+    if (strcmp(value, "on") && strcmp(value, "off")) return 0;
+    *(int *)o->to = !strcmp(value, "on");
+    return 1;
+}
+
+void options_print(const option *o, char *text, size_t size)
+{
+    switch (o->kind) {
+    case OPTION_FLAG: snprintf(text, size, "%s", *(int *)o->to ? "on" : "off"); break;
+    case OPTION_TEXT: snprintf(text, size, "%s", *(const char **)o->to ? *(const char **)o->to : ""); break;
+    case OPTION_CHOICE: snprintf(text, size, "%s", o->choices[*(int *)o->to]); break;
+    case OPTION_INT: snprintf(text, size, "%lld", (long long)*(int64_t *)o->to); break;
+    case OPTION_REAL:
+    case OPTION_NUMBER: snprintf(text, size, "%.17g", *(double *)o->to); break;
+    }
+}
+
+/* The line without white space at its ends and without a comment. */
+static char *trim(char *line)
+{
+    line[strcspn(line, "#")] = 0;
+    line += strspn(line, " \t\r");
+    size_t length = strlen(line);
+    while (length && strchr(" \t\r", line[length - 1])) line[--length] = 0;
+    return line;
+}
+
+int options_read(char *text, const option *options, unsigned char *given, char *error, size_t size)
+{
+    enum { FROM_FILE = 2 };
+    int number = 1;
+    for (char *next, *line = text; line; line = next, number++) {
+        next = strchr(line, '\n');
+        if (next) *next++ = 0;
+        line = trim(line);
+        if (!*line) continue;
+        char *value = strchr(line, '=');
+        if (!value) {
+            snprintf(error, size, "line %d: expected 'name = value', got '%.40s'", number, line);
+            return 0;
+        }
+        *value++ = 0;
+        char *name = trim(line);
+        value = trim(value);
+        int i = 0;
+        while (options[i].name && strcmp(options[i].name, name) != 0) i++;
+        if (!options[i].name) {
+            snprintf(error, size, "line %d: unknown option '%.40s'", number, name);
+            return 0;
+        }
+        if (given[i] & FROM_FILE) {
+            snprintf(error, size, "line %d: '%s' twice", number, options[i].name);
+            return 0;
+        }
+        if (!given[i] && !options_set(&options[i], value)) {
+            snprintf(error, size, "line %d: %s does not take '%.40s'", number, options[i].name, value);
+            return 0;
+        }
+        given[i] |= FROM_FILE;
+    }
+    return 1;
+}
+
 int options_parse(int argc, char **argv, const option *options)
+{
+    return options_parse_given(argc, argv, options, NULL);
+}
+
+int options_parse_given(int argc, char **argv, const option *options, unsigned char *given)
 {
     const char *command = argv[0];
     for (int i = 1; i < argc; i++) {
@@ -100,6 +198,7 @@ int options_parse(int argc, char **argv, const option *options)
             value = argv[++i];
         }
         if (!set(o, value)) return wrong(command, options, "--%s does not take '%s'", o->name, value);
+        if (given) given[o - options] = 1;
     }
     return -1;
 }

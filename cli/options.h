@@ -4,6 +4,7 @@
 #ifndef WEFT_CLI_OPTIONS_H
 #define WEFT_CLI_OPTIONS_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 typedef enum option_kind {
@@ -11,6 +12,7 @@ typedef enum option_kind {
     OPTION_TEXT,   /* const char * */
     OPTION_INT,    /* int64_t between min and max */
     OPTION_REAL,   /* double, positive */
+    OPTION_NUMBER, /* double between low and high */
     OPTION_CHOICE, /* int: index of the word in choices */
 } option_kind;
 
@@ -22,10 +24,24 @@ typedef struct option {
     const char *help;
     int64_t min, max;           /* OPTION_INT */
     const char *const *choices; /* OPTION_CHOICE, ends with NULL */
+    double low, high;           /* OPTION_NUMBER */
+    int fixed;                  /* part of what a run is: a run that goes on must have the same value */
+    int unsaved;                /* of this call only: neither in a checkpoint nor in a log */
 } option;
 
 /* Fills the variables that the options name. -1: go on; otherwise the exit code: --help was asked for and printed,
  * or something was wrong and is on stderr together with the usage. The table ends with an entry without a name. */
 int options_parse(int argc, char **argv, const option *options);
+/* The same; given[i] becomes 1 where option i is on the command line. */
+int options_parse_given(int argc, char **argv, const option *options, unsigned char *given);
+
+/* Lines of `name = value` with the same names and values, flags as on and off; # begins a comment. An option may stand
+ * there once. Options that are given already keep their value, the others are given afterwards. 1, or 0 with the reason
+ * in `error`. `text` is changed, and texts of options point into it. */
+int options_read(char *text, const option *options, unsigned char *given, char *error, size_t size);
+/* One value from text, as a line of a file would set it; 1 where the option takes it. */
+int options_set(const option *o, const char *value);
+/* A value as text that options_set takes back, to the last bit. */
+void options_print(const option *o, char *text, size_t size);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The program `weft`: tells what a build can do, checks an installation, measures it. A client of the public
- * headers like any other. */
+ * The program `weft`: tells what a build can do, checks an installation, measures it, trains a model with it. A client of
+ * the public headers like any other. */
 #include <stdio.h>
 #include <string.h>
 
@@ -17,6 +17,9 @@ static const struct command {
     {"info", command_info, "what this build is and what this machine gives it"},
     {"check", command_check, "self-test: every operator against the reference, or against golden files"},
     {"bench", command_bench, "speed of the operators beside the machine's copy bandwidth"},
+    {"train", command_train, "train a small language model with the residual connection of your choice"},
+    {"sample", command_sample, "text from a trained model"},
+    {"report", command_report, "one page of plots from the logs of runs"},
 };
 enum { NUM_COMMANDS = sizeof commands / sizeof commands[0] };
 

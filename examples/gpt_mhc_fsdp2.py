@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/gpt_mhc.py with its parameters, gradients and optimizer state sharded by FSDP2.
 
-    torchrun --standalone --nproc-per-node 2 examples/gpt_mhc_fsdp2.py [arguments of gpt_mhc.py but --recompute]
+    torchrun --standalone --nproc-per-node 2 examples/gpt_mhc_fsdp2.py [arguments of gpt_mhc.py]
 
 NCCL where every process has a GPU, gloo on CPUs elsewhere. Sub-layers compute in bf16; the streams and the parameters
 of the connections stay fp32, which costs little: a connection is small, and weft computes its gates in fp32 anyway."""
@@ -46,8 +46,6 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world: int)
 
 def main() -> None:
     args = arguments().parse_args()
-    if args.recompute:
-        raise SystemExit("--recompute runs the parts of a layer, and FSDP2 gathers whole layers: leave it out")
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if gpu else torch.device("cpu")

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * No operator allocates: this executable puts itself between the library and malloc and counts. */
+ * No operator allocates, and no pass of the model: this executable puts itself between the library and malloc and counts. */
+#include "support/gpt.h"
 #include "support/suite.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -112,8 +113,35 @@ static void operators_allocate_nothing(void **state)
     test_verdict();
 }
 
+static void a_step_allocates_nothing(void **state)
+{
+    (void)state;
+#ifndef CAN_COUNT
+    skip();
+#endif
+    for (int k = 0; k < WEFT_RESIDUAL_COUNT; k++)
+        for (int e = 0; e < 2; e++) {
+            weft_model_config c = gpt_config((weft_residual)k, e ? WEFT_F32 : WEFT_F64);
+            gpt g;
+            c.bias = 1, c.dropout = 0.1, c.recompute = k != WEFT_RESIDUAL_PLAIN;
+            gpt_open(&g, &c, 2, 8, 0.1);
+            g.exec.threads = 1;
+            gpt_bind(&g);
+            gpt_step(&g);
+            calls = 0;
+            counting = 1;
+            gpt_step(&g);
+            counting = 0;
+            if (calls)
+                fail_msg("%s on %s: %d allocations", weft_residual_name(c.residual),
+                         weft_backend_name(g.exec.backend), calls);
+            gpt_close(&g);
+        }
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(operators_allocate_nothing)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(operators_allocate_nothing),
+                                       cmocka_unit_test(a_step_allocates_nothing)};
     return suite_run("alloc", tests);
 }

@@ -9,7 +9,7 @@ static void names(void **state)
     char version[32];
     snprintf(version, sizeof version, "%d.%d.%d", WEFT_VERSION_MAJOR, WEFT_VERSION_MINOR, WEFT_VERSION_PATCH);
     assert_string_equal(weft_version(), version);
-    for (int i = WEFT_OK; i <= WEFT_ERR_DEVICE; i++)
+    for (int i = WEFT_OK; i <= WEFT_ERR_STATE; i++)
         for (int k = WEFT_OK; k < i; k++)
             assert_string_not_equal(weft_status_name((weft_status)i), weft_status_name((weft_status)k));
     static const struct {

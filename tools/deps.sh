@@ -1,13 +1,17 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 #
-# tools/deps.sh build|test|format|check: makes sure that what a make target needs is on this machine. Missing Debian
+# tools/deps.sh build|run|test|format|check: makes sure that what a make target needs is on this machine. Missing Debian
 # packages are installed as root or through a sudo that asks no password; where that is not possible they are named.
 set -eu
 
 missing=
 need_command() { command -v "$1" >/dev/null 2>&1 || missing="$missing $2"; }
 need_header() { echo "#include <$1>" | "${CC:-cc}" -E -x c - >/dev/null 2>&1 || missing="$missing $2"; }
+need_library() {
+    { command -v ldconfig >/dev/null 2>&1 && ldconfig -p || /sbin/ldconfig -p; } 2>/dev/null | grep -q "$1" ||
+        missing="$missing $2"
+}
 need_python() { python3 -c "$1" >/dev/null 2>&1 || missing="$missing $2"; }
 need_clang_link() {
     echo 'int main(void) { return 0; }' | clang "$1" -x c -o /dev/null - >/dev/null 2>&1 || missing="$missing $2"
@@ -24,6 +28,10 @@ find_missing() {
     need_command ninja ninja-build
     need_header stdio.h libc6-dev
     if [ "$1" = build ]; then return; fi
+    # Training loads a BLAS when it begins; the variant with OpenMP shares its threads with the library's own.
+    need_library libopenblas.so.0 libopenblas0-openmp
+    if [ "$1" = run ]; then return; fi
+    need_command mpirun openmpi-bin
     need_command c++ g++
     need_command nm binutils
     need_command python3 python3
@@ -71,6 +79,8 @@ for _ in 1 2; do
 done
 find_missing "$1"
 [ -z "$missing" ] && exit 0
+# Training works without a BLAS, only slower, and says so itself.
+[ "$1" = run ] && [ "$missing" = " libopenblas0-openmp" ] && exit 0
 
 echo "Missing on this machine, please install (names of Debian packages):$missing" >&2
 exit 1

@@ -2,17 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # tools/fuzz.sh <target> <seconds>: replays the kept corpus, then fuzzes for a while. New inputs go beside the target,
-# in <target>.found; a crash is written there too. To keep what was found: <target> -merge=1 tests/fuzz/corpus <found>.
+# in <target>.found; a crash is written there too. To keep what was found: <target> -merge=1
+# tests/fuzz/corpus/<target> <found>.
 set -eu
 target=$1
 seconds=$2
-corpus=$(dirname "$0")/../tests/fuzz/corpus
+corpus=$(dirname "$0")/../tests/fuzz/corpus/$(basename "$target")
 found=$target.found
 mkdir -p "$found"
 if [ -d "$corpus" ]; then
     "$target" -runs=0 -print_final_stats=1 "$corpus"
 else
-    echo "No corpus in tests/fuzz/corpus yet"
+    echo "No corpus in tests/fuzz/corpus/$(basename "$target") yet"
     corpus=
 fi
 if [ "$seconds" -gt 0 ]; then

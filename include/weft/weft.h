@@ -3,7 +3,8 @@
  * weft: fused operators for multi-stream residual connections and for Gated DeltaNet layers.
  *
  * This header holds what every operator shares: status, dtype, tensor, exec. The operators themselves are in
- * weft/mhc.h, weft/norm.h and weft/gdn.h; weft/ops.h lists them for bindings and tools.
+ * weft/mhc.h, weft/norm.h and weft/gdn.h; weft/ops.h lists them for bindings and tools. weft/model.h has a model made of
+ * them.
  *
  * The library owns no memory and keeps no state: tensors and workspace belong to the caller, every call may be made
  * from any number of threads at once, and a call that returns an error has written nothing. The one thing the CPU backend
@@ -35,7 +36,8 @@ typedef enum weft_status {
     WEFT_ERR_OVERLAP,     /* an output shares memory with another argument where the header does not allow it */
     WEFT_ERR_WORKSPACE,   /* exec.workspace is smaller than weft_<op>_workspace asks for */
     WEFT_ERR_UNSUPPORTED, /* correct, but this backend or this build has no kernel for it */
-    WEFT_ERR_DEVICE       /* the device or its runtime reported an error */
+    WEFT_ERR_DEVICE,      /* the device or its runtime reported an error */
+    WEFT_ERR_STATE        /* a call out of its order: backward before forward, memory that was given up */
 } weft_status;
 
 /* Zero means "no dtype": a zero-initialised tensor is an absent one. The integers are for offsets and indices. */

@@ -49,6 +49,7 @@ const char *weft_status_name(weft_status status)
         [WEFT_ERR_WORKSPACE] = "workspace too small",
         [WEFT_ERR_UNSUPPORTED] = "unsupported",
         [WEFT_ERR_DEVICE] = "device error",
+        [WEFT_ERR_STATE] = "call out of order",
     };
     return NAME_IN(names, status);
 }

@@ -23,6 +23,14 @@ typedef struct source {
     int64_t step; /* bytes from one to the next */
 } source;
 
+/* Where y goes: rows of scratch, or the output itself, where nothing is left to be done with it. */
+typedef struct target {
+    float *y;
+    char *rows; /* NULL: to y */
+    int64_t step;
+    bool stream;
+} target;
+
 /* What the taps of a line of channels are and meet. */
 typedef struct filter {
     vf tap[WEFT_GDN_MAX_WIDTH][MAX_LINE], old[WEFT_GDN_MAX_WIDTH][MAX_LINE], bias[MAX_LINE];
@@ -42,7 +50,7 @@ INLINE void convolve_line(const int W, filter *f, const vf *now, vf *u, const in
 
 /* y of TOGETHER tokens from row i on. */
 INLINE void activate_rows(const int W, const int together, const weft_dtype t, const gdn_pre *p, const source *x,
-                          filter *f, int64_t c, int64_t i, int64_t ld, float *y)
+                          filter *f, int64_t c, int64_t i, int64_t ld, const target *to)
 {
     const int vectors = line_vectors(t);
     vf u[TOGETHER * MAX_LINE];
@@ -54,15 +62,17 @@ INLINE void activate_rows(const int W, const int together, const weft_dtype t, c
         convolve_line(W, f, now, u + k * vectors, vectors);
     }
     if (p->o->activation == WEFT_GDN_SILU) gm_silus(u, together * vectors);
-    for (int k = 0; k < together * vectors; k++) {
+    for (int k = 0; k < together && to->rows; k++)
+        line_put(t, to->rows + (i + k) * to->step, c, u + k * vectors, to->stream);
+    for (int k = 0; k < together * vectors && !to->rows; k++) {
         vf v = p->round != WEFT_NONE ? vf_round(p->round, u[k]) : u[k];
-        vf_store(y + (i + k / vectors) * ld + c + k % vectors * LANES, v);
+        vf_store(to->y + (i + k / vectors) * ld + c + k % vectors * LANES, v);
     }
 }
 
 /* y of all tokens of a run, a line of channels after the other: taps and what they meet stay in registers. */
 INLINE void activate(const int W, const weft_dtype t, const gdn_pre *p, source x, const float *taps, int64_t ld,
-                     int64_t length, float *y)
+                     int64_t length, const target *to)
 {
     for (int64_t c = 0; c < ld; c += line_channels(t)) {
         filter f;
@@ -73,8 +83,8 @@ INLINE void activate(const int W, const weft_dtype t, const gdn_pre *p, source x
             for (int j = 0; j < W; j++) f.tap[j][h] = vf_load(taps + j * ld + e);
             for (int j = 0; j + 1 < W; j++) f.old[j][h] = vf_load(x.history + j * ld + e);
         }
-        for (; i + TOGETHER <= length; i += TOGETHER) activate_rows(W, TOGETHER, t, p, &x, &f, c, i, ld, y);
-        for (; i < length; i++) activate_rows(W, 1, t, p, &x, &f, c, i, ld, y);
+        for (; i + TOGETHER <= length; i += TOGETHER) activate_rows(W, TOGETHER, t, p, &x, &f, c, i, ld, to);
+        for (; i < length; i++) activate_rows(W, 1, t, p, &x, &f, c, i, ld, to);
     }
 }
 
@@ -134,20 +144,23 @@ INLINE void head_run(const int W, const gdn_pre *p, const outputs *o, int part, 
     const weft_tensor *out = o->out[part];
     const float *taps = taps_of(p, g, h);
     float *y = scratch, *x = scratch + GDN_RUN * g->ld;
+    int64_t step = out->stride[1] * (int64_t)size_of(out->dtype);
+    char *token = gdn_token(p, out, t0);
+    bool whole = part == 2 && g->direct && o->direct[part]; /* rounding to the output's type is the parity's too */
+    target to_y = {y, whole ? head_of(out, token, h) : NULL, step, o->stream[part]};
     inputs_load(p, g, h, r, t0 - (W - 1), g->direct ? t0 : t1, x);
     if (g->direct) {
         source from = {x, head_of(g->x, gdn_token(p, g->x, t0), h),
                        g->x->stride[1] * (int64_t)size_of(g->x->dtype)};
-        FOR_DTYPE(g->x->dtype, activate(W, T, p, from, taps, g->ld, t1 - t0, y))
+        FOR_DTYPE(g->x->dtype, activate(W, T, p, from, taps, g->ld, t1 - t0, &to_y))
     } else {
         source from = {x, (const char *)(x + (W - 1) * g->ld), g->ld * 4};
-        activate(W, WEFT_F32, p, from, taps, g->ld, t1 - t0, y);
+        activate(W, WEFT_F32, p, from, taps, g->ld, t1 - t0, &to_y);
     }
+    if (whole) return;
     float factor[GDN_RUN];
     factors(p, part, y, g->ld, t1 - t0, factor);
     gdn_group to = gdn_group_of(p, part, h, out->shape[2]);
-    int64_t step = out->stride[1] * (int64_t)size_of(out->dtype);
-    char *token = gdn_token(p, out, t0);
     for (int64_t t = t0; t < t1; t++, y += g->ld, token += step)
         put_row(out, token, to, y, g->dim, factor[t - t0], o->direct[part], o->stream[part]);
 }

@@ -16,10 +16,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--steps", "20", "--layers", "2", "--channels", "32", "--context", "32", "--batch", "8"]
 
 
-def losses(command):
+# What the C++ runtime says when a thread is still there at exit. PyTorch's gloo groups do that now and then, with or
+# without weft, after all work is done; the losses of such a run are as good as any.
+ABORT_AT_EXIT = "terminate called without an active exception"
+
+
+def losses(command, gloo=False):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.returncode == 0 or (gloo and ABORT_AT_EXIT in run.stderr), run.stderr[-3000:]
     return [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)", run.stdout, re.MULTILINE)]
 
 
@@ -43,7 +48,10 @@ def test_gpt_options():
 
 def test_gpt_fsdp2():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert learned(losses([*torchrun, str(EXAMPLES / "gpt_mhc_fsdp2.py"), *SMALL]))
+    command = [*torchrun, str(EXAMPLES / "gpt_mhc_fsdp2.py"), *SMALL]
+    plain = losses(command, gloo=True)
+    assert learned(plain)
+    assert losses([*command, "--recompute", "2"], gloo=True) == plain
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ static double slope(const pair *q, arg *input, const double *direction)
         for (int64_t k = 0; k < input->elements; k++) x[k] = keep[k] + steps[s] * h * direction[k];
         at[s] = loss(q);
     }
-    memcpy(x, keep, (size_t)input->elements * sizeof *x);
+    for (int64_t k = 0; k < input->elements; k++) x[k] = keep[k];
     free(keep);
     return (8 * (at[2] - at[1]) - (at[3] - at[0])) / (12 * h);
 }
@@ -113,7 +113,8 @@ static bool wire(const pair *q)
             arg_drop(to);
             continue;
         }
-        memcpy(to->view->data, same->view->data, (size_t)to->elements * weft_dtype_size(to->view->dtype));
+        size_t bytes = (size_t)to->elements * weft_dtype_size(to->view->dtype);
+        if (bytes) memcpy(to->view->data, same->view->data, bytes);
     }
     problem_settle(q->bwd);
     problem_seal(q->bwd);

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import functional as F
 from .numerics import Numerics
-from .stack_recompute import Group
+from .stack_recompute import Group, branch
 
 
 def _numerics(value: Numerics | str) -> Numerics:
@@ -118,11 +118,6 @@ class HyperConnection(nn.Module):
         )
 
 
-def _branch(result) -> tuple[Tensor, Tensor | None]:
-    """A sub-layer's result: its output, or the pair (output, bias) of those that leave the bias to the merge."""
-    return result if isinstance(result, tuple) else (result, None)
-
-
 class HyperConnectionLayer(nn.Module):
     """A sub-layer (attention, MLP, anything from [..., C] to [..., C]) in n residual streams: x -> x.
 
@@ -151,7 +146,7 @@ class HyperConnectionLayer(nn.Module):
         if recompute_group is not None:
             return recompute_group.forward(self, x, args, kwargs)
         coef, x = self.connection(x, carry=True)
-        f, bias = _branch(self.sublayer(coef.u, *args, **kwargs))
+        f, bias = branch(self.sublayer(coef.u, *args, **kwargs))
         return self.connection.merge(x, f, coef, bias, dropout=self.dropout)
 
 

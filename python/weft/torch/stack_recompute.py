@@ -16,6 +16,11 @@ from . import ops, ops_fused
 from .numerics import pack
 
 
+def branch(result) -> tuple[Tensor, Tensor | None]:
+    """A sub-layer's result: its output, or the pair (output, bias) of those that leave the bias to the merge."""
+    return result if isinstance(result, tuple) else (result, None)
+
+
 def kept(param: Tensor | None) -> Tensor | None:
     """A copy: a sharded parameter has its memory during its own layer's passes only."""
     return None if param is None else param.detach().clone()
@@ -39,8 +44,7 @@ class Group:
         site = layer.connection
         coef, x = site(x, carry=True)
         written = coef.u._version
-        result = layer.sublayer(coef.u, *args, **kwargs)
-        f, bias = result if isinstance(result, tuple) else (result, None)
+        f, bias = branch(layer.sublayer(coef.u, *args, **kwargs))
         step = F.draw_step(x) if layer.dropout and layer.training else None
         y = site.merge(x, f, coef, bias, dropout=layer.dropout, dropout_step=step)
         # A sub-layer may hand its input on as its output, which is what the replay starts from, or write to it.

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of weft/model.h as plain PyTorch, with the names of its checkpoints, and the text windows of `weft train`."""
+
+import json
+import math
+import struct
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+NORM_EPS, MASK = 1e-6, (1 << 64) - 1
+
+
+def rmsnorm(x, weight, eps=NORM_EPS):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def sinkhorn(logits, iterations=20, eps=1e-6):
+    a = torch.softmax(logits, -1) + eps
+    a = a / (a.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        a = a / (a.sum(-1, keepdim=True) + eps)
+        a = a / (a.sum(-2, keepdim=True) + eps)
+    return a
+
+
+class Connection(nn.Module):
+    """One site's coefficients: pre, post [.., n] and res [.., n, n], with out[o] = sum_i res[i, o] x[i]."""
+
+    def __init__(self, kind, channels, streams):
+        super().__init__()
+        n = streams
+        self.kind, self.n = kind, n
+        self.phi = nn.Parameter(torch.empty(*((n + 2, channels) if kind == "hc" else (n * (n + 2), n * channels))))
+        self.alpha, self.beta = nn.Parameter(torch.empty(3)), nn.Parameter(torch.empty(n * (n + 2)))
+
+    def forward(self, x):
+        n, alpha, beta = self.n, self.alpha, self.beta
+        if self.kind == "hc":
+            z = torch.tanh(x @ self.phi.T * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+            pre, post = alpha[0] * z[..., 0] + beta[:n], alpha[1] * z[..., 1] + beta[n : 2 * n]
+            return pre, post, alpha[2] * z[..., 2:] + beta[2 * n :].view(n, n)
+        rms_eps = 1e-20 if self.kind == "mhc_single_pass" else 1e-6
+        flat = x.flatten(-2)
+        z = flat @ self.phi.T * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
+        pre = torch.sigmoid(alpha[0] * z[..., :n] + beta[:n]) + 1e-6
+        post = 2 * torch.sigmoid(alpha[1] * z[..., n : 2 * n] + beta[n : 2 * n])
+        return pre, post, sinkhorn((alpha[2] * z[..., 2 * n :] + beta[2 * n :]).unflatten(-1, (n, n)))
+
+
+class Norm(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels))
+
+    def forward(self, x):
+        return rmsnorm(x, self.weight)
+
+
+class Attention(nn.Module):
+    def __init__(self, channels, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(channels, 3 * channels, bias=False), nn.Linear(channels, channels, bias=False)
+
+    def run(self, v):
+        b, t, c = v.shape
+        d = c // self.heads
+        q, k, x = self.qkv(v).view(b, t, 3, self.heads, d).permute(2, 0, 3, 1, 4)
+        angle = torch.arange(t)[:, None] * 10000.0 ** (-torch.arange(d // 2) / (d // 2))
+        cos, sin = angle.cos(), angle.sin()
+
+        def turn(y):
+            y0, y1 = y[..., : d // 2], y[..., d // 2 :]
+            return torch.cat([y0 * cos - y1 * sin, y1 * cos + y0 * sin], -1)
+
+        o = F.scaled_dot_product_attention(turn(q), turn(k), x, is_causal=True)
+        return self.out(o.transpose(1, 2).reshape(b, t, c))
+
+
+class MLP(nn.Module):
+    def __init__(self, channels, hidden):
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(channels, 2 * hidden, bias=False), nn.Linear(hidden, channels, bias=False)
+
+    def run(self, v):
+        gate, up = self.gate_up(v).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class GPT(nn.Module):
+    def __init__(self, kind, layers, channels, heads, hidden, streams, vocab=256):
+        super().__init__()
+        self.kind, self.streams = kind, streams
+        self.embed, self.head = nn.Embedding(vocab, channels), nn.Linear(channels, vocab, bias=False)
+        self.norm, self.layers = Norm(channels), nn.ModuleList()
+        for _ in range(layers):
+            layer = nn.ModuleDict({"attention": Attention(channels, heads), "mlp": MLP(channels, hidden)})
+            for site in layer.values():
+                site.norm = Norm(channels)
+                if kind != "residual":
+                    site.connection = Connection(kind, channels, streams)
+            self.layers.append(layer)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        sites = [site for layer in self.layers for site in layer.values()]
+        if self.kind == "residual":
+            for site in sites:
+                x = x + site.run(site.norm(x))
+            return self.head(self.norm(x))
+        x = x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, x.shape[-1])
+        mix = F.one_hot(torch.zeros(1, dtype=torch.long), self.streams).float()
+        for site in sites:
+            pre, post, res = site.connection(x)
+            mix, feed = pre, mix if self.kind == "mhc_single_pass" else pre
+            f = site.run(site.norm((feed.unsqueeze(-1) * x).sum(-2)))
+            x = post.unsqueeze(-1) * f.unsqueeze(-2) + res.transpose(-1, -2) @ x
+        z = (mix.unsqueeze(-1) * x).sum(-2) if self.kind == "mhc_single_pass" else x.mean(-2)
+        return self.head(self.norm(z))
+
+
+def load_safetensors(path):
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    header.pop("__metadata__")
+    return {
+        name: torch.from_numpy(numpy.frombuffer(data[8 + size + t["data_offsets"][0] : 8 + size + t["data_offsets"][1]],
+                                                numpy.float32).reshape(t["shape"]).copy())
+        for name, t in header.items()
+    }
+
+
+def random_bits(seed, index):
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & MASK
+    return z ^ z >> 31
+
+
+class Windows:
+    """The windows of cli/corpus.c, from one file."""
+
+    def __init__(self, path, context, seed):
+        self.bytes = numpy.frombuffer(path.read_bytes(), numpy.uint8)
+        self.window = context + 1
+        self.block = max(min(len(self.bytes) // 20, 65536), self.window)
+        blocks = len(self.bytes) // self.block
+        self.blocks, self.seed = blocks - (blocks + 9) // 10, seed
+        for i, c in enumerate(b"train"):
+            self.seed = random_bits(self.seed ^ c, i)
+
+    def batch(self, step, sequences):
+        rows = []
+        for s in range(sequences):
+            draw = random_bits(self.seed, step * sequences + s)
+            index = (draw >> 32) % self.blocks
+            begin = (index + index // 9 + 1) * self.block + (draw & 0xFFFFFFFF) % (self.block - self.window + 1)
+            rows.append(self.bytes[begin : begin + self.window])
+        rows = torch.from_numpy(numpy.stack(rows).astype(numpy.int64))
+        return rows[:, :-1], rows[:, 1:]
+
+
+class Trainer:
+    """`weft train` with its default options."""
+
+    def __init__(self, model, windows, steps, batch, rate=1e-3, rate_end=1e-4, decay=0.1, clip=1.0):
+        self.model, self.windows, self.steps, self.batch = model, windows, steps, batch
+        self.rate, self.rate_end, self.clip, self.step = rate, rate_end, clip, 0
+        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and n not in ("embed.weight", "head.weight")]
+        known = {id(p) for p in matrices}
+        groups = [{"params": matrices, "weight_decay": decay},
+                  {"params": [p for p in model.parameters() if id(p) not in known], "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
+
+    def advance(self):
+        tokens, targets = self.windows.batch(self.step, self.batch)
+        loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.sqrt(sum(p.grad.double().square().sum() for p in self.model.parameters()))
+        if norm > self.clip:
+            for p in self.model.parameters():
+                p.grad.mul_((self.clip / norm).float())
+        warmup = min(self.steps // 10, 100)
+        if self.step < warmup:
+            rate = self.rate * (self.step + 1) / warmup
+        else:
+            part = (self.step - warmup) / (self.steps - warmup)
+            rate = self.rate_end + (self.rate - self.rate_end) * 0.5 * (1 + math.cos(math.pi * part))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.step += 1
+        return loss.item()

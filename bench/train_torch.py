@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""`weft train` beside the same model in eager PyTorch: loss curves step by step, and tokens per second.
+
+    bench/train_torch.py [--weft build/weft] [--residual mhc] [--steps 50] [--speed]
+
+Both begin from the first values that weft saves and see the same windows of the same text (this repository's documents).
+Curves must agree within 1e-4 in every step: exit status 1 where they do not. With --speed both are timed in turns, with the
+same number of threads, by the median step. 77: there is no PyTorch."""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+try:
+    import torch
+    from gpt_torch import GPT, Trainer, Windows, load_safetensors
+except ImportError as error:
+    print(f"skipped: {error}")
+    sys.exit(77)
+
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = ("residual", "hc", "mhc", "mhc_single_pass")
+TOLERANCE = 1e-4
+
+
+def run_weft(args, kind, text, out, steps):
+    command = [args.weft, "train", "--quiet", "--data", text, "--out", out, "--residual", kind, "--steps", str(steps),
+               "--threads", str(args.threads), "--layers", str(args.layers), "--channels", str(args.channels), "--heads",
+               str(args.heads), "--context", str(args.context), "--batch", str(args.batch), "--val-every", "0",
+               "--gain-every", "0"]
+    subprocess.run([str(c) for c in command], check=True, env={**os.environ, "OMP_WAIT_POLICY": args.wait})
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if "step" in line]
+
+
+def make_torch(args, kind, first, text, steps):
+    hidden = (args.channels * 8 // 3 + 63) // 64 * 64
+    model = GPT(kind, args.layers, args.channels, args.heads, hidden, 4)
+    model.load_state_dict(load_safetensors(first / "step-00000000/model.safetensors"))
+    return Trainer(model, Windows(text, args.context, 1), steps, args.batch)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--weft", default=ROOT / "build/weft")
+    parser.add_argument("--residual", choices=KINDS, action="append")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--wait", default="passive", help="OMP_WAIT_POLICY of weft")
+    for name, default in (("threads", 2), ("layers", 4), ("channels", 128), ("heads", 4), ("context", 128), ("batch", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    failed = False
+    with tempfile.TemporaryDirectory() as work:
+        work = Path(work)
+        text = work / "text.txt"
+        text.write_bytes(b"".join(p.read_bytes() for p in sorted(ROOT.glob("docs/*.md")) + [ROOT / "README.md"]))
+        for kind in args.residual or KINDS:
+            first = work / f"{kind}-first"
+            run_weft(args, kind, text, first, 0)
+            lines = run_weft(args, kind, text, work / f"{kind}-run", args.steps)
+            trainer = make_torch(args, kind, first, text, args.steps)
+            worst, at = max((abs(line["loss"] - trainer.advance()), line["step"]) for line in lines)
+            failed |= not worst <= TOLERANCE
+            print(f"{kind:16} {args.steps} steps, losses {lines[0]['loss']:.4f} to {lines[-1]['loss']:.4f}; "
+                  f"largest difference {worst:.2e} at step {at}")
+            if not args.speed:
+                continue
+            ours, theirs, tokens = [], [], args.batch * args.context
+            for turn in range(args.rounds):
+                lines = run_weft(args, kind, text, work / f"{kind}-{turn}", 20)
+                ours += [line["seconds"] for line in lines[2:]]
+                for step in range(20):
+                    start = time.perf_counter()
+                    trainer.advance()
+                    if step >= 2:
+                        theirs.append(time.perf_counter() - start)
+            a, b = tokens / statistics.median(ours), tokens / statistics.median(theirs)
+            print(f"{'':16} weft {a:.0f} tokens/s, eager PyTorch {b:.0f}: {a / b:.2f} times")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

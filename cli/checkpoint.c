@@ -1,0 +1,337 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "checkpoint.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "safetensors_write.h"
+
+#define MODEL_FILE "model.safetensors"
+#define OPTIMIZER_FILE "optimizer.safetensors"
+static const char *const files[] = {MODEL_FILE, OPTIMIZER_FILE};
+/* Changes when an older program could misread a newer file. */
+static const char format_version[] = "1";
+
+typedef struct reason {
+    char *text;
+    size_t size;
+} reason;
+
+__attribute__((format(printf, 2, 3))) static int fail(reason r, const char *format, ...)
+{
+    va_list list;
+    va_start(list, format);
+    vsnprintf(r.text, r.size, format, list);
+    va_end(list);
+    return 0;
+}
+
+static int join(char path[CHECKPOINT_PATH], const char *folder, const char *name)
+{
+    int length = snprintf(path, CHECKPOINT_PATH, "%s/%s", folder, name);
+    return length > 0 && length < CHECKPOINT_PATH;
+}
+
+/* What a folder holds is on disk only once the folder itself is. */
+static int sync_folder(const char *path)
+{
+    int file = open(path, O_RDONLY);
+    int ok = file >= 0 && fsync(file) == 0;
+    if (file >= 0) close(file);
+    return ok;
+}
+
+/* Removes a checkpoint, and nothing that is not one. */
+static void discard(const char *folder)
+{
+    char path[CHECKPOINT_PATH];
+    for (int i = 0; i < 2; i++)
+        if (join(path, folder, files[i])) unlink(path);
+    rmdir(folder);
+}
+
+static int64_t step_of(const char *name)
+{
+    int64_t step;
+    int end = 0;
+    if (sscanf(name, "step-%" SCNd64 "%n", &step, &end) != 1 || name[end] || step < 0) return -1;
+    return step;
+}
+
+/* ---- saving ------------------------------------------------------------------------------------------------------------ */
+
+typedef struct writer {
+    safetensors_tensor *tensors;
+    char (*names)[96];
+    safetensors_pair *pairs;
+    char (*values)[CHECKPOINT_PATH];
+    char (*keys)[64];
+    size_t num_tensors, num_pairs;
+} writer;
+
+static int writer_open(writer *w, size_t tensors, size_t pairs)
+{
+    *w = (writer){.tensors = calloc(tensors, sizeof *w->tensors),
+                  .names = calloc(tensors, sizeof *w->names),
+                  .pairs = calloc(pairs, sizeof *w->pairs),
+                  .values = calloc(pairs, sizeof *w->values),
+                  .keys = calloc(pairs, sizeof *w->keys)};
+    return w->tensors && w->names && w->pairs && w->values && w->keys;
+}
+
+static void writer_close(writer *w)
+{
+    free(w->tensors), free(w->names), free(w->pairs), free(w->values), free(w->keys);
+}
+
+static void add_tensor(writer *w, const char *prefix, const weft_model_param *p, const float *data)
+{
+    safetensors_tensor *t = &w->tensors[w->num_tensors];
+    snprintf(w->names[w->num_tensors], sizeof *w->names, "%s%s", prefix, p->name);
+    *t = (safetensors_tensor){.name = w->names[w->num_tensors++],
+                              .dtype = SAFETENSORS_F32,
+                              .ndim = p->ndim,
+                              .shape = {p->shape[0], p->shape[1]},
+                              .count = p->count,
+                              .data = data + p->offset,
+                              .bytes = (size_t)p->count * sizeof(float)};
+}
+
+static char *add_pair(writer *w, const char *prefix, const char *key)
+{
+    size_t i = w->num_pairs++;
+    snprintf(w->keys[i], sizeof *w->keys, "%s%s", prefix, key);
+    w->pairs[i] = (safetensors_pair){w->keys[i], w->values[i]};
+    return w->values[i];
+}
+
+static void add_facts(writer *w, const trainer *t, const option *table)
+{
+    snprintf(add_pair(w, "", "format"), CHECKPOINT_PATH, "pt");
+    snprintf(add_pair(w, "", "weft"), CHECKPOINT_PATH, "%s", format_version);
+    snprintf(add_pair(w, "", "step"), CHECKPOINT_PATH, "%" PRId64, t->step);
+    snprintf(add_pair(w, "", "corpus"), CHECKPOINT_PATH, "%016" PRIx64, t->text->fingerprint);
+    for (const option *o = table; o->name; o++)
+        if (!o->unsaved) options_print(o, add_pair(w, "option.", o->name), CHECKPOINT_PATH);
+}
+
+static int write_files(const trainer *t, const option *table, const char *folder, reason r)
+{
+    writer w;
+    char path[CHECKPOINT_PATH];
+    int ok = writer_open(&w, 2 * (size_t)t->tensors, MAX_TRAIN_OPTIONS + 8);
+    if (!ok) fail(r, "out of memory");
+    for (int file = 0; ok && file < 2; file++) {
+        w.num_tensors = w.num_pairs = 0;
+        for (int32_t i = 0; i < t->tensors; i++) {
+            add_tensor(&w, file ? "first." : "", &t->params[i], file ? t->first : t->parameters);
+            if (file) add_tensor(&w, "second.", &t->params[i], t->second);
+        }
+        add_facts(&w, t, table);
+        ok = join(path, folder, files[file])
+                 ? safetensors_write(path, w.tensors, w.num_tensors, w.pairs, w.num_pairs, r.text, r.size)
+                 : fail(r, "%s: too long a path", folder);
+    }
+    writer_close(&w);
+    return ok;
+}
+
+static void drop_old(const char *folder, int64_t keep)
+{
+    for (;;) {
+        DIR *entries = opendir(folder);
+        int64_t count = 0, oldest = INT64_MAX;
+        char name[64], path[CHECKPOINT_PATH];
+        for (struct dirent *e; entries && (e = readdir(entries));) {
+            int64_t step = step_of(e->d_name);
+            count += step >= 0;
+            if (step >= 0 && step < oldest) oldest = step;
+        }
+        if (entries) closedir(entries);
+        if (count <= keep) return;
+        snprintf(name, sizeof name, "step-%08" PRId64, oldest);
+        if (!join(path, folder, name)) return;
+        discard(path);
+        struct stat status;
+        if (!stat(path, &status)) return; /* somebody keeps something else there */
+    }
+}
+
+int checkpoint_save(const trainer *t, const option *table, const char *folder, int64_t keep, char *error,
+                    size_t size)
+{
+    reason r = {error, size};
+    char name[64], path[CHECKPOINT_PATH], temporary[CHECKPOINT_PATH];
+    for (int64_t i = 0; i < t->elements; i++)
+        if (!isfinite(t->parameters[i])) return fail(r, "a parameter is not finite: not saved");
+    snprintf(name, sizeof name, "step-%08" PRId64, t->step);
+    if (!join(path, folder, name)) return fail(r, "%s: too long a path", folder);
+    snprintf(name, sizeof name, ".step-%08" PRId64, t->step);
+    if (!join(temporary, folder, name)) return fail(r, "%s: too long a path", folder);
+    struct stat status;
+    if (!stat(path, &status)) return 1; /* the same step of the same run, saved before it was killed */
+    discard(temporary);
+    if (mkdir(temporary, 0777)) return fail(r, "%s: %s", temporary, strerror(errno));
+    if (!write_files(t, table, temporary, r)) {
+        discard(temporary);
+        return 0;
+    }
+    if (!sync_folder(temporary) || rename(temporary, path) || !sync_folder(folder)) {
+        fail(r, "%s: %s", path, strerror(errno));
+        discard(temporary);
+        return 0;
+    }
+    drop_old(folder, keep);
+    return 1;
+}
+
+/* ---- loading ------------------------------------------------------------------------------------------------------------- */
+
+int checkpoint_find(const char *folder, char path[CHECKPOINT_PATH], char *error, size_t size)
+{
+    reason r = {error, size};
+    char inside[CHECKPOINT_PATH];
+    int64_t last = -1;
+    path[0] = 0;
+    if (join(inside, folder, MODEL_FILE) && !access(inside, R_OK)) {
+        snprintf(path, CHECKPOINT_PATH, "%s", folder);
+        return 1;
+    }
+    DIR *entries = opendir(folder);
+    if (!entries) return errno == ENOENT ? 1 : fail(r, "%s: %s", folder, strerror(errno));
+    for (struct dirent *e; (e = readdir(entries));) {
+        int64_t step = step_of(e->d_name);
+        if (step > last && join(path, folder, e->d_name)) last = step;
+    }
+    closedir(entries);
+    return 1;
+}
+
+/* One file of a checkpoint, if it is one of weft's. */
+static int open_file(safetensors *file, const char *folder, int which, reason r)
+{
+    char path[CHECKPOINT_PATH];
+    if (!join(path, folder, files[which])) return fail(r, "%s: too long a path", folder);
+    if (!safetensors_open(file, path)) return fail(r, "%s: %s", path, file->error);
+    const char *version = safetensors_metadata(file, "weft");
+    if (!version) return fail(r, "%s: not a checkpoint of weft: its metadata does not say so", path);
+    if (strcmp(version, format_version))
+        return fail(r, "%s: format %.20s, this program reads %s", path, version, format_version);
+    return 1;
+}
+
+static int fill_options(const safetensors *file, const option *table, const unsigned char *given, char *texts,
+                        size_t texts_size, reason r)
+{
+    size_t used = 0;
+    for (int i = 0; table[i].name; i++) {
+        const option *o = &table[i];
+        char key[64], now[CHECKPOINT_PATH];
+        if (o->unsaved) continue;
+        snprintf(key, sizeof key, "option.%s", o->name);
+        const char *saved = safetensors_metadata(file, key);
+        if (!saved) return fail(r, "the checkpoint does not say what --%s was", o->name);
+        options_print(o, now, sizeof now);
+        if (given[i]) {
+            if (o->fixed && strcmp(now, saved))
+                return fail(r, "--%s %s, but the run was begun with %.60s", o->name, now, saved);
+            continue;
+        }
+        size_t length = strlen(saved) + 1;
+        if (o->kind == OPTION_TEXT) {
+            if (length > texts_size - used) return fail(r, "--%s in the checkpoint is too long", o->name);
+            memcpy(texts + used, saved, length);
+            *(const char **)o->to = length > 1 ? texts + used : NULL;
+            used += length;
+        } else if (!options_set(o, saved))
+            return fail(r, "--%s in the checkpoint does not take '%.60s'", o->name, saved);
+    }
+    return 1;
+}
+
+int checkpoint_options(const char *path, const option *table, const unsigned char *given, char *texts,
+                       size_t texts_size, char *error, size_t size)
+{
+    safetensors file = {0};
+    reason r = {error, size};
+    int ok = open_file(&file, path, 0, r) && fill_options(&file, table, given, texts, texts_size, r);
+    safetensors_close(&file);
+    return ok;
+}
+
+static int take_tensors(const trainer *t, const safetensors *file, const char *prefix, float *to, reason r)
+{
+    for (int32_t i = 0; i < t->tensors; i++) {
+        const weft_model_param *p = &t->params[i];
+        char name[96];
+        snprintf(name, sizeof name, "%s%s", prefix, p->name);
+        const safetensors_tensor *s = safetensors_find(file, name);
+        if (!s) return fail(r, "tensor '%s' is missing", name);
+        if (s->dtype != SAFETENSORS_F32 || s->ndim != p->ndim || s->shape[0] != p->shape[0] ||
+            (p->ndim > 1 && s->shape[1] != p->shape[1]))
+            return fail(r, "tensor '%s' has another shape or dtype than the model's", name);
+        memcpy(to + p->offset, s->data, s->bytes);
+        for (int64_t k = 0; k < p->count; k++)
+            if (!isfinite(to[p->offset + k])) return fail(r, "tensor '%s' holds a value that is not finite", name);
+    }
+    return 1;
+}
+
+static int read_step(const safetensors *file, int64_t *step)
+{
+    const char *text = safetensors_metadata(file, "step");
+    char *end;
+    *step = text ? strtoll(text, &end, 10) : -1;
+    return text && end != text && !*end && *step >= 0;
+}
+
+static int load_file(trainer *t, const char *path, int which, int64_t *step, reason r)
+{
+    safetensors file = {0};
+    char why[256] = "";
+    reason inner = {why, sizeof why};
+    int ok = open_file(&file, path, which, r);
+    if (ok) {
+        size_t expected = (size_t)t->tensors * (which ? 2 : 1);
+        const char *corpus_text = safetensors_metadata(&file, "corpus");
+        char now[32] = "";
+        if (t->text) snprintf(now, sizeof now, "%016" PRIx64, t->text->fingerprint);
+        if (!read_step(&file, step))
+            ok = fail(inner, "no step in its metadata");
+        else if (file.num_tensors != expected)
+            ok = fail(inner, "%zu tensors, the model has %zu", file.num_tensors, expected);
+        else if (t->text && (!corpus_text || strcmp(corpus_text, now)))
+            ok = fail(inner, "the text of --data is not the text of the run");
+        else
+            ok = which ? take_tensors(t, &file, "first.", t->first, inner) &&
+                             take_tensors(t, &file, "second.", t->second, inner)
+                       : take_tensors(t, &file, "", t->parameters, inner);
+        if (!ok) fail(r, "%s/%s: %s", path, files[which], why);
+    }
+    safetensors_close(&file);
+    return ok;
+}
+
+int checkpoint_load(trainer *t, const char *path, char *error, size_t size)
+{
+    reason r = {error, size};
+    int64_t step, other;
+    if (!load_file(t, path, 0, &step, r)) return 0;
+    if (t->gradients) {
+        if (!load_file(t, path, 1, &other, r)) return 0;
+        if (step != other)
+            return fail(r, "%s: the parameters are of step %" PRId64 ", the optimiser of %" PRId64, path, step,
+                        other);
+    }
+    t->step = step;
+    return 1;
+}

@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Line and bar charts as inline SVG. Colours are CSS variables of the page (--c0 .. --c7), so a chart follows its theme. */
+#ifndef WEFT_CLI_PLOT_H
+#define WEFT_CLI_PLOT_H
+
+#include <stdio.h>
+
+enum { PLOT_COLOURS = 8 };
+
+typedef struct plot {
+    FILE *to;
+    int log_y;
+    double x0, x1, y0, y1; /* what the frame covers */
+} plot;
+
+/* Grows a range by the finite values; begin with lowest > highest. */
+void plot_cover(double *lowest, double *highest, const double *values, size_t count);
+
+/* Frame, title, axes. y is widened to round numbers; on a log axis to at least a factor of four. */
+void plot_begin(plot *p, FILE *to, const char *title, const char *x_label, const char *y_label, int log_y,
+                double x0, double x1, double y0, double y1);
+typedef enum plot_style { PLOT_LINE, PLOT_FAINT, PLOT_DASHED, PLOT_DOTS } plot_style;
+/* Values that are not finite (on a log axis: not positive) leave a gap. */
+void plot_line(plot *p, const double *x, const double *y, size_t count, int colour, plot_style style);
+void plot_end(plot *p);
+
+/* One horizontal bar per value, with its label and text. */
+void plot_bars(FILE *to, const char *title, const char *const *labels, const char *const *texts,
+               const double *values, int count);
+
+/* Text with the characters of HTML made harmless. */
+void html_text(FILE *to, const char *text);
+
+#endif

@@ -1,0 +1,79 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * MPI's handles are objects of the library in Open MPI, so they can be looked up by name like its functions and no header is
+ * needed. */
+#include "ranks.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int find(void *library, const char *name, void *to)
+{
+    void *symbol = dlsym(library, name);
+    memcpy(to, &symbol, sizeof symbol);
+    return symbol != NULL;
+}
+
+int ranks_open(ranks *r, char *error, size_t size)
+{
+    static const char *const names[] = {"libmpi.so.40", "libmpi.so", NULL};
+    const char *started = getenv("OMPI_COMM_WORLD_SIZE");
+    int (*init)(int *, char ***), (*get_rank)(void *, int *), (*get_size)(void *, int *);
+    *r = (ranks){.count = 1};
+    if (!started || atoi(started) < 2) return 1;
+    /* Open MPI's plugins look for its symbols among the global ones. */
+    for (int i = 0; names[i] && !r->library; i++) r->library = dlopen(names[i], RTLD_NOW | RTLD_GLOBAL);
+    if (!r->library) {
+        snprintf(error, size, "started by mpirun, but there is no Open MPI library: %s", dlerror());
+        return 0;
+    }
+    void *mpi = r->library;
+    if (!find(mpi, "ompi_mpi_comm_world", &r->world) || !find(mpi, "ompi_mpi_float", &r->type_float) ||
+        !find(mpi, "ompi_mpi_double", &r->type_double) || !find(mpi, "ompi_mpi_op_sum", &r->sum) ||
+        !find(mpi, "MPI_Allreduce", &r->allreduce) || !find(mpi, "MPI_Barrier", &r->barrier) ||
+        !find(mpi, "MPI_Finalize", &r->finalize) || !find(mpi, "MPI_Abort", &r->abort) ||
+        !find(mpi, "MPI_Init", &init) || !find(mpi, "MPI_Comm_rank", &get_rank) ||
+        !find(mpi, "MPI_Comm_size", &get_size)) {
+        snprintf(error, size, "the MPI library is not Open MPI's");
+        return 0;
+    }
+    if (init(NULL, NULL) || get_rank(r->world, &r->rank) || get_size(r->world, &r->count)) {
+        snprintf(error, size, "MPI_Init failed");
+        return 0;
+    }
+    return 1;
+}
+
+void ranks_close(ranks *r)
+{
+    if (r->library) r->finalize();
+    r->library = NULL;
+}
+
+int ranks_sum(const ranks *r, float *values, int64_t count)
+{
+    void *in_place = (void *)1; /* MPI_IN_PLACE */
+    for (int64_t at = 0; r->library && at < count;) {
+        int part = (int)(count - at < 1 << 24 ? count - at : 1 << 24);
+        if (r->allreduce(in_place, values + at, part, r->type_float, r->sum, r->world)) return 0;
+        at += part;
+    }
+    return 1;
+}
+
+int ranks_sum_double(const ranks *r, double *values, int count)
+{
+    return !r->library || !r->allreduce((void *)1, values, count, r->type_double, r->sum, r->world);
+}
+
+void ranks_wait(const ranks *r)
+{
+    if (r->library) r->barrier(r->world);
+}
+
+void ranks_abort(const ranks *r, int code)
+{
+    if (r->library) r->abort(r->world, code);
+}

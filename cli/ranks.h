@@ -1,0 +1,30 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Several processes that train one model: MPI, loaded only where the program was started by mpirun. */
+#ifndef WEFT_CLI_RANKS_H
+#define WEFT_CLI_RANKS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct ranks {
+    int rank, count;
+    void *library; /* NULL: one process, and every function below does nothing */
+    void *world, *type_float, *type_double, *sum;
+    int (*allreduce)(const void *from, void *to, int count, void *type, void *op, void *comm);
+    int (*barrier)(void *comm);
+    int (*finalize)(void);
+    int (*abort)(void *comm, int code);
+} ranks;
+
+/* 1, or 0 with the reason in error. */
+int ranks_open(ranks *r, char *error, size_t size);
+void ranks_close(ranks *r);
+/* The sum over all processes, in place. */
+int ranks_sum(const ranks *r, float *values, int64_t count);
+int ranks_sum_double(const ranks *r, double *values, int count);
+void ranks_wait(const ranks *r);
+/* Ends all processes where one cannot go on. */
+void ranks_abort(const ranks *r, int code);
+
+#endif

@@ -1,0 +1,287 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * `weft train`: a small language model of bytes, with the residual connection of one's choice. */
+#include <errno.h>
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include "checkpoint.h"
+#include "commands.h"
+#include "progress.h"
+#include "runlog.h"
+#include "trainer.h"
+
+/* Set by Ctrl-C and by a polite kill: the step is finished and saved. */
+static volatile sig_atomic_t asked_to_stop;
+
+static void stop_soon(int signal_number)
+{
+    (void)signal_number;
+    asked_to_stop = 1;
+}
+
+typedef struct session {
+    train_options options;
+    option table[MAX_TRAIN_OPTIONS];
+    unsigned char given[MAX_TRAIN_OPTIONS];
+    char *config_text;
+    char texts[2 * CHECKPOINT_PATH]; /* of options that came from a checkpoint */
+    char saved[CHECKPOINT_PATH];     /* the last checkpoint; "" where there is none */
+    char error[512];
+    weft_model_config config;
+    ranks ranks;
+    corpus text;
+    trainer trainer;
+    runlog log;
+    double *layer_norms;
+    double validation;
+} session;
+
+static int complain(const session *s, int code)
+{
+    if (s->ranks.rank == 0 || code != EXIT_UNUSABLE) fprintf(stderr, "weft train: %s\n", s->error);
+    return code;
+}
+
+/* The whole of a small file, closed with a zero; NULL with the reason in error. */
+static char *read_text(const char *path, char *error, size_t size)
+{
+    enum { MOST = 1 << 20 };
+    FILE *file = fopen(path, "rb");
+    char *text = file ? malloc(MOST + 1) : NULL;
+    size_t got = text ? fread(text, 1, MOST + 1, file) : 0;
+    if (!text || ferror(file) || got > MOST || (got && memchr(text, 0, got))) {
+        snprintf(error, size, "%s: %s", path,
+                 !text          ? strerror(errno)
+                 : got > MOST   ? "too large for a file of options"
+                 : ferror(file) ? strerror(errno)
+                                : "not text");
+        free(text);
+        text = NULL;
+    } else
+        text[got] = 0;
+    if (file) fclose(file);
+    return text;
+}
+
+static int read_config(session *s)
+{
+    char why[256];
+    if (!s->options.config_file) return 1;
+    s->config_text = read_text(s->options.config_file, s->error, sizeof s->error);
+    if (!s->config_text) return 0;
+    if (options_read(s->config_text, s->table, s->given, why, sizeof why)) return 1;
+    snprintf(s->error, sizeof s->error, "%s: %s", s->options.config_file, why);
+    return 0;
+}
+
+/* mkdir -p */
+static int make_folder(const char *path, char *error, size_t size)
+{
+    char part[CHECKPOINT_PATH];
+    struct stat status;
+    if (snprintf(part, sizeof part, "%s", path) >= (int)sizeof part) {
+        snprintf(error, size, "%s: too long a path", path);
+        return 0;
+    }
+    for (char *p = part + 1; *p; p++)
+        if (*p == '/') {
+            *p = 0;
+            (void)mkdir(part, 0777);
+            *p = '/';
+        }
+    if ((mkdir(part, 0777) && errno != EEXIST) || stat(part, &status) || !S_ISDIR(status.st_mode)) {
+        snprintf(error, size, "%s: %s", path, errno && errno != EEXIST ? strerror(errno) : "not a folder");
+        return 0;
+    }
+    return 1;
+}
+
+/* Everything up to the first step; 0 with the reason in s->error. */
+static int prepare(session *s)
+{
+    train_options *o = &s->options;
+    if (!read_config(s) || !checkpoint_find(o->out, s->saved, s->error, sizeof s->error)) return 0;
+    if (s->saved[0] && !o->resume) {
+        snprintf(s->error, sizeof s->error,
+                 "%s holds a run already; --resume goes on with it, another --out begins one", o->out);
+        return 0;
+    }
+    if (s->saved[0] &&
+        !checkpoint_options(s->saved, s->table, s->given, s->texts, sizeof s->texts, s->error, sizeof s->error))
+        return 0;
+    return train_options_model(o, &s->config, s->error, sizeof s->error);
+}
+
+static int open_all(session *s)
+{
+    train_options *o = &s->options;
+    if (!corpus_open(&s->text, o->data, o->context)) {
+        snprintf(s->error, sizeof s->error, "%s", s->text.error);
+        return 0;
+    }
+    s->layer_norms = calloc((size_t)s->config.layers + 1, sizeof *s->layer_norms);
+    if (!s->layer_norms || !trainer_open(&s->trainer, o, &s->config, &s->text, &s->ranks, o->batch, o->context)) {
+        snprintf(s->error, sizeof s->error, "%s", s->layer_norms ? s->trainer.error : "out of memory");
+        return 0;
+    }
+    if (s->saved[0] && !checkpoint_load(&s->trainer, s->saved, s->error, sizeof s->error)) return 0;
+    if (s->ranks.rank != 0) return 1;
+    if (!make_folder(o->out, s->error, sizeof s->error) ||
+        !runlog_open(&s->log, o->out, s->trainer.step, s->error, sizeof s->error))
+        return 0;
+    if (s->trainer.step == 0) runlog_options(&s->log, s->table);
+    return 1;
+}
+
+static void introduce(const session *s)
+{
+    const weft_model_config *c = &s->config;
+    const trainer *t = &s->trainer;
+    if (s->options.quiet || s->ranks.rank != 0) return;
+    printf("%s: %d layers, %lld channels, %d streams; %.2f M parameters; %zu bytes of text in %zu files\n",
+           weft_residual_name(c->residual), (int)c->layers, (long long)c->channels, (int)c->streams,
+           (double)t->elements * 1e-6, s->text.bytes, s->text.num_files);
+    if (t->blas.library)
+        printf("products by %s\n", t->blas.name);
+    else
+        printf("products by the built-in loop, which is slow: no BLAS was found (Debian: libopenblas0)\n");
+    if (s->ranks.count > 1) printf("%d processes\n", s->ranks.count);
+    if (t->step > 0) printf("goes on after step %lld of %s\n", (long long)t->step, s->saved);
+    fflush(stdout);
+}
+
+static int due(int64_t every, int64_t step, int64_t last)
+{
+    return every > 0 && (step % every == 0 || step == last);
+}
+
+static int64_t peak_bytes(void)
+{
+    struct rusage usage;
+    return getrusage(RUSAGE_SELF, &usage) ? 0 : (int64_t)usage.ru_maxrss * 1024;
+}
+
+/* Writes down a step that has been done; 0 where a measurement or a write failed. */
+static int write_down(session *s, const step_figures *f, double seconds)
+{
+    const train_options *o = &s->options;
+    trainer *t = &s->trainer;
+    int64_t tokens = o->batch * o->context * o->micro * s->ranks.count;
+    weft_model_gains gains;
+    int with_gains = due(o->gain_every, t->step, o->steps), with_validation = due(o->val_every, t->step, o->steps);
+    /* The gains are those of the step's last forward, so they come before validation. */
+    if (with_gains && weft_model_gain(&t->exec, &t->model, &gains) != WEFT_OK) {
+        snprintf(s->error, sizeof s->error, "%s", weft_last_error());
+        return 0;
+    }
+    if (with_validation && !trainer_validate(t, &s->validation)) {
+        snprintf(s->error, sizeof s->error, "%s", t->error);
+        return 0;
+    }
+    if (s->ranks.rank != 0) return 1;
+    runlog *log = &s->log;
+    runlog_begin(log, t->step);
+    runlog_number(log, "loss", f->loss);
+    if (with_validation) runlog_number(log, "val_loss", s->validation);
+    runlog_number(log, "rate", f->rate);
+    runlog_number(log, "gradient_norm", f->gradient_norm);
+    runlog_number(log, "seconds", seconds);
+    runlog_number(log, "tokens_per_s", (double)tokens / seconds);
+    if (with_gains) {
+        runlog_number(log, "row_gain", gains.row_mean);
+        runlog_number(log, "row_gain_max", gains.row_max);
+        runlog_number(log, "column_gain", gains.column_mean);
+        runlog_number(log, "column_gain_max", gains.column_max);
+        runlog_numbers(log, "layer_gradient_norms", f->layer_norms, s->config.layers + 1);
+    }
+    if (t->step == 1 || with_validation) {
+        runlog_number(log, "bytes", (double)t->bytes);
+        runlog_number(log, "stream_bytes", (double)t->model.bytes.plan.total);
+        runlog_number(log, "peak_bytes", (double)peak_bytes());
+    }
+    runlog_end(log);
+    if (!log->error) return 1;
+    snprintf(s->error, sizeof s->error, "%s/log.jsonl: %s", o->out, strerror(log->error));
+    return 0;
+}
+
+static int save(session *s)
+{
+    train_options *o = &s->options;
+    if (s->ranks.rank == 0 && !checkpoint_save(&s->trainer, s->table, o->out, o->keep, s->error, sizeof s->error))
+        return 0;
+    return checkpoint_find(o->out, s->saved, s->error, sizeof s->error);
+}
+
+static int train(session *s)
+{
+    const train_options *o = &s->options;
+    trainer *t = &s->trainer;
+    step_figures f = {.layer_norms = s->layer_norms};
+    progress bar = progress_open(!o->quiet && s->ranks.rank == 0, t->step, o->steps);
+    double speed = 0;
+    s->validation = (double)NAN;
+    while (t->step < o->steps && !asked_to_stop) {
+        double start = progress_now();
+        if (!trainer_step(t, &f)) {
+            progress_close(&bar);
+            char last[CHECKPOINT_PATH + 64] = "there is no checkpoint yet";
+            if (s->saved[0]) snprintf(last, sizeof last, "last good checkpoint: %s", s->saved);
+            fprintf(stderr, "weft train: %s; %s\n", t->error, last);
+            return EXIT_FAILED;
+        }
+        double seconds = progress_now() - start;
+        double now = (double)(o->batch * o->context * o->micro * s->ranks.count) / seconds;
+        speed = speed > 0 ? 0.9 * speed + 0.1 * now : now;
+        if (!write_down(s, &f, seconds) || (due(o->save_every, t->step, o->steps) && !save(s))) {
+            progress_close(&bar);
+            return complain(s, EXIT_UNUSABLE);
+        }
+        progress_show(&bar, t->step, f.loss, s->validation, speed, t->bytes);
+    }
+    progress_close(&bar);
+    if (!save(s)) return complain(s, EXIT_UNUSABLE);
+    if (s->ranks.rank == 0 && !runlog_close(&s->log)) {
+        snprintf(s->error, sizeof s->error, "%s/log.jsonl: %s", o->out, strerror(errno));
+        return complain(s, EXIT_UNUSABLE);
+    }
+    if (!o->quiet && s->ranks.rank == 0)
+        printf("%s at step %lld: %s\n", asked_to_stop ? "stopped" : "done", (long long)t->step, s->saved);
+    return EXIT_PASSED;
+}
+
+int command_train(int argc, char **argv)
+{
+    session *s = calloc(1, sizeof *s);
+    if (!s) return EXIT_UNUSABLE;
+    train_options_open(&s->options, s->table);
+    int code = options_parse_given(argc, argv, s->table, s->given);
+    if (code >= 0) {
+        free(s);
+        return code;
+    }
+    signal(SIGINT, stop_soon);
+    signal(SIGTERM, stop_soon);
+    signal(SIGXFSZ, SIG_IGN); /* a limit on file sizes is then an error of the write, like a full disk */
+    if (!ranks_open(&s->ranks, s->error, sizeof s->error) || !prepare(s) || !open_all(s)) {
+        code = complain(s, EXIT_UNUSABLE);
+    } else {
+        introduce(s);
+        code = train(s);
+    }
+    if (code != EXIT_PASSED) ranks_abort(&s->ranks, code);
+    if (s->log.file) runlog_close(&s->log);
+    trainer_close(&s->trainer);
+    corpus_close(&s->text);
+    ranks_close(&s->ranks);
+    free(s->layer_norms);
+    free(s->config_text);
+    free(s);
+    return code;
+}

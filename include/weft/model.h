@@ -1,0 +1,185 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * A decoder-only transformer whose residual connection is chosen by name: one stream, or several with hyper-connections.
+ *
+ *     e = embed[token];   x_0 = expand(e)
+ *     site s:   (pre, post, res) = connection_s(x_s);  v = rmsnorm(sum_i pre[i] x_s[i]);  f = F_s(v)
+ *               x_{s+1}[o] = dropout(post[o] (f + bias)) + sum_i W(i,o) x_s[i]
+ *     logits = head rmsnorm(exit(x_last))
+ *
+ * F is causal attention with rotary positions at even sites and a SwiGLU MLP at odd ones. Equations and gradients of the
+ * parts that are not operators of weft/mhc.h: docs/math.md, [T1] to [T6].
+ *
+ * The model owns no memory. Parameters are one array, described tensor by tensor by weft_model_param; gradients and the
+ * state of an optimiser have the same layout. What a step needs is one block whose exact size weft_model_query tells.
+ * Forward and backward are two calls; results depend neither on the number of threads nor on recompute.
+ *
+ * Backends: cpu in f32, ref in f64. */
+#ifndef WEFT_MODEL_H
+#define WEFT_MODEL_H
+
+#include <weft/blas.h>
+#include <weft/mhc.h>
+#include <weft/plan.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- what a model is -------------------------------------------------------------------------------------------------- */
+
+typedef enum weft_residual {
+    WEFT_RESIDUAL_PLAIN = 0,       /* "residual": one stream, x + f */
+    WEFT_RESIDUAL_HC,              /* "hc": unconstrained, alpha tanh(theta norm(x_i)) + beta per stream */
+    WEFT_RESIDUAL_MHC,             /* "mhc": doubly stochastic residual mix */
+    WEFT_RESIDUAL_MHC_SINGLE_PASS, /* "mhc_single_pass": a site is fed by the pre that the site before it predicted */
+    WEFT_RESIDUAL_COUNT
+} weft_residual;
+
+typedef enum weft_exit {
+    WEFT_EXIT_MEAN = 0, /* mean of the streams */
+    WEFT_EXIT_LEARNED,  /* mhc_head with parameters of its own */
+    WEFT_EXIT_MIX,      /* the pre that the last site predicted: mhc_single_pass, and nothing else, ends this way */
+    WEFT_EXIT_COUNT
+} weft_exit;
+
+/* Which part of a model: all of it, a stage of a pipeline, or the block alone for those who bring their own embedding and
+ * head. A part has its parameters under the names they have in the whole. Between stages go streams [T, n, C], and their
+ * gradients back: T n C elements a hop. A block takes rows [T, C] and gives rows. No recompute group crosses a stage. A
+ * middle stage of one layer is a transformer layer by itself. */
+typedef enum weft_stage {
+    WEFT_STAGE_WHOLE = 0,
+    WEFT_STAGE_FIRST,  /* embedding, expand, layers */
+    WEFT_STAGE_MIDDLE, /* layers */
+    WEFT_STAGE_LAST,   /* layers, exit, norm, head, loss */
+    WEFT_STAGE_BLOCK,  /* expand, layers, exit */
+    WEFT_STAGE_COUNT
+} weft_stage;
+
+/* Zero-initialise and call weft_model_defaults, or fill every field. */
+typedef struct weft_model_config {
+    size_t struct_size;
+    weft_dtype dtype; /* f32 on cpu, f64 on ref */
+    weft_residual residual;
+    weft_exit exit;
+    int32_t streams;                  /* 1 with WEFT_RESIDUAL_PLAIN */
+    int32_t layers, heads;            /* layers of this stage */
+    int32_t first_layer;              /* number of the first of them in the whole model */
+    weft_stage stage;                 /* mhc_single_pass is whole or a block: its mixes would have to hop as well */
+    int64_t vocab, channels, hidden;  /* hidden: width of the MLP */
+    int64_t context;                  /* longest sequence */
+    int32_t bias;                     /* 1: biases on all linear maps of the layers */
+    int32_t recompute, group, poison; /* as in weft_plan_desc */
+    double dropout;                   /* on the branch, in training; mask per stream */
+    uint64_t dropout_seed;
+    double norm_eps, rope_base, init_alpha; /* init_alpha: first value of a connection's alpha */
+    weft_mhc_numerics numerics;             /* mhc and mhc_single_pass; hc takes rms_eps */
+} weft_model_config;
+
+/* A small model of this kind; fields can be changed afterwards. */
+WEFT_API weft_status weft_model_defaults(weft_residual residual, weft_model_config *config);
+/* The first thing that is wrong with it, in words. */
+WEFT_API weft_status weft_model_check(const weft_model_config *config);
+
+WEFT_API const char *weft_residual_name(weft_residual residual); /* NULL out of range */
+WEFT_API weft_residual weft_residual_find(const char *name);     /* WEFT_RESIDUAL_COUNT where there is none */
+WEFT_API const char *weft_exit_name(weft_exit exit);
+WEFT_API weft_exit weft_exit_find(const char *name);
+
+/* ---- parameters ------------------------------------------------------------------------------------------------------- */
+
+typedef enum weft_init {
+    WEFT_INIT_ZEROS = 0,
+    WEFT_INIT_ONES,
+    WEFT_INIT_ALPHA,    /* config.init_alpha */
+    WEFT_INIT_NORMAL,   /* standard deviation 0.02 */
+    WEFT_INIT_RESIDUAL, /* the same by sqrt(2 layers): what writes to the residual streams */
+    WEFT_INIT_XAVIER,   /* uniform within sqrt(6 / (rows + columns)) */
+    WEFT_INIT_HC /* pre: stream s mod n; post: 1; res: identity. The plain residual, to first order in alpha */
+} weft_init;
+
+typedef struct weft_model_param {
+    char name[64]; /* "layers.0.attention.qkv.weight" */
+    int32_t ndim;
+    int64_t shape[2];
+    int64_t offset, count; /* elements, in the array of all parameters */
+    int32_t layer;         /* of this stage; -1 outside the layers */
+    int32_t matrix;        /* 1: a weight of a linear map: decayed, and Muon's where it has two dimensions */
+    weft_init init;
+} weft_model_param;
+
+/* How many tensors and how many elements their array has. Tensors begin at multiples of 16 elements; what lies between them
+ * is zero and stays zero. */
+WEFT_API weft_status weft_model_param_count(const weft_model_config *config, int32_t *tensors, int64_t *elements);
+WEFT_API weft_status weft_model_param_at(const weft_model_config *config, int32_t index, weft_model_param *param);
+/* Fills an array of config.dtype in host memory. The same seed gives the same numbers. */
+WEFT_API weft_status weft_model_init(const weft_model_config *config, uint64_t seed, void *parameters);
+
+/* ---- steps ------------------------------------------------------------------------------------------------------------ */
+
+typedef struct weft_model_bytes {
+    weft_plan_bytes plan; /* streams and sub-layer inputs */
+    size_t kept;          /* from forward to backward: coefficients, sub-layer outputs, attention, gates, logits */
+    size_t scratch;       /* within a pass */
+    size_t workspace;     /* of the operators */
+    size_t total;         /* to ask for */
+} weft_model_bytes;
+
+/* A model bound to memory, for batches of one shape. Read-only for everybody but the functions below. */
+typedef struct weft_model {
+    weft_model_config config;
+    int64_t sequences, length;
+    char *memory;
+    weft_model_bytes bytes;
+    weft_plan plan;
+    int32_t phase;
+} weft_model;
+
+WEFT_API weft_status weft_model_query(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
+                                      int64_t length, weft_model_bytes *bytes);
+/* memory: bytes.total of the backend's, aligned to 64 bytes. Passes run with the exec that the model was bound with. */
+WEFT_API weft_status weft_model_bind(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
+                                     int64_t length, void *memory, size_t bytes, weft_model *model);
+
+/* Both passes take the same struct. exec.workspace is not used: it is part of the model's memory. */
+typedef struct weft_model_args {
+    size_t struct_size;
+    const weft_blas *blas; /* NULL: the backend's own loop */
+    const void *parameters;
+    void *gradients;       /* backward: added to */
+    const int32_t *tokens; /* [sequences, length], 0 .. vocab-1; where there is an embedding */
+    const int32_t
+        *targets;     /* the same shape; -1: does not count. NULL in forward: logits only. Where there is a head */
+    int32_t training; /* 1: dropout */
+    const uint64_t *step; /* of dropout, read when the pass runs; NULL = 0 */
+    int64_t token_base;   /* global index of token 0, for micro-batches and ranks */
+    double loss_scale;    /* of the gradient; 0: 1/tokens, the gradient of the mean loss */
+    double *loss;         /* out, optional: sum over the tokens that count, of -log p(target) */
+    /* What a part gets and gives where it has no embedding or no head: streams, or the rows of a block. In forward the
+     * first two, in backward the last two. */
+    const void *streams_in;
+    void *streams_out;
+    const void *d_streams_out;
+    void *d_streams_in;
+} weft_model_args;
+
+WEFT_API weft_status weft_model_forward(const weft_exec *exec, weft_model *model, const weft_model_args *args);
+WEFT_API weft_status weft_model_backward(const weft_exec *exec, weft_model *model, const weft_model_args *args);
+/* [sequences * length, vocab] of the last forward; absent where a stage has no head. Backward overwrites it. */
+WEFT_API weft_tensor weft_model_logits(const weft_model *model);
+
+/* The composite residual map W_last ... W_1 of the last forward, token by token: how much a signal can grow on its way
+ * (largest absolute row sum) and a gradient on its way back (largest absolute column sum), averaged and at their largest
+ * over the tokens. All 1 for the plain residual. */
+typedef struct weft_model_gains {
+    double row_mean, row_max, column_mean, column_max;
+} weft_model_gains;
+WEFT_API weft_status weft_model_gain(const weft_exec *exec, const weft_model *model, weft_model_gains *gains);
+
+/* The first value of the last forward that is not finite: "layers.3.mlp.output", or "" where all are. */
+WEFT_API weft_status weft_model_first_bad(const weft_exec *exec, const weft_model *model, char name[64]);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Optimisers over plain arrays: AdamW, Muon, and the norm that clipping needs. Arrays are f32 on cpu and f64 on ref. */
+#ifndef WEFT_OPTIM_H
+#define WEFT_OPTIM_H
+
+#include <weft/blas.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* *sum = sum of squares, in double, in an order fixed by count. */
+WEFT_API weft_status weft_sum_squares(const weft_exec *exec, const void *values, int64_t count, double *sum);
+
+/* AdamW, with g = gradient * scale:
+ *     m = beta1 m + (1-beta1) g;  v = beta2 v + (1-beta2) g^2
+ *     p = p (1 - rate decay) - rate (m / (1-beta1^step)) / (sqrt(v / (1-beta2^step)) + eps) */
+typedef struct weft_adamw_args {
+    size_t struct_size;
+    void *parameter, *first, *second; /* updated; first and second begin as zeros */
+    const void *gradient;
+    int64_t count, step; /* step counts from 1 */
+    double rate, beta1, beta2, eps, decay, scale;
+} weft_adamw_args;
+WEFT_API weft_status weft_adamw(const weft_exec *exec, const weft_adamw_args *args);
+
+/* Muon, for a matrix [rows, columns], with g = gradient * scale:
+ *     m = momentum m + g;  o = orthogonal part of (g + momentum m), by `iterations` Newton-Schulz steps
+ *     p = p (1 - rate decay) - rate sqrt(max(1, rows/columns)) o */
+typedef struct weft_muon_args {
+    size_t struct_size;
+    const weft_blas *blas;
+    void *parameter, *moment;
+    const void *gradient;
+    int64_t rows, columns;
+    int32_t iterations; /* 0: five */
+    double rate, momentum, decay, scale;
+} weft_muon_args;
+WEFT_API weft_status weft_muon(const weft_exec *exec, const weft_muon_args *args);
+WEFT_API weft_status weft_muon_workspace(const weft_exec *exec, const weft_muon_args *args, size_t *bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Which table of src/core/nn.h serves a call. */
+#include "core/nn.h"
+
+weft_status weft_nn_open(weft_nn *nn, const weft_exec *exec, weft_dtype dtype, const weft_blas *blas)
+{
+    static const weft_nn_table *const cpu[] = {
+#if WEFT_HAVE_X86
+        [WEFT_ISA_BASE] = &weft_cpu_base_nn,
+        [WEFT_ISA_AVX2] = &weft_cpu_avx2_nn,
+        [WEFT_ISA_AVX512] = &weft_cpu_avx512_nn,
+        [WEFT_ISA_AMX] = &weft_cpu_avx512_nn,
+#else
+        [WEFT_ISA_BASE] = &weft_cpu_base_nn,
+#endif
+    };
+    weft_isa isa = exec->isa == WEFT_ISA_BEST ? weft_cpu_isa() : exec->isa;
+    *nn = (weft_nn){.exec = exec, .blas = blas};
+    if (exec->backend == WEFT_BACKEND_REF) nn->table = &weft_ref_nn;
+    if (exec->backend == WEFT_BACKEND_CPU && isa >= WEFT_ISA_BASE && (size_t)isa < sizeof cpu / sizeof *cpu &&
+        isa <= weft_cpu_isa())
+        nn->table = cpu[isa];
+    if (!nn->table)
+        return weft_fail(WEFT_ERR_UNSUPPORTED, "model: exec: expected the cpu or ref backend, got %s with isa %s",
+                         weft_backend_name(exec->backend), weft_isa_name(exec->isa));
+    if (nn->table->dtype != dtype)
+        return weft_fail(WEFT_ERR_UNSUPPORTED, "model: dtype: expected %s on the %s backend, got %s",
+                         weft_dtype_name(nn->table->dtype), weft_backend_name(exec->backend),
+                         weft_dtype_name(dtype));
+    return WEFT_OK;
+}

@@ -1,0 +1,157 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What a model may be: names, defaults, and the first thing that is wrong with a configuration. */
+#include <math.h>
+#include <string.h>
+
+#include "model/model.h"
+
+static const char *const residuals[WEFT_RESIDUAL_COUNT] = {[WEFT_RESIDUAL_PLAIN] = "residual",
+                                                           [WEFT_RESIDUAL_HC] = "hc",
+                                                           [WEFT_RESIDUAL_MHC] = "mhc",
+                                                           [WEFT_RESIDUAL_MHC_SINGLE_PASS] = "mhc_single_pass"};
+static const char *const exits[WEFT_EXIT_COUNT] = {
+    [WEFT_EXIT_MEAN] = "mean", [WEFT_EXIT_LEARNED] = "learned", [WEFT_EXIT_MIX] = "mix"};
+
+const char *weft_residual_name(weft_residual residual)
+{
+    return residual >= 0 && residual < WEFT_RESIDUAL_COUNT ? residuals[residual] : NULL;
+}
+
+weft_residual weft_residual_find(const char *name)
+{
+    int i = 0;
+    while (i < WEFT_RESIDUAL_COUNT && (!name || strcmp(name, residuals[i]) != 0)) i++;
+    return (weft_residual)i;
+}
+
+const char *weft_exit_name(weft_exit exit)
+{
+    return exit >= 0 && exit < WEFT_EXIT_COUNT ? exits[exit] : NULL;
+}
+
+weft_exit weft_exit_find(const char *name)
+{
+    int i = 0;
+    while (i < WEFT_EXIT_COUNT && (!name || strcmp(name, exits[i]) != 0)) i++;
+    return (weft_exit)i;
+}
+
+weft_status weft_model_defaults(weft_residual residual, weft_model_config *config)
+{
+    weft_clear_error();
+    if (!config) return weft_fail(WEFT_ERR_ARGUMENT, "model_defaults: config: expected a pointer, got NULL");
+    if (!weft_residual_name(residual))
+        return weft_fail(WEFT_ERR_ARGUMENT, "model_defaults: residual: expected a weft_residual, got the number %d",
+                         (int)residual);
+    bool single = residual == WEFT_RESIDUAL_MHC_SINGLE_PASS;
+    *config = (weft_model_config){.struct_size = sizeof *config,
+                                  .dtype = WEFT_F32,
+                                  .residual = residual,
+                                  .exit = single ? WEFT_EXIT_MIX : WEFT_EXIT_MEAN,
+                                  .streams = residual == WEFT_RESIDUAL_PLAIN ? 1 : 4,
+                                  .layers = 4,
+                                  .heads = 4,
+                                  .vocab = 256,
+                                  .channels = 128,
+                                  .hidden = 384,
+                                  .context = 128,
+                                  .dropout_seed = 1,
+                                  .norm_eps = 1e-6,
+                                  .rope_base = 10000,
+                                  .init_alpha = 0.01};
+    return weft_mhc_preset_numerics(single ? WEFT_PRESET_DEEPSEEK_V41 : WEFT_PRESET_DEEPSEEK_V4, &config->numerics);
+}
+
+/* One number of a configuration and where it must lie. */
+typedef struct range {
+    const char *name;
+    int64_t value, low, high;
+} range;
+
+static weft_status check_ranges(const weft_model_config *c)
+{
+    const range ranges[] = {
+        {"residual", c->residual, 0, WEFT_RESIDUAL_COUNT - 1},
+        {"exit", c->exit, 0, WEFT_EXIT_COUNT - 1},
+        {"streams", c->streams, 1, WEFT_MAX_STREAMS},
+        {"layers", c->layers, 1, WEFT_PLAN_MAX_LAYERS},
+        {"first_layer", c->first_layer, 0, 1 << 20},
+        {"stage", c->stage, 0, WEFT_STAGE_COUNT - 1},
+        {"heads", c->heads, 1, 1024},
+        {"vocab", c->vocab, 1, 1 << 24},
+        {"channels", c->channels, 1, 1 << 20},
+        {"hidden", c->hidden, 1, 1 << 22},
+        {"context", c->context, 1, 1 << 24},
+        {"bias", c->bias, 0, 1},
+        {"recompute", c->recompute, 0, 1},
+        {"poison", c->poison, 0, 1},
+        {"group", c->group, 0, c->layers},
+        {"sinkhorn_iters", c->numerics.sinkhorn_iters, 1, 1 << 20},
+    };
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
+        if (ranges[i].value < ranges[i].low || ranges[i].value > ranges[i].high)
+            return weft_fail(WEFT_ERR_ARGUMENT, "model: %s: expected %lld to %lld, got %lld", ranges[i].name,
+                             (long long)ranges[i].low, (long long)ranges[i].high, (long long)ranges[i].value);
+    return WEFT_OK;
+}
+
+static weft_status check_reals(const weft_model_config *c)
+{
+    if (!(c->dropout >= 0 && c->dropout < 1))
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: dropout: expected a number in [0, 1), got %g", c->dropout);
+    if (!(c->init_alpha >= 0 && isfinite(c->init_alpha)))
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: init_alpha: expected a finite number of at least 0, got %g",
+                         c->init_alpha);
+    if (!(c->norm_eps >= 0 && isfinite(c->norm_eps)))
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: norm_eps: expected a finite number of at least 0, got %g",
+                         c->norm_eps);
+    if (!(c->rope_base >= 1 && isfinite(c->rope_base)))
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: rope_base: expected a finite number of at least 1, got %g",
+                         c->rope_base);
+    return WEFT_OK;
+}
+
+weft_status weft_model_check(const weft_model_config *c)
+{
+    weft_clear_error();
+    if (!c) return weft_fail(WEFT_ERR_ARGUMENT, "model: config: expected a pointer, got NULL");
+    if (c->struct_size != sizeof *c)
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: struct_size: expected %zu (use weft_model_defaults), got %zu",
+                         sizeof *c, c->struct_size);
+    if (c->dtype != WEFT_F32 && c->dtype != WEFT_F64)
+        return weft_fail(WEFT_ERR_UNSUPPORTED, "model: dtype: expected f32 or f64, got %s",
+                         weft_dtype_name(c->dtype));
+    WEFT_TRY(check_ranges(c));
+    WEFT_TRY(check_reals(c));
+    if (c->channels % c->heads || c->channels / c->heads % 2)
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "model: heads: expected channels (%lld) to split into heads of an even size, got %d heads",
+                         (long long)c->channels, (int)c->heads);
+    bool plain = c->residual == WEFT_RESIDUAL_PLAIN, single = c->residual == WEFT_RESIDUAL_MHC_SINGLE_PASS;
+    if (plain && c->streams != 1)
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: streams: expected 1 with the plain residual, got %d",
+                         (int)c->streams);
+    if (plain && c->recompute)
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "model: recompute: expected hc, mhc or mhc_single_pass, got residual: it has "
+                         "one stream and nothing to rebuild");
+    bool hops = c->stage != WEFT_STAGE_WHOLE && c->stage != WEFT_STAGE_BLOCK;
+    if (single && hops)
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "model: stage: expected the whole model or its block with mhc_single_pass, got a stage");
+    if ((has_entry(c) || c->stage == WEFT_STAGE_BLOCK) && c->first_layer)
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: first_layer: expected 0 at the entry, got %d",
+                         (int)c->first_layer);
+    if (c->group && !c->recompute)
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: group: expected 0 without recompute, got %d", (int)c->group);
+    if (c->poison && !c->recompute)
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: poison: expected 0 without recompute, got %d", (int)c->poison);
+    if (plain ? c->exit != WEFT_EXIT_MEAN : (c->exit == WEFT_EXIT_MIX) != single)
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: exit: expected %s with %s, got %s",
+                         plain    ? "mean"
+                         : single ? "mix"
+                                  : "mean or learned",
+                         residuals[c->residual], exits[c->exit]);
+    return WEFT_OK;
+}

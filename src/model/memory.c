@@ -1,0 +1,68 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Who gets which memory: everything is taken from an arena in a fixed order, and an arena without a base counts. */
+#include "model/model.h"
+
+static void *take(weft_arena *arena, const weft_model_config *c, int64_t elements)
+{
+    return weft_arena_take(arena, (size_t)elements * weft_dtype_size(c->dtype));
+}
+
+void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int64_t length, whole *w)
+{
+    bool learned = c->exit == WEFT_EXIT_LEARNED && contracts(c);
+    *w = (whole){.rope = take(arena, c, length * (c->channels / c->heads)),
+                 .ones = take(arena, c, 1),
+                 .one_hot = take(arena, c, c->streams)};
+    if (contracts(c)) w->z = take(arena, c, tokens * c->channels);
+    if (has_exit(c)) {
+        w->zn = take(arena, c, tokens * c->channels);
+        w->logits = take(arena, c, tokens * c->vocab);
+        w->losses = take(arena, c, tokens);
+    }
+    w->exit_h = learned ? take(arena, c, tokens * c->streams) : NULL;
+    w->exit_ms = learned ? take(arena, c, tokens) : NULL;
+}
+
+void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int32_t parity, site_memory *s)
+{
+    int64_t n = c->streams;
+    bool streams = c->residual != WEFT_RESIDUAL_PLAIN, hc = c->residual == WEFT_RESIDUAL_HC;
+    *s = (site_memory){.f = take(arena, c, tokens * c->channels)};
+    if (streams) {
+        s->h = take(arena, c, tokens * n * (n + 2));
+        s->ms = take(arena, c, hc ? tokens * n : tokens);
+        s->pre = take(arena, c, tokens * n);
+        s->post = take(arena, c, tokens * n);
+        s->res = take(arena, c, tokens * n * n);
+    }
+    if (parity == 0) {
+        s->qkv = take(arena, c, tokens * 3 * c->channels);
+        s->o = take(arena, c, tokens * c->channels);
+        s->lse = take(arena, c, tokens * c->heads);
+    } else
+        s->gate_up = take(arena, c, tokens * 2 * c->hidden);
+}
+
+void scratch_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, scratch *s)
+{
+    int64_t n = c->streams, wide = 3 * c->channels > 2 * c->hidden ? 3 * c->channels : 2 * c->hidden;
+    bool streams = c->residual != WEFT_RESIDUAL_PLAIN, hc = c->residual == WEFT_RESIDUAL_HC;
+    *s = (scratch){.d_x = take(arena, c, tokens * n * c->channels),
+                   .row_a = take(arena, c, tokens * c->channels),
+                   .row_b = take(arena, c, tokens * c->channels),
+                   .row_c = take(arena, c, tokens * c->channels),
+                   .wide = take(arena, c, tokens * wide),
+                   .act = take(arena, c, tokens * c->hidden),
+                   .d_act = take(arena, c, tokens * c->hidden)};
+    if (streams) {
+        s->d_pre[0] = take(arena, c, tokens * n);
+        s->d_pre[1] = take(arena, c, tokens * n);
+        s->d_post = take(arena, c, tokens * n);
+        s->d_res = take(arena, c, tokens * n * n);
+    }
+    if (hc) {
+        s->d_h = take(arena, c, tokens * n * (n + 2));
+        s->d_ms = take(arena, c, tokens * n);
+    }
+}

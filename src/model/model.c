@@ -1,0 +1,435 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The model: memory, forward, backward. A query walks the very passes that a step runs, with every operator asked for its
+ * workspace instead of called, so what is asked for and what is used cannot differ. */
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "model/model.h"
+
+enum { BOUND = 0, FORWARD_DONE = 1, LOGITS_ONLY = 2 };
+
+/* ---- parameters and memory of a pass --------------------------------------------------------------------------------------- */
+
+static weft_tensor param_in(const run *r, const void *base, param p, int32_t layer)
+{
+    int64_t offset = param_offset(r->config, p, layer);
+    if (offset < 0) return (weft_tensor){0};
+    weft_tensor t = param_shape(r->config, p);
+    t.data = base ? (char *)base + (size_t)offset * weft_dtype_size(r->config->dtype) : NULL;
+    return t;
+}
+
+weft_tensor param_tensor(const run *r, param p, int32_t layer)
+{
+    return param_in(r, r->args->parameters, p, layer);
+}
+
+weft_grad param_grad(const run *r, param p, int32_t layer)
+{
+    return (weft_grad){param_in(r, r->args->gradients, p, layer), 1};
+}
+
+const void *param_data(const run *r, param p, int32_t layer)
+{
+    return param_tensor(r, p, layer).data;
+}
+
+void *param_grad_data(const run *r, param p, int32_t layer)
+{
+    return param_grad(r, p, layer).to.data;
+}
+
+/* The block: plan | whole | sites | scratch | workspace. */
+typedef struct layout {
+    size_t whole, sites, layer, scratch, workspace;
+} layout;
+
+static layout lay_out(const weft_model_config *c, int64_t tokens, int64_t length, size_t plan)
+{
+    weft_arena a = {0}, b = {0}, d = {0};
+    whole w;
+    site_memory s;
+    scratch t;
+    whole_take(&a, c, tokens, length, &w);
+    for (int32_t i = 0; i < SITES; i++) site_take(&b, c, tokens, i, &s);
+    scratch_take(&d, c, tokens, &t);
+    layout l = {.whole = plan, .layer = b.used};
+    l.sites = l.whole + a.used;
+    l.scratch = l.sites + (size_t)c->layers * l.layer;
+    l.workspace = l.scratch + d.used;
+    return l;
+}
+
+static layout layout_of(const run *r)
+{
+    return lay_out(r->config, r->tokens, r->model->length, r->model->bytes.plan.total);
+}
+
+site_memory site_at(const run *r, int32_t index)
+{
+    layout l = layout_of(r);
+    weft_arena arena = {r->model->memory, l.sites + (size_t)(index / SITES) * l.layer};
+    site_memory s;
+    for (int32_t i = 0; i <= index % SITES; i++) site_take(&arena, r->config, r->tokens, i, &s);
+    return s;
+}
+
+static weft_plan_desc plan_desc(const weft_model_config *c, int64_t tokens)
+{
+    return (weft_plan_desc){.struct_size = sizeof(weft_plan_desc),
+                            .layers = c->layers,
+                            .recompute = c->recompute,
+                            .group = c->group,
+                            .poison = c->poison,
+                            .tokens = tokens,
+                            .streams = c->streams,
+                            .channels = c->channels,
+                            .dtype = c->dtype};
+}
+
+static weft_status open_run(run *r, const weft_exec *exec, weft_model *model, const weft_model_args *args,
+                            bool query)
+{
+    *r = (run){.exec = *exec, .model = model, .config = &model->config, .args = args};
+    r->tokens = model->sequences * model->length;
+    WEFT_TRY(weft_nn_open(&r->nn, &r->exec, model->config.dtype, args->blas));
+    layout l = layout_of(r);
+    weft_arena a = {model->memory, l.whole}, b = {model->memory, l.scratch};
+    whole_take(&a, r->config, r->tokens, model->length, &r->whole);
+    scratch_take(&b, r->config, r->tokens, &r->scratch);
+    r->nn.query = query;
+    r->exec.workspace = model->memory ? model->memory + l.workspace : NULL;
+    r->exec.workspace_bytes = model->bytes.workspace;
+    return WEFT_OK;
+}
+
+/* ---- passes ---------------------------------------------------------------------------------------------------------------------- */
+
+static linear head_of(const run *r)
+{
+    return (linear){HEAD, PARAM_COUNT, 0, r->config->channels, r->config->vocab};
+}
+
+static weft_status copy(run *r, void *to, const void *from, int64_t streams)
+{
+    RUN_NN(r, blend, to, 0, from, 1, r->tokens * streams * r->config->channels);
+    return WEFT_OK;
+}
+
+static weft_status enter(run *r, const weft_tensor *x)
+{
+    const weft_model_config *c = r->config;
+    weft_tensor rows = rows_of(r, r->scratch.row_a);
+    if (has_entry(c))
+        RUN_NN(r, embed_fwd,
+               &(weft_embed){.tokens = r->args->tokens,
+                             .count = r->tokens,
+                             .channels = c->channels,
+                             .weight = param_data(r, EMBED, 0),
+                             .rows = rows.data});
+    else if (c->stage == WEFT_STAGE_BLOCK)
+        rows.data = (void *)r->args->streams_in;
+    else
+        return copy(r, x->data, r->args->streams_in, c->streams);
+    RUN_OP(r, mhc_expand_fwd, .u = rows, .x = *x);
+    return WEFT_OK;
+}
+
+static weft_status enter_bwd(run *r)
+{
+    const weft_model_config *c = r->config;
+    weft_tensor rows = rows_of(r, has_entry(c) ? r->scratch.row_a : r->args->d_streams_in);
+    if (!has_entry(c) && c->stage != WEFT_STAGE_BLOCK)
+        return copy(r, r->args->d_streams_in, r->scratch.d_x, c->streams);
+    RUN_OP(r, mhc_expand_bwd, .d_x = weft_dense3(r->scratch.d_x, c->dtype, r->tokens, c->streams, c->channels),
+           .d_u = {rows, 0});
+    if (has_entry(c))
+        RUN_NN(r, embed_bwd,
+               &(weft_embed){.tokens = r->args->tokens,
+                             .count = r->tokens,
+                             .channels = c->channels,
+                             .rows = rows.data,
+                             .d_weight = param_grad_data(r, EMBED, 0)});
+    return WEFT_OK;
+}
+
+static weft_status leave(run *r, const weft_tensor *x)
+{
+    const weft_model_config *c = r->config;
+    linear head = head_of(r);
+    if (!contracts(c)) return copy(r, r->args->streams_out, x->data, c->streams);
+    WEFT_TRY(exit_forward(r, x));
+    if (!has_exit(c)) return copy(r, r->args->streams_out, r->whole.z, 1);
+    RUN_OP(r, rmsnorm_fwd, .eps = c->norm_eps, .u = rows_of(r, r->whole.z), .weight = param_tensor(r, NORM, 0),
+           .v = rows_of(r, r->whole.zn));
+    WEFT_TRY(linear_forward(r, &head, r->whole.zn, r->whole.logits));
+    if (!r->nn.query && !r->args->targets) return WEFT_OK;
+    RUN_NN(r, loss_fwd,
+           &(weft_loss){.tokens = r->tokens,
+                        .vocab = c->vocab,
+                        .logits = r->whole.logits,
+                        .targets = r->args->targets,
+                        .losses = r->whole.losses});
+    if (r->args->loss) RUN_NN(r, sum, r->whole.losses, r->tokens, 0, r->args->loss);
+    return WEFT_OK;
+}
+
+static weft_status leave_bwd(run *r, const weft_tensor *x)
+{
+    const weft_model_config *c = r->config;
+    linear head = head_of(r);
+    double scale = r->args->loss_scale != 0 ? r->args->loss_scale : 1 / (double)(r->tokens > 0 ? r->tokens : 1);
+    if (!contracts(c)) return copy(r, r->scratch.d_x, r->args->d_streams_out, c->streams);
+    if (!has_exit(c)) {
+        WEFT_TRY(copy(r, r->scratch.row_a, r->args->d_streams_out, 1));
+        return exit_backward(r, x);
+    }
+    RUN_NN(r, loss_bwd,
+           &(weft_loss){.tokens = r->tokens,
+                        .vocab = c->vocab,
+                        .logits = r->whole.logits,
+                        .targets = r->args->targets,
+                        .scale = scale});
+    WEFT_TRY(linear_d_input(r, &head, r->whole.logits, r->scratch.row_b));
+    WEFT_TRY(linear_d_weight(r, &head, r->whole.zn, r->whole.logits));
+    RUN_OP(r, rmsnorm_bwd, .eps = c->norm_eps, .u = rows_of(r, r->whole.z), .weight = param_tensor(r, NORM, 0),
+           .d_v = rows_of(r, r->scratch.row_b), .d_u = {rows_of(r, r->scratch.row_a), 0},
+           .d_weight = param_grad(r, NORM, 0));
+    return exit_backward(r, x);
+}
+
+static weft_status forward(run *r)
+{
+    const weft_model_config *c = r->config;
+    weft_model *m = r->model;
+    weft_plan_site at;
+    WEFT_TRY(weft_plan_begin(&m->plan));
+    WEFT_TRY(weft_plan_site_at(&m->plan, 0, &at));
+    RUN_NN(r, rope_table, r->whole.rope, m->length, c->channels / c->heads, c->rope_base);
+    RUN_NN(r, fill, r->whole.ones, 1, 1);
+    RUN_NN(r, fill, r->whole.one_hot, 0, c->streams);
+    RUN_NN(r, fill, r->whole.one_hot, 1, 1);
+    WEFT_TRY(enter(r, &at.x));
+    for (int32_t layer = 0; layer < c->layers; layer++) {
+        for (int32_t index = SITES * layer; index < SITES * (layer + 1); index++) {
+            WEFT_TRY(weft_plan_site_at(&m->plan, index, &at));
+            WEFT_TRY(connection_forward(r, index, &at));
+            WEFT_TRY(branch_forward(r, index, at.v.data));
+            WEFT_TRY(connection_merge(r, index, &at));
+        }
+        if (weft_plan_ends_group(&m->plan, layer))
+            WEFT_TRY(weft_plan_close(&m->plan, &r->exec, weft_plan_group_of(&m->plan, layer)));
+    }
+    return leave(r, &at.y);
+}
+
+static weft_status backward(run *r)
+{
+    const weft_model_config *c = r->config;
+    weft_model *m = r->model;
+    weft_tensor x = weft_plan_output(&m->plan);
+    WEFT_TRY(leave_bwd(r, &x));
+    for (int32_t group = m->plan.groups - 1; group >= 0; group--) {
+        int32_t first = group * m->plan.layers_per_group, end = first + m->plan.layers_per_group;
+        WEFT_TRY(connection_replay(r, group));
+        if (r->nn.query) m->plan.state[group] = WEFT_PLAN_RESTORED; /* as if it had run */
+        for (int32_t index = SITES * (end < c->layers ? end : c->layers) - 1; index >= SITES * first; index--) {
+            weft_plan_site at;
+            WEFT_TRY(weft_plan_site_at(&m->plan, index, &at));
+            WEFT_TRY(connection_merge_bwd(r, index, &at));
+            WEFT_TRY(branch_backward(r, index, at.v.data));
+            WEFT_TRY(connection_backward(r, index, &at));
+        }
+        WEFT_TRY(weft_plan_release(&m->plan, group));
+    }
+    return enter_bwd(r);
+}
+
+/* ---- public ------------------------------------------------------------------------------------------------------------------------ */
+
+static weft_status shape_model(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
+                               int64_t length, weft_model *m)
+{
+    WEFT_TRY(weft_model_check(config));
+    if (!exec) return weft_fail(WEFT_ERR_ARGUMENT, "model: exec: expected a pointer, got NULL");
+    if (sequences < 1 || sequences > (int64_t)1 << 24)
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: sequences: expected 1 to 2^24, got %lld", (long long)sequences);
+    if (length < 1 || length > config->context)
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: length: expected 1 to the context of %lld, got %lld",
+                         (long long)config->context, (long long)length);
+    *m = (weft_model){.config = *config, .sequences = sequences, .length = length};
+    weft_plan_desc desc = plan_desc(config, sequences * length);
+    WEFT_TRY(weft_plan_query(&desc, &m->bytes.plan));
+    plan_shape(&desc, &m->plan);
+    layout l = lay_out(config, sequences * length, length, m->bytes.plan.total);
+    m->bytes.kept = l.scratch - l.whole;
+    m->bytes.scratch = l.workspace - l.scratch;
+    /* With a BLAS and without: the loop needs room to pack, and nobody has said yet which it will be. */
+    weft_model_args args = {0};
+    run r;
+    WEFT_TRY(open_run(&r, exec, m, &args, true));
+    WEFT_TRY(forward(&r));
+    WEFT_TRY(backward(&r));
+    m->bytes.workspace = r.need > r.nn.need ? r.need : r.nn.need;
+    m->bytes.total = l.workspace + m->bytes.workspace;
+    return WEFT_OK;
+}
+
+weft_status weft_model_query(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
+                             int64_t length, weft_model_bytes *bytes)
+{
+    weft_model m;
+    WEFT_TRY(shape_model(exec, config, sequences, length, &m));
+    if (!bytes) return weft_fail(WEFT_ERR_ARGUMENT, "model_query: bytes: expected a pointer, got NULL");
+    *bytes = m.bytes;
+    return WEFT_OK;
+}
+
+weft_status weft_model_bind(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
+                            int64_t length, void *memory, size_t bytes, weft_model *model)
+{
+    weft_model m;
+    WEFT_TRY(shape_model(exec, config, sequences, length, &m));
+    if (!model) return weft_fail(WEFT_ERR_ARGUMENT, "model_bind: model: expected a pointer, got NULL");
+    if (!memory || bytes < m.bytes.total)
+        return weft_fail(WEFT_ERR_WORKSPACE, "model_bind: memory: expected at least %zu bytes, got %zu%s",
+                         m.bytes.total, bytes, memory ? "" : " at NULL");
+    WEFT_TRY(weft_plan_open(&m.plan.desc, memory, m.bytes.plan.total, &m.plan));
+    m.memory = memory;
+    *model = m;
+    return WEFT_OK;
+}
+
+static weft_status check_args(const char *call, const weft_exec *exec, const weft_model *model,
+                              const weft_model_args *args)
+{
+    weft_clear_error();
+    if (!exec || !model || !args || !model->memory)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected exec, a bound model and args, got NULL", call);
+    if (args->struct_size != sizeof *args)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: struct_size: expected %zu (use WEFT_ARGS), got %zu", call,
+                         sizeof *args, args->struct_size);
+    const weft_model_config *c = &model->config;
+    if (!args->parameters || !(has_entry(c) ? (const void *)args->tokens : args->streams_in))
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected parameters and %s, got NULL", call,
+                         has_entry(c) ? "tokens" : "streams_in");
+    if (!isfinite(args->loss_scale) || args->token_base < 0)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected a finite loss_scale and a token_base of at least 0",
+                         call);
+    int64_t tokens = model->sequences * model->length;
+    for (int64_t t = 0; t < tokens && exec->backend != WEFT_BACKEND_CUDA; t++) {
+        if (has_entry(c) && (args->tokens[t] < 0 || args->tokens[t] >= c->vocab))
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: tokens[%lld]: expected 0 to %lld, got %d", call, (long long)t,
+                             (long long)model->config.vocab - 1, (int)args->tokens[t]);
+        if (has_exit(c) && args->targets && (args->targets[t] < -1 || args->targets[t] >= model->config.vocab))
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: targets[%lld]: expected -1 to %lld, got %d", call,
+                             (long long)t, (long long)model->config.vocab - 1, (int)args->targets[t]);
+    }
+    return WEFT_OK;
+}
+
+weft_status weft_model_forward(const weft_exec *exec, weft_model *model, const weft_model_args *args)
+{
+    run r;
+    WEFT_TRY(check_args("model_forward", exec, model, args));
+    WEFT_TRY(open_run(&r, exec, model, args, false));
+    if (!has_exit(r.config) && !args->streams_out)
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "model_forward: expected streams_out in a stage without exit, got NULL");
+    model->phase = BOUND;
+    WEFT_TRY(forward(&r));
+    model->phase = args->targets || !has_exit(r.config) ? FORWARD_DONE : LOGITS_ONLY;
+    return WEFT_OK;
+}
+
+weft_status weft_model_backward(const weft_exec *exec, weft_model *model, const weft_model_args *args)
+{
+    run r;
+    WEFT_TRY(check_args("model_backward", exec, model, args));
+    const weft_model_config *c = &model->config;
+    if (!args->gradients || !(has_exit(c) ? (const void *)args->targets : args->d_streams_out))
+        return weft_fail(WEFT_ERR_ARGUMENT, "model_backward: expected gradients and %s, got NULL",
+                         has_exit(c) ? "targets" : "d_streams_out");
+    if (!has_entry(c) && !args->d_streams_in)
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "model_backward: expected d_streams_in in a stage without entry, got NULL");
+    if (model->phase != FORWARD_DONE)
+        return weft_fail(WEFT_ERR_STATE, "model_backward: expected a forward with targets before it, got %s",
+                         model->phase == LOGITS_ONLY ? "one without" : "none");
+    WEFT_TRY(open_run(&r, exec, model, args, false));
+    model->phase = BOUND;
+    return backward(&r);
+}
+
+weft_tensor weft_model_logits(const weft_model *model)
+{
+    whole w;
+    weft_arena arena = {model->memory, model->bytes.plan.total};
+    int64_t tokens = model->sequences * model->length;
+    if (!has_exit(&model->config)) return (weft_tensor){0};
+    whole_take(&arena, &model->config, tokens, model->length, &w);
+    return weft_dense2(w.logits, model->config.dtype, tokens, model->config.vocab);
+}
+
+/* Looks at what a forward has left; the model itself stays as it is. */
+static weft_status inspect(run *r, const char *call, const weft_exec *exec, const weft_model *model)
+{
+    static const weft_model_args none = {0};
+    weft_clear_error();
+    if (!exec || !model || !model->memory)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected exec and a bound model, got NULL", call);
+    return open_run(r, exec, (weft_model *)model, &none, false);
+}
+
+weft_status weft_model_gain(const weft_exec *exec, const weft_model *model, weft_model_gains *gains)
+{
+    run r;
+    double to[4] = {1, 1, 1, 1};
+    WEFT_TRY(inspect(&r, "model_gain", exec, model));
+    const weft_model_config *c = r.config;
+    if (!gains) return weft_fail(WEFT_ERR_ARGUMENT, "model_gain: gains: expected a pointer, got NULL");
+    if (c->residual != WEFT_RESIDUAL_PLAIN && r.tokens > 0) {
+        weft_compose maps = {.tokens = r.tokens,
+                             .streams = c->streams,
+                             .to = r.scratch.d_res,
+                             .in_out = connection_numerics(c).apply == WEFT_APPLY_IN_OUT};
+        for (int32_t index = 0; index < SITES * c->layers; index++) {
+            maps.res = site_at(&r, index).res;
+            maps.first = index == 0;
+            RUN_NN(&r, compose, &maps);
+        }
+        RUN_NN(&r, gains, r.scratch.d_res, r.tokens, c->streams, to);
+    }
+    *gains = (weft_model_gains){to[0], to[1], to[2], to[3]};
+    return WEFT_OK;
+}
+
+weft_status weft_model_first_bad(const weft_exec *exec, const weft_model *model, char name[64])
+{
+    run r;
+    int64_t bad = -1;
+    WEFT_TRY(inspect(&r, "model_first_bad", exec, model));
+    const weft_model_config *c = r.config;
+    name[0] = 0;
+    for (int32_t index = 0; index < SITES * c->layers; index++) {
+        site_memory s = site_at(&r, index);
+        const struct {
+            const char *what;
+            const void *data;
+            int64_t count;
+        } parts[] = {{"connection.res", s.res, s.res ? r.tokens * c->streams * c->streams : 0},
+                     {"output", s.f, r.tokens * c->channels}};
+        for (size_t i = 0; i < 2; i++) {
+            RUN_NN(&r, first_bad, parts[i].data, parts[i].count, &bad);
+            if (bad < 0) continue;
+            snprintf(name, 64, "layers.%d.%s.%s", (int)(c->first_layer + index / SITES),
+                     index % SITES ? "mlp" : "attention", parts[i].what);
+            return WEFT_OK;
+        }
+    }
+    if (has_exit(c)) RUN_NN(&r, first_bad, r.whole.logits, r.tokens * c->vocab, &bad);
+    if (bad >= 0) snprintf(name, 64, "logits");
+    return WEFT_OK;
+}

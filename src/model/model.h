@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What the files of the model share: parameters by name, memory by site, and how a pass runs. */
+#ifndef WEFT_MODEL_MODEL_H
+#define WEFT_MODEL_MODEL_H
+
+#include <weft/model.h>
+#include <weft/norm.h>
+
+#include "core/nn.h"
+
+enum { SITES = 2 }; /* per layer: attention, MLP */
+
+/* ---- parameters (params.c) ---------------------------------------------------------------------------------------------- */
+
+typedef enum param {
+    EMBED,
+    ATTENTION_PHI, /* phi, alpha and beta of a site follow each other, and so at the MLP's site */
+    ATTENTION_ALPHA,
+    ATTENTION_BETA,
+    ATTENTION_NORM,
+    QKV,
+    QKV_BIAS,
+    OUT,
+    OUT_BIAS,
+    MLP_PHI,
+    MLP_ALPHA,
+    MLP_BETA,
+    MLP_NORM,
+    GATE_UP,
+    GATE_UP_BIAS,
+    DOWN,
+    DOWN_BIAS,
+    EXIT_PHI,
+    EXIT_ALPHA,
+    EXIT_BETA,
+    NORM,
+    HEAD,
+    PARAM_COUNT
+} param;
+
+/* Embedding; final norm, head and loss; exit of the streams. */
+static inline bool has_entry(const weft_model_config *c)
+{
+    return c->stage == WEFT_STAGE_WHOLE || c->stage == WEFT_STAGE_FIRST;
+}
+
+static inline bool has_exit(const weft_model_config *c)
+{
+    return c->stage == WEFT_STAGE_WHOLE || c->stage == WEFT_STAGE_LAST;
+}
+
+static inline bool contracts(const weft_model_config *c)
+{
+    return has_exit(c) || c->stage == WEFT_STAGE_BLOCK;
+}
+
+/* Elements from the start of the array; -1 where a model of this kind has no such parameter. */
+int64_t param_offset(const weft_model_config *config, param p, int32_t layer);
+/* Shape of a parameter. */
+weft_tensor param_shape(const weft_model_config *config, param p);
+
+/* A plan without memory (plan.c): its tensors have no data, for queries. */
+void plan_shape(const weft_plan_desc *desc, weft_plan *plan);
+
+/* ---- memory (memory.c) ---------------------------------------------------------------------------------------------------- */
+
+/* What a site leaves for backward, besides the plan's streams. */
+typedef struct site_memory {
+    void *h, *ms, *pre, *post, *res; /* the connection */
+    void *f;                         /* the sub-layer's output, without its bias */
+    void *qkv, *o, *lse;             /* attention */
+    void *gate_up;                   /* MLP */
+} site_memory;
+
+/* What the whole model leaves: embedding's rotation table, exit, logits. */
+typedef struct whole {
+    void *rope, *ones, *one_hot;     /* ones: post and res of the plain residual; one_hot: pre of the first site */
+    void *exit_h, *exit_ms, *z, *zn; /* learned exit; exit's output, and behind the norm */
+    void *logits, *losses;
+} whole;
+
+typedef struct scratch {
+    void *d_x;                       /* [T, n, C]: the gradient on its way back */
+    void *row_a, *row_b, *row_c;     /* [T, C] */
+    void *wide;                      /* [T, max(3C, 2F)] */
+    void *act, *d_act;               /* [T, F] */
+    void *d_pre[2], *d_post, *d_res; /* the connection */
+    void *d_h, *d_ms;                /* hc */
+} scratch;
+
+/* Takes everything from an arena in a fixed order; a NULL base counts. */
+void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int64_t length, whole *w);
+void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int32_t parity, site_memory *s);
+void scratch_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, scratch *s);
+
+/* ---- a pass ------------------------------------------------------------------------------------------------------------------ */
+
+typedef struct run {
+    weft_exec exec; /* with the model's workspace */
+    weft_nn nn;
+    weft_model *model;
+    const weft_model_config *config;
+    const weft_model_args *args;
+    int64_t tokens;
+    whole whole;
+    scratch scratch;
+    size_t need; /* in a query: the largest workspace of an operator */
+} run;
+
+/* An operator: runs it, or in a query remembers the workspace it needs. */
+#define RUN_OP(r, op, ...)                                                                                         \
+    do {                                                                                                           \
+        size_t bytes_ = 0;                                                                                         \
+        if ((r)->nn.query) {                                                                                       \
+            WEFT_TRY(weft_##op##_workspace(&(r)->exec, WEFT_ARGS(weft_##op##_args, __VA_ARGS__), &bytes_));        \
+            if (bytes_ > (r)->need) (r)->need = bytes_;                                                            \
+        } else                                                                                                     \
+            WEFT_TRY(weft_##op(&(r)->exec, WEFT_ARGS(weft_##op##_args, __VA_ARGS__)));                             \
+    } while (0)
+/* A part of src/core/nn.h, which does the same by itself. */
+#define RUN_NN(r, part, ...) WEFT_TRY((r)->nn.table->part(&(r)->nn, __VA_ARGS__))
+
+/* A parameter or its gradient as a tensor; absent where the model has none. */
+weft_tensor param_tensor(const run *r, param p, int32_t layer);
+weft_grad param_grad(const run *r, param p, int32_t layer);
+/* Pointers to the same, NULL where absent. */
+const void *param_data(const run *r, param p, int32_t layer);
+void *param_grad_data(const run *r, param p, int32_t layer);
+
+/* Kept memory of a site, 0 .. 2 layers - 1. */
+site_memory site_at(const run *r, int32_t index);
+
+static inline weft_tensor rows_of(const run *r, void *data)
+{
+    return weft_dense2(data, r->config->dtype, r->tokens, r->config->channels);
+}
+
+/* The connection of a site (connection.c). forward: x to v; merge: x and f to y. */
+weft_status connection_forward(run *r, int32_t index, const weft_plan_site *at);
+weft_status connection_merge(run *r, int32_t index, const weft_plan_site *at);
+/* d_x holds the gradient of y and becomes what reaches x past the sub-layer; row_a becomes d_f. */
+weft_status connection_merge_bwd(run *r, int32_t index, const weft_plan_site *at);
+/* row_b holds the gradient of v; adds the rest to d_x. */
+weft_status connection_backward(run *r, int32_t index, const weft_plan_site *at);
+/* One group's entries for the replay. */
+weft_status connection_replay(run *r, int32_t group);
+/* The numerics that the operators get: a kind of connection decides how the indices of res are meant. */
+weft_mhc_numerics connection_numerics(const weft_model_config *c);
+weft_status exit_forward(run *r, const weft_tensor *x);
+/* row_a holds the gradient of the exit's output; d_x becomes that of the streams. */
+weft_status exit_backward(run *r, const weft_tensor *x);
+
+/* The sub-layers (branch.c): v to f, and the gradient of f (row_a) to that of v (row_b). */
+weft_status branch_forward(run *r, int32_t index, const void *v);
+weft_status branch_backward(run *r, int32_t index, const void *v);
+
+/* rows [T, from] times a weight [to, from], plus its bias where there is one, and the gradients of all three. */
+typedef struct linear {
+    param weight, bias; /* PARAM_COUNT: no bias */
+    int32_t layer;
+    int64_t from, to;
+} linear;
+weft_status linear_forward(run *r, const linear *l, const void *x, void *y);
+weft_status linear_d_input(run *r, const linear *l, const void *d_y, void *d_x);
+weft_status linear_d_weight(run *r, const linear *l, const void *x, const void *d_y);
+
+#endif

@@ -1,0 +1,193 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Optimisers [T6]: arguments checked, then the backend's arithmetic. */
+#include <math.h>
+
+#include <weft/optim.h>
+
+#include "core/nn.h"
+
+/* The dtype that a backend's optimisers work in. */
+static weft_status open_nn(weft_nn *nn, const weft_exec *exec, const weft_blas *blas)
+{
+    weft_clear_error();
+    if (!exec) return weft_fail(WEFT_ERR_ARGUMENT, "optim: exec: expected a pointer, got NULL");
+    return weft_nn_open(nn, exec, exec->backend == WEFT_BACKEND_REF ? WEFT_F64 : WEFT_F32, blas);
+}
+
+weft_status weft_sum_squares(const weft_exec *exec, const void *values, int64_t count, double *sum)
+{
+    weft_nn nn;
+    WEFT_TRY(open_nn(&nn, exec, NULL));
+    if (!sum || count < 0 || (count && !values))
+        return weft_fail(WEFT_ERR_ARGUMENT, "sum_squares: expected values, a count and sum, got NULL or %lld",
+                         (long long)count);
+    return nn.table->sum(&nn, values, count, 1, sum);
+}
+
+static int in_unit(double x)
+{
+    return x >= 0 && x < 1;
+}
+
+weft_status weft_adamw(const weft_exec *exec, const weft_adamw_args *a)
+{
+    weft_nn nn;
+    WEFT_TRY(open_nn(&nn, exec, NULL));
+    if (!a || a->struct_size != sizeof *a)
+        return weft_fail(WEFT_ERR_ARGUMENT, "adamw: args: expected a struct of %zu bytes (use WEFT_ARGS)",
+                         sizeof *a);
+    if (a->count < 0 || (a->count && (!a->parameter || !a->first || !a->second || !a->gradient)))
+        return weft_fail(WEFT_ERR_ARGUMENT, "adamw: expected four arrays of count elements, got NULL or %lld",
+                         (long long)a->count);
+    if (a->step < 1)
+        return weft_fail(WEFT_ERR_ARGUMENT, "adamw: step: expected 1 or more, got %lld", (long long)a->step);
+    if (!in_unit(a->beta1) || !in_unit(a->beta2) || !(a->eps > 0) || !isfinite(a->rate) || !(a->decay >= 0))
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "adamw: expected betas in [0, 1), eps above 0, decay from 0 on and a finite "
+                         "rate, got %g, %g, %g, %g, %g",
+                         a->beta1, a->beta2, a->eps, a->decay, a->rate);
+    return nn.table->adam(&nn, &(weft_adam){.parameter = a->parameter,
+                                            .first = a->first,
+                                            .second = a->second,
+                                            .gradient = a->gradient,
+                                            .count = a->count,
+                                            .rate = a->rate,
+                                            .beta1 = a->beta1,
+                                            .beta2 = a->beta2,
+                                            .eps = a->eps,
+                                            .decay = a->decay,
+                                            .scale = a->scale,
+                                            .correct1 = 1 / (1 - pow(a->beta1, (double)a->step)),
+                                            .correct2 = 1 / (1 - pow(a->beta2, (double)a->step))});
+}
+
+/* ---- Muon ----------------------------------------------------------------------------------------------------------------- */
+
+/* The matrix and its powers, the shorter side first: x [r, c], a and b [r, r], r <= c. */
+typedef struct square {
+    void *x, *next, *a, *b;
+    int64_t r, c;
+} square;
+
+static size_t arrays(const weft_muon_args *m, size_t element, void *workspace, square *q)
+{
+    weft_arena arena = weft_arena_open(workspace);
+    q->r = m->rows < m->columns ? m->rows : m->columns;
+    q->c = m->rows < m->columns ? m->columns : m->rows;
+    q->x = weft_arena_take(&arena, (size_t)(q->r * q->c) * element);
+    q->next = weft_arena_take(&arena, (size_t)(q->r * q->c) * element);
+    q->a = weft_arena_take(&arena, (size_t)(q->r * q->r) * element);
+    q->b = weft_arena_take(&arena, (size_t)(q->r * q->r) * element);
+    return weft_arena_bytes(&arena);
+}
+
+/* x is stored as the parameter is, [rows, columns]; products see it with the shorter side first. */
+static weft_status newton_schulz(weft_nn *nn, const weft_muon_args *m, square *q)
+{
+    const double a = 3.4445, b = -4.775, c = 2.0315;
+    int flat = m->rows <= m->columns;
+    int64_t ld = m->columns, r = q->r;
+    for (int32_t i = 0; i < (m->iterations ? m->iterations : 5); i++) {
+        weft_matmul gram = {.a = q->x,
+                            .lda = ld,
+                            .a_transposed = !flat,
+                            .b = q->x,
+                            .ldb = ld,
+                            .b_transposed = flat,
+                            .c = q->a,
+                            .ldc = r,
+                            .m = r,
+                            .n = r,
+                            .k = q->c,
+                            .scale = 1};
+        weft_matmul square_of = {
+            .a = q->a, .lda = r, .b = q->a, .ldb = r, .c = q->b, .ldc = r, .m = r, .n = r, .k = r, .scale = c};
+        WEFT_TRY(nn->table->matmul(nn, &gram));
+        WEFT_TRY(nn->table->matmul(nn, &square_of));
+        WEFT_TRY(nn->table->blend(nn, q->b, 1, q->a, b, r * r));
+        /* next = b-matrix x; b is symmetric, so a tall x takes it from the right. */
+        weft_matmul step = {.a = flat ? q->b : q->x,
+                            .lda = flat ? r : ld,
+                            .b = flat ? q->x : q->b,
+                            .ldb = flat ? ld : r,
+                            .c = q->next,
+                            .ldc = ld,
+                            .m = m->rows,
+                            .n = m->columns,
+                            .k = r,
+                            .scale = 1};
+        WEFT_TRY(nn->table->matmul(nn, &step));
+        WEFT_TRY(nn->table->blend(nn, q->next, 1, q->x, a, m->rows * m->columns));
+        void *swap = q->x;
+        q->x = q->next, q->next = swap;
+    }
+    return WEFT_OK;
+}
+
+static weft_status open_muon(weft_nn *nn, const weft_exec *exec, const weft_muon_args *a)
+{
+    if (!a || a->struct_size != sizeof *a)
+        return weft_fail(WEFT_ERR_ARGUMENT, "muon: args: expected a struct of %zu bytes (use WEFT_ARGS)",
+                         sizeof *a);
+    if (a->rows < 1 || a->columns < 1 || a->iterations < 0 || !in_unit(a->momentum) || !(a->decay >= 0) ||
+        !isfinite(a->rate))
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "muon: expected a matrix, momentum in [0, 1), decay from 0 on and a finite "
+                         "rate, got %lld x %lld, %g, %g, %g",
+                         (long long)a->rows, (long long)a->columns, a->momentum, a->decay, a->rate);
+    return open_nn(nn, exec, a->blas);
+}
+
+/* The arrays above, then room for one product. */
+static weft_status muon_rooms(weft_nn *nn, const weft_muon_args *a, size_t *own, size_t *all)
+{
+    square q;
+    *own = arrays(a, weft_dtype_size(nn->table->dtype), NULL, &q);
+    weft_nn query = *nn;
+    query.query = true;
+    query.blas = NULL; /* the loop needs more than a BLAS does */
+    WEFT_TRY(newton_schulz(&query, a, &q));
+    *all = *own + query.need;
+    return WEFT_OK;
+}
+
+weft_status weft_muon_workspace(const weft_exec *exec, const weft_muon_args *args, size_t *bytes)
+{
+    weft_nn nn;
+    size_t own;
+    WEFT_TRY(open_muon(&nn, exec, args));
+    if (!bytes) return weft_fail(WEFT_ERR_ARGUMENT, "muon: bytes: expected a pointer, got NULL");
+    return muon_rooms(&nn, args, &own, bytes);
+}
+
+weft_status weft_muon(const weft_exec *exec, const weft_muon_args *a)
+{
+    weft_nn nn;
+    square q;
+    size_t own, all;
+    double norm;
+    WEFT_TRY(open_muon(&nn, exec, a));
+    WEFT_TRY(muon_rooms(&nn, a, &own, &all));
+    if (!a->parameter || !a->moment || !a->gradient)
+        return weft_fail(WEFT_ERR_ARGUMENT, "muon: expected parameter, moment and gradient, got NULL");
+    if (!exec->workspace || exec->workspace_bytes < all)
+        return weft_fail(WEFT_ERR_WORKSPACE, "muon: exec.workspace: expected at least %zu bytes, got %zu", all,
+                         exec->workspace_bytes);
+    arrays(a, weft_dtype_size(nn.table->dtype), exec->workspace, &q);
+    weft_exec inner = *exec;
+    inner.workspace = (char *)exec->workspace + own;
+    nn.exec = &inner;
+    int64_t count = a->rows * a->columns;
+    WEFT_TRY(nn.table->blend(&nn, a->moment, a->momentum, a->gradient, a->scale, count));
+    WEFT_TRY(nn.table->blend(&nn, q.x, 0, a->gradient, a->scale, count));
+    WEFT_TRY(nn.table->blend(&nn, q.x, 1, a->moment, a->momentum, count));
+    WEFT_TRY(nn.table->sum(&nn, q.x, count, 1, &norm));
+    WEFT_TRY(nn.table->blend(&nn, q.next, 0, q.x, 1 / (sqrt(norm) + 1e-7), count));
+    void *swap = q.x;
+    q.x = q.next, q.next = swap;
+    WEFT_TRY(newton_schulz(&nn, a, &q));
+    double tall = (double)a->rows / (double)a->columns;
+    return nn.table->blend(&nn, a->parameter, 1 - a->rate * a->decay, q.x, -a->rate * sqrt(tall > 1 ? tall : 1),
+                           count);
+}

@@ -1,0 +1,255 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The parameters of a model as one table: name, shape, first value, and which models have it. */
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "core/philox.h"
+#include "model/model.h"
+
+/* Sizes by name. */
+typedef enum size {
+    NONE,
+    ONE,
+    THREE,
+    STREAMS,
+    GATES,
+    CONNECTION_ROWS,
+    STREAM_ROW,
+    CHANNELS,
+    QKV_ROWS,
+    HIDDEN,
+    HIDDEN2,
+    VOCAB
+} size;
+
+typedef enum need { ALWAYS, IF_BIAS, IF_STREAMS, IF_LEARNED, IF_ENTRY, IF_EXIT } need;
+
+typedef struct row {
+    const char *name;
+    size dim[2];
+    weft_init init;
+    need need;
+    bool layered, matrix;
+} row;
+
+#define CONNECTION(at, site)                                                                                       \
+    [at##_PHI] = {site ".connection.phi", {CONNECTION_ROWS, STREAM_ROW}, WEFT_INIT_XAVIER, IF_STREAMS, 1, 1},      \
+    [at##_ALPHA] = {site ".connection.alpha", {THREE}, WEFT_INIT_ALPHA, IF_STREAMS, 1, 0},                         \
+    [at##_BETA] = {site ".connection.beta", {GATES}, WEFT_INIT_HC, IF_STREAMS, 1, 0}
+
+static const row rows[PARAM_COUNT] = {
+    [EMBED] = {"embed.weight", {VOCAB, CHANNELS}, WEFT_INIT_NORMAL, IF_ENTRY, 0, 0},
+    CONNECTION(ATTENTION, "attention"),
+    [ATTENTION_NORM] = {"attention.norm.weight", {CHANNELS}, WEFT_INIT_ONES, ALWAYS, 1, 0},
+    [QKV] = {"attention.qkv.weight", {QKV_ROWS, CHANNELS}, WEFT_INIT_NORMAL, ALWAYS, 1, 1},
+    [QKV_BIAS] = {"attention.qkv.bias", {QKV_ROWS}, WEFT_INIT_ZEROS, IF_BIAS, 1, 0},
+    [OUT] = {"attention.out.weight", {CHANNELS, CHANNELS}, WEFT_INIT_RESIDUAL, ALWAYS, 1, 1},
+    [OUT_BIAS] = {"attention.out.bias", {CHANNELS}, WEFT_INIT_ZEROS, IF_BIAS, 1, 0},
+    CONNECTION(MLP, "mlp"),
+    [MLP_NORM] = {"mlp.norm.weight", {CHANNELS}, WEFT_INIT_ONES, ALWAYS, 1, 0},
+    [GATE_UP] = {"mlp.gate_up.weight", {HIDDEN2, CHANNELS}, WEFT_INIT_NORMAL, ALWAYS, 1, 1},
+    [GATE_UP_BIAS] = {"mlp.gate_up.bias", {HIDDEN2}, WEFT_INIT_ZEROS, IF_BIAS, 1, 0},
+    [DOWN] = {"mlp.down.weight", {CHANNELS, HIDDEN}, WEFT_INIT_RESIDUAL, ALWAYS, 1, 1},
+    [DOWN_BIAS] = {"mlp.down.bias", {CHANNELS}, WEFT_INIT_ZEROS, IF_BIAS, 1, 0},
+    [EXIT_PHI] = {"exit.phi", {STREAMS, STREAM_ROW}, WEFT_INIT_XAVIER, IF_LEARNED, 0, 1},
+    [EXIT_ALPHA] = {"exit.alpha", {ONE}, WEFT_INIT_ONES, IF_LEARNED, 0, 0},
+    [EXIT_BETA] = {"exit.beta", {STREAMS}, WEFT_INIT_ZEROS, IF_LEARNED, 0, 0},
+    [NORM] = {"norm.weight", {CHANNELS}, WEFT_INIT_ONES, IF_EXIT, 0, 0},
+    [HEAD] = {"head.weight", {VOCAB, CHANNELS}, WEFT_INIT_NORMAL, IF_EXIT, 0, 0},
+};
+
+static int64_t size_of_name(const weft_model_config *c, size s)
+{
+    int64_t n = c->streams;
+    bool hc = c->residual == WEFT_RESIDUAL_HC; /* one row per stream's norm instead of one for all streams */
+    switch (s) {
+    case NONE: return 1;
+    case ONE: return 1;
+    case THREE: return 3;
+    case STREAMS: return n;
+    case GATES: return n * (n + 2);
+    case CONNECTION_ROWS: return hc ? n + 2 : n * (n + 2);
+    case STREAM_ROW: return hc ? c->channels : n * c->channels;
+    case CHANNELS: return c->channels;
+    case QKV_ROWS: return 3 * c->channels;
+    case HIDDEN: return c->hidden;
+    case HIDDEN2: return 2 * c->hidden;
+    case VOCAB: return c->vocab;
+    }
+    return 0;
+}
+
+static bool has(const weft_model_config *c, param p)
+{
+    switch (rows[p].need) {
+    case ALWAYS: return true;
+    case IF_BIAS: return c->bias != 0;
+    case IF_STREAMS: return c->residual != WEFT_RESIDUAL_PLAIN;
+    case IF_LEARNED: return c->exit == WEFT_EXIT_LEARNED && contracts(c);
+    case IF_ENTRY: return has_entry(c);
+    case IF_EXIT: return has_exit(c);
+    }
+    return false;
+}
+
+static int64_t elements(const weft_model_config *c, param p)
+{
+    /* The learned exit's phi spans all streams, whatever the kind of connection. */
+    if (p == EXIT_PHI) return (int64_t)c->streams * c->streams * c->channels;
+    return size_of_name(c, rows[p].dim[0]) * size_of_name(c, rows[p].dim[1]);
+}
+
+static int64_t padded(const weft_model_config *c, param p)
+{
+    return has(c, p) ? (elements(c, p) + 15) / 16 * 16 : 0;
+}
+
+int64_t param_offset(const weft_model_config *c, param p, int32_t layer)
+{
+    int64_t offset = 0, one_layer = 0;
+    if (!has(c, p)) return -1;
+    for (int q = 0; q < PARAM_COUNT; q++) one_layer += rows[q].layered ? padded(c, (param)q) : 0;
+    for (int q = 0; q < (int)p; q++) offset += padded(c, (param)q);
+    if (rows[p].layered) return offset + layer * one_layer;
+    return p == EMBED ? 0 : offset + (c->layers - 1) * one_layer;
+}
+
+weft_tensor param_shape(const weft_model_config *c, param p)
+{
+    int64_t a = size_of_name(c, rows[p].dim[0]);
+    if (rows[p].dim[1] == NONE) return weft_dense1(NULL, c->dtype, a);
+    return weft_dense2(NULL, c->dtype, a, elements(c, p) / a);
+}
+
+weft_status weft_model_param_count(const weft_model_config *config, int32_t *tensors, int64_t *total)
+{
+    WEFT_TRY(weft_model_check(config));
+    int32_t count = 0;
+    for (int p = 0; p < PARAM_COUNT; p++)
+        if (has(config, (param)p)) count += rows[p].layered ? config->layers : 1;
+    if (tensors) *tensors = count;
+    if (total) {
+        *total = 0;
+        for (int p = 0; p < PARAM_COUNT; p++)
+            *total += padded(config, (param)p) * (rows[p].layered ? config->layers : 1);
+    }
+    return WEFT_OK;
+}
+
+/* In the order of the array: what is before the layers, layer after layer, what is behind. */
+static bool find(const weft_model_config *c, int32_t index, param *found, int32_t *layer)
+{
+    for (int p = 0; p < PARAM_COUNT;) {
+        if (!rows[p].layered) {
+            if (has(c, (param)p) && index-- == 0) {
+                *found = (param)p;
+                *layer = -1;
+                return true;
+            }
+            p++;
+            continue;
+        }
+        int end = p;
+        while (end < PARAM_COUNT && rows[end].layered) end++;
+        for (*layer = 0; *layer < c->layers; (*layer)++)
+            for (int q = p; q < end; q++)
+                if (has(c, (param)q) && index-- == 0) {
+                    *found = (param)q;
+                    return true;
+                }
+        p = end;
+    }
+    return false;
+}
+
+weft_status weft_model_param_at(const weft_model_config *config, int32_t index, weft_model_param *to)
+{
+    param p;
+    int32_t layer;
+    WEFT_TRY(weft_model_check(config));
+    if (!to) return weft_fail(WEFT_ERR_ARGUMENT, "model_param_at: param: expected a pointer, got NULL");
+    if (index < 0 || !find(config, index, &p, &layer))
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "model_param_at: index: expected less than the number of tensors, got %d", (int)index);
+    weft_tensor shape = param_shape(config, p);
+    *to = (weft_model_param){.ndim = shape.ndim,
+                             .shape = {shape.shape[0], shape.ndim > 1 ? shape.shape[1] : 1},
+                             .offset = param_offset(config, p, layer > 0 ? layer : 0),
+                             .count = elements(config, p),
+                             .layer = layer,
+                             .matrix = rows[p].matrix,
+                             .init = rows[p].init};
+    /* Only the unconstrained connection begins anywhere but at zero. */
+    if (to->init == WEFT_INIT_HC && config->residual != WEFT_RESIDUAL_HC) to->init = WEFT_INIT_ZEROS;
+    if (to->init == WEFT_INIT_XAVIER && config->residual == WEFT_RESIDUAL_HC && p != EXIT_PHI)
+        to->init = WEFT_INIT_ZEROS;
+    if (layer < 0)
+        snprintf(to->name, sizeof to->name, "%s", rows[p].name);
+    else
+        snprintf(to->name, sizeof to->name, "layers.%d.%s", (int)(config->first_layer + layer), rows[p].name);
+    return WEFT_OK;
+}
+
+/* ---- first values ------------------------------------------------------------------------------------------------------- */
+
+/* Two uniform numbers in (0, 1) for element i of tensor `index`. */
+static void draw(uint64_t seed, int32_t index, int64_t i, double u[2])
+{
+    uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)}, out[4];
+    uint32_t counter[4] = {(uint32_t)i, (uint32_t)((uint64_t)i >> 32), (uint32_t)index, 0x696e6974u};
+    weft_philox(out, counter, key);
+    for (int k = 0; k < 2; k++) u[k] = ((double)out[k] + 0.5) * 0x1p-32;
+}
+
+static double hc_beta(const weft_model_config *c, int32_t index, int64_t i)
+{
+    int64_t n = c->streams;
+    if (i < n) return i == index % n;
+    if (i < 2 * n) return 1;
+    return (i - 2 * n) / n == (i - 2 * n) % n;
+}
+
+static double first_value(const weft_model_config *c, const weft_model_param *p, uint64_t seed, int32_t index,
+                          int64_t i)
+{
+    double u[2], pi = 3.14159265358979323846;
+    switch (p->init) {
+    case WEFT_INIT_ZEROS: return 0;
+    case WEFT_INIT_ONES: return 1;
+    case WEFT_INIT_ALPHA: return c->init_alpha;
+    case WEFT_INIT_HC:
+        return hc_beta(c, SITES * (c->first_layer + p->layer) + (strstr(p->name, ".mlp.") != NULL), i);
+    case WEFT_INIT_XAVIER:
+        draw(seed, index, i, u);
+        return (2 * u[0] - 1) * sqrt(6.0 / (double)(p->shape[0] + p->shape[1]));
+    case WEFT_INIT_NORMAL:
+    case WEFT_INIT_RESIDUAL:
+        draw(seed, index, i, u);
+        return sqrt(-2 * log(u[0])) * cos(2 * pi * u[1]) * 0.02 /
+               (p->init == WEFT_INIT_RESIDUAL ? sqrt(2.0 * c->layers) : 1);
+    }
+    return 0;
+}
+
+weft_status weft_model_init(const weft_model_config *config, uint64_t seed, void *parameters)
+{
+    int32_t tensors;
+    int64_t total;
+    WEFT_TRY(weft_model_param_count(config, &tensors, &total));
+    if (!parameters) return weft_fail(WEFT_ERR_ARGUMENT, "model_init: parameters: expected a pointer, got NULL");
+    memset(parameters, 0, (size_t)total * weft_dtype_size(config->dtype));
+    for (int32_t index = 0; index < tensors; index++) {
+        weft_model_param p;
+        WEFT_TRY(weft_model_param_at(config, index, &p));
+        for (int64_t i = 0; i < p.count; i++) {
+            double value = first_value(config, &p, seed, index, i);
+            if (config->dtype == WEFT_F64)
+                ((double *)parameters)[p.offset + i] = value;
+            else
+                ((float *)parameters)[p.offset + i] = (float)value;
+        }
+    }
+    return WEFT_OK;
+}

@@ -1,0 +1,291 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The recompute plan. Memory is two rows of equal slots:
+ *
+ *     resident    x at the start of every group, and the last output        groups + 1 slots of [T, n, C]
+ *     transient   one group: the streams between its sites, and every v     2k - 1 slots of [T, n, C], 2k of [T, C]
+ *
+ * Without recompute all layers are one group, so nothing is ever overwritten and close and replay have nothing to do.
+ * Forward writes where backward will read, which is why it needs no memory of its own. */
+#include <string.h>
+
+#include <weft/plan.h>
+
+#include "model/model.h"
+
+static size_t align(size_t bytes)
+{
+    return (bytes + WEFT_ARENA_ALIGN - 1) & ~(size_t)(WEFT_ARENA_ALIGN - 1);
+}
+
+static size_t stream_bytes(const weft_plan_desc *d)
+{
+    return align((size_t)(d->tokens * d->streams * d->channels) * weft_dtype_size(d->dtype));
+}
+
+static size_t row_bytes(const weft_plan_desc *d)
+{
+    return align((size_t)(d->tokens * d->channels) * weft_dtype_size(d->dtype));
+}
+
+static weft_status check(const weft_plan_desc *d)
+{
+    weft_clear_error();
+    if (!d) return weft_fail(WEFT_ERR_ARGUMENT, "plan: desc: expected a pointer, got NULL");
+    if (d->struct_size != sizeof *d)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan: struct_size: expected %zu, got %zu", sizeof *d, d->struct_size);
+    if (d->layers < 1 || d->layers > WEFT_PLAN_MAX_LAYERS)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan: layers: expected 1 to %d, got %d", WEFT_PLAN_MAX_LAYERS,
+                         (int)d->layers);
+    if (d->group < 0 || d->group > d->layers)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan: group: expected 0 to %d layers, got %d", (int)d->layers,
+                         (int)d->group);
+    if (d->group && !d->recompute)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan: group: expected 0 without recompute, got %d", (int)d->group);
+    if (d->poison && !d->recompute)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan: poison: expected 0 without recompute, got %d", (int)d->poison);
+    if (d->streams < 1 || d->streams > WEFT_MAX_STREAMS)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan: streams: expected 1 to %d, got %lld", WEFT_MAX_STREAMS,
+                         (long long)d->streams);
+    if (d->channels < 1 || d->channels > (int64_t)1 << 24)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan: channels: expected 1 to 2^24, got %lld", (long long)d->channels);
+    if (d->tokens < 0 || d->tokens > (int64_t)1 << 32)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan: tokens: expected 0 to 2^32, got %lld", (long long)d->tokens);
+    if (d->dtype < WEFT_F32 || d->dtype > WEFT_F64)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan: dtype: expected f32, bf16, f16 or f64, got the number %d",
+                         (int)d->dtype);
+    return WEFT_OK;
+}
+
+static int32_t per_group(const weft_plan_desc *d)
+{
+    return d->recompute && d->group ? d->group : d->layers;
+}
+
+static weft_plan_bytes count(const weft_plan_desc *d, int32_t k)
+{
+    size_t groups = (size_t)((d->layers + k - 1) / k), sites = (size_t)(SITES * k);
+    weft_plan_bytes b = {.resident = (groups + 1) * stream_bytes(d),
+                         .transient = (sites - 1) * stream_bytes(d) + sites * row_bytes(d)};
+    b.total = b.resident + b.transient;
+    return b;
+}
+
+weft_status weft_plan_query(const weft_plan_desc *desc, weft_plan_bytes *bytes)
+{
+    WEFT_TRY(check(desc));
+    if (!bytes) return weft_fail(WEFT_ERR_ARGUMENT, "plan_query: bytes: expected a pointer, got NULL");
+    *bytes = count(desc, per_group(desc));
+    bytes->keep_all = count(desc, desc->layers).total;
+    return WEFT_OK;
+}
+
+int32_t weft_plan_best_group(int32_t layers, int64_t streams)
+{
+    int32_t best = 0;
+    size_t least = 0;
+    weft_plan_desc d = {.layers = layers, .tokens = 16, .streams = streams, .channels = 16, .dtype = WEFT_F32};
+    if (layers < 1 || layers > WEFT_PLAN_MAX_LAYERS || streams < 1 || streams > WEFT_MAX_STREAMS) return 0;
+    for (int32_t k = 1; k <= layers; k++) {
+        size_t total = count(&d, k).total;
+        if (best && total >= least) continue;
+        best = k;
+        least = total;
+    }
+    return best;
+}
+
+weft_status weft_plan_open(const weft_plan_desc *desc, void *memory, size_t bytes, weft_plan *plan)
+{
+    weft_plan_bytes need;
+    WEFT_TRY(weft_plan_query(desc, &need));
+    if (!plan) return weft_fail(WEFT_ERR_ARGUMENT, "plan_open: plan: expected a pointer, got NULL");
+    if (bytes < need.total || (need.total && !memory))
+        return weft_fail(WEFT_ERR_WORKSPACE, "plan_open: memory: expected at least %zu bytes, got %zu%s",
+                         need.total, bytes, memory ? "" : " at NULL");
+    if ((uintptr_t)memory % WEFT_ARENA_ALIGN)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan_open: memory: expected an address aligned to %d bytes",
+                         WEFT_ARENA_ALIGN);
+    plan_shape(desc, plan);
+    plan->resident = memory;
+    plan->transient = (char *)memory + need.resident;
+    return WEFT_OK;
+}
+
+void plan_shape(const weft_plan_desc *desc, weft_plan *plan)
+{
+    *plan = (weft_plan){.desc = *desc, .layers_per_group = per_group(desc)};
+    plan->groups = (desc->layers + plan->layers_per_group - 1) / plan->layers_per_group;
+}
+
+int32_t weft_plan_group_of(const weft_plan *plan, int32_t layer)
+{
+    return layer / plan->layers_per_group;
+}
+
+int32_t weft_plan_ends_group(const weft_plan *plan, int32_t layer)
+{
+    return layer + 1 == plan->desc.layers || (layer + 1) % plan->layers_per_group == 0;
+}
+
+weft_status weft_plan_begin(weft_plan *plan)
+{
+    weft_clear_error();
+    if (!plan) return weft_fail(WEFT_ERR_ARGUMENT, "plan_begin: plan: expected a pointer, got NULL");
+    for (int32_t g = 0; g < plan->groups; g++) plan->state[g] = WEFT_PLAN_IDLE;
+    return WEFT_OK;
+}
+
+/* Layers of a group: the last one may be shorter. */
+static int32_t layers_of(const weft_plan *plan, int32_t group)
+{
+    int32_t rest = plan->desc.layers - group * plan->layers_per_group;
+    return rest < plan->layers_per_group ? rest : plan->layers_per_group;
+}
+
+/* The streams in front of a site of a group; site = the group's number of sites: its output. */
+static weft_tensor streams_at(const weft_plan *plan, int32_t group, int32_t site)
+{
+    const weft_plan_desc *d = &plan->desc;
+    bool last = site == SITES * layers_of(plan, group);
+    char *data = site == 0 || last ? plan->resident + (size_t)(group + last) * stream_bytes(d)
+                                   : plan->transient + (size_t)(site - 1) * stream_bytes(d);
+    return weft_dense3(plan->resident ? data : NULL, d->dtype, d->tokens, d->streams, d->channels);
+}
+
+static weft_tensor input_at(const weft_plan *plan, int32_t site)
+{
+    const weft_plan_desc *d = &plan->desc;
+    char *first = plan->transient + (size_t)(SITES * plan->layers_per_group - 1) * stream_bytes(d);
+    return weft_dense2(plan->resident ? first + (size_t)site * row_bytes(d) : NULL, d->dtype, d->tokens,
+                       d->channels);
+}
+
+static weft_status check_group(const weft_plan *plan, const char *call, int32_t group)
+{
+    weft_clear_error();
+    if (!plan) return weft_fail(WEFT_ERR_ARGUMENT, "%s: plan: expected a pointer, got NULL", call);
+    if (group < 0 || group >= plan->groups)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: group: expected 0 to %d, got %d", call, (int)plan->groups - 1,
+                         (int)group);
+    return WEFT_OK;
+}
+
+static const char *state_name(int state)
+{
+    static const char *const names[] = {"idle", "open", "discarded", "restored"};
+    return names[state];
+}
+
+weft_status weft_plan_site_at(weft_plan *plan, int32_t site, weft_plan_site *to)
+{
+    weft_clear_error();
+    if (!plan || !to)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan_site_at: expected a plan and a place for it, got NULL");
+    if (site < 0 || site >= SITES * plan->desc.layers)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan_site_at: site: expected 0 to %d, got %d",
+                         (int)(SITES * plan->desc.layers) - 1, (int)site);
+    int32_t group = weft_plan_group_of(plan, site / SITES), inside = site - group * SITES * plan->layers_per_group;
+    if (plan->state[group] == WEFT_PLAN_DISCARDED)
+        return weft_fail(WEFT_ERR_STATE, "plan_site_at: group %d: expected it open or restored, it is discarded",
+                         (int)group);
+    if (plan->state[group] == WEFT_PLAN_IDLE) {
+        if (inside != 0)
+            return weft_fail(WEFT_ERR_STATE, "plan_site_at: group %d: expected its first site, got site %d of it",
+                             (int)group, (int)inside);
+        /* Its memory is the transient of all groups: an open or restored one would lose what it has. */
+        for (int32_t g = 0; g < plan->groups; g++)
+            if (plan->state[g] == WEFT_PLAN_OPEN || plan->state[g] == WEFT_PLAN_RESTORED)
+                return weft_fail(WEFT_ERR_STATE, "plan_site_at: group %d: expected group %d closed, it is %s",
+                                 (int)group, (int)g, state_name(plan->state[g]));
+        plan->state[group] = WEFT_PLAN_OPEN;
+    }
+    *to = (weft_plan_site){streams_at(plan, group, inside), input_at(plan, inside),
+                           streams_at(plan, group, inside + 1)};
+    return WEFT_OK;
+}
+
+weft_tensor weft_plan_output(const weft_plan *plan)
+{
+    int32_t group = plan->groups - 1;
+    return streams_at(plan, group, SITES * layers_of(plan, group));
+}
+
+weft_status weft_plan_close(weft_plan *plan, const weft_exec *exec, int32_t group)
+{
+    WEFT_TRY(check_group(plan, "plan_close", group));
+    if (plan->state[group] == WEFT_PLAN_DISCARDED) return WEFT_OK;
+    if (plan->state[group] != WEFT_PLAN_OPEN)
+        return weft_fail(WEFT_ERR_STATE, "plan_close: group %d: expected it open, it is %s", (int)group,
+                         state_name(plan->state[group]));
+    if (plan->desc.poison && plan->transient) {
+        if (!exec || exec->backend == WEFT_BACKEND_CUDA)
+            return weft_fail(WEFT_ERR_UNSUPPORTED, "plan_close: poison: expected the cpu or ref backend");
+        memset(plan->transient, 0xff,
+               count(&plan->desc, plan->layers_per_group).transient); /* a NaN of every dtype */
+    }
+    plan->state[group] = WEFT_PLAN_DISCARDED;
+    return WEFT_OK;
+}
+
+/* Where the replay writes: v of every site, y of all but the last. */
+static weft_status aim(const weft_plan *plan, const weft_plan_replay_args *args)
+{
+    if (!args || args->struct_size != sizeof *args || !args->layers)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan_replay: args: expected a struct with layers (use WEFT_ARGS)");
+    WEFT_TRY(check_group(plan, "plan_replay", args->group));
+    int32_t sites = SITES * layers_of(plan, args->group);
+    if (args->num_layers != sites)
+        return weft_fail(WEFT_ERR_ARGUMENT, "plan_replay: num_layers: expected %d sites in group %d, got %d",
+                         (int)sites, (int)args->group, (int)args->num_layers);
+    for (int32_t s = 0; s < sites; s++) {
+        weft_mhc_replay_layer *layer = &args->layers[s];
+        layer->v = input_at(plan, s);
+        if (s + 1 < sites)
+            layer->y = streams_at(plan, args->group, s + 1);
+        else
+            layer->f = layer->bias = layer->post = layer->res = layer->y = (weft_tensor){0};
+    }
+    return WEFT_OK;
+}
+
+weft_status weft_plan_replay_workspace(const weft_plan *plan, const weft_exec *exec,
+                                       const weft_plan_replay_args *args, size_t *bytes)
+{
+    WEFT_TRY(aim(plan, args));
+    return weft_mhc_replay_fwd_workspace(exec,
+                                         WEFT_ARGS(weft_mhc_replay_fwd_args, .numerics = args->numerics,
+                                                   .x = streams_at(plan, args->group, 0), .layers = args->layers,
+                                                   .num_layers = args->num_layers),
+                                         bytes);
+}
+
+weft_status weft_plan_replay(weft_plan *plan, const weft_exec *exec, const weft_plan_replay_args *args)
+{
+    WEFT_TRY(aim(plan, args));
+    int32_t group = args->group;
+    if (plan->state[group] == WEFT_PLAN_RESTORED) return WEFT_OK;
+    if (plan->state[group] != WEFT_PLAN_DISCARDED)
+        return weft_fail(WEFT_ERR_STATE, "plan_replay: group %d: expected it discarded, it is %s", (int)group,
+                         state_name(plan->state[group]));
+    for (int32_t g = 0; g < plan->groups; g++)
+        if (plan->state[g] == WEFT_PLAN_OPEN || plan->state[g] == WEFT_PLAN_RESTORED)
+            return weft_fail(WEFT_ERR_STATE, "plan_replay: group %d: expected group %d released, it is %s",
+                             (int)group, (int)g, state_name(plan->state[g]));
+    if (plan->desc.recompute)
+        WEFT_TRY(weft_mhc_replay_fwd(exec, WEFT_ARGS(weft_mhc_replay_fwd_args, .numerics = args->numerics,
+                                                     .x = streams_at(plan, group, 0), .layers = args->layers,
+                                                     .num_layers = args->num_layers)));
+    plan->state[group] = WEFT_PLAN_RESTORED;
+    return WEFT_OK;
+}
+
+weft_status weft_plan_release(weft_plan *plan, int32_t group)
+{
+    WEFT_TRY(check_group(plan, "plan_release", group));
+    if (plan->state[group] != WEFT_PLAN_RESTORED)
+        return weft_fail(WEFT_ERR_STATE, "plan_release: group %d: expected it restored, it is %s", (int)group,
+                         state_name(plan->state[group]));
+    plan->state[group] = WEFT_PLAN_IDLE;
+    return WEFT_OK;
+}

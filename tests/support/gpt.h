@@ -1,0 +1,40 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * A small model with everything around it: parameters away from their first values, a batch, memory of exactly the size
+ * that the query tells, between guards. */
+#ifndef WEFT_TESTS_GPT_H
+#define WEFT_TESTS_GPT_H
+
+#include <weft/model.h>
+
+typedef struct gpt {
+    weft_exec exec;
+    weft_model_config config;
+    weft_blas *blas;
+    int64_t elements; /* of the parameters */
+    void *parameters, *gradients;
+    int32_t *tokens, *targets;
+    char *block, *memory;
+    weft_model_bytes bytes;
+    weft_model model;
+    uint64_t step;
+    int training;
+} gpt;
+
+/* A model of this kind that is small enough for finite differences. */
+weft_model_config gpt_config(weft_residual residual, weft_dtype dtype);
+/* noise: how far parameters are moved from their first values. */
+void gpt_open(gpt *g, const weft_model_config *config, int64_t sequences, int64_t length, double noise);
+/* Memory anew, after exec has changed. */
+void gpt_bind(gpt *g);
+void gpt_close(gpt *g);
+/* Mean loss of the batch; gradients as well with backward = 1. Fails the test where a call fails. */
+double gpt_loss(gpt *g);
+double gpt_step(gpt *g);
+/* The model's memory has not been written outside its bytes. */
+void gpt_check_guards(const gpt *g);
+double gpt_parameter(const gpt *g, int64_t i);
+void gpt_set_parameter(gpt *g, int64_t i, double value);
+double gpt_gradient(const gpt *g, int64_t i);
+
+#endif

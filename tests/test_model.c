@@ -1,0 +1,503 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The model: gradients of all its parameters, kinds against each other, backends against each other, recompute, memory,
+ * bad input. */
+#include "support/suite.h"
+
+#include "support/gpt.h"
+#include "support/memory.h"
+#include "support/rng.h"
+
+typedef struct variant {
+    const char *name;
+    weft_residual residual;
+    weft_exit exit;
+    int bias;
+    double dropout;
+    int recompute, group;
+} variant;
+
+static const variant variants[] = {
+    {"residual", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 0, 0, 0, 0},
+    {"residual, bias, dropout", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 1, 0.3, 0, 0},
+    {"hc", WEFT_RESIDUAL_HC, WEFT_EXIT_MEAN, 0, 0, 0, 0},
+    {"hc, learned exit, bias, dropout", WEFT_RESIDUAL_HC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1},
+    {"mhc", WEFT_RESIDUAL_MHC, WEFT_EXIT_MEAN, 0, 0, 0, 0},
+    {"mhc, learned exit, bias, dropout", WEFT_RESIDUAL_MHC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1},
+    {"single pass", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 0, 0, 0, 0},
+    {"single pass, bias, dropout", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 1, 0.3, 1, 0},
+};
+enum { VARIANTS = sizeof variants / sizeof *variants };
+
+static weft_model_config config_of(const variant *v, weft_dtype dtype)
+{
+    weft_model_config c = gpt_config(v->residual, dtype);
+    c.exit = v->exit, c.bias = v->bias, c.dropout = v->dropout, c.recompute = v->recompute, c.group = v->group;
+    return c;
+}
+
+/* ---- gradients ---------------------------------------------------------------------------------------------------------- */
+
+/* Every element of small tensors, a few of large ones, by central differences. */
+static void gradients_are_exact(void **state)
+{
+    (void)state;
+    for (int k = 0; k < VARIANTS; k++) {
+        weft_model_config c = config_of(&variants[k], WEFT_F64);
+        gpt g;
+        int32_t tensors;
+        double worst = 0;
+        gpt_open(&g, &c, 2, 5, 0.2);
+        gpt_step(&g);
+        weft_model_param_count(&c, &tensors, NULL);
+        for (int32_t t = 0; t < tensors; t++) {
+            weft_model_param p;
+            weft_model_param_at(&c, t, &p);
+            double largest = 1e-8;
+            for (int64_t i = 0; i < p.count; i++) largest = fmax(largest, fabs(gpt_gradient(&g, p.offset + i)));
+            for (int64_t i = 0; i<p.count; i += p.count> 24 ? p.count / 6 : 1) {
+                const double step = 1e-5;
+                double at = gpt_parameter(&g, p.offset + i), loss[2];
+                for (int side = 0; side < 2; side++) {
+                    gpt_set_parameter(&g, p.offset + i, at + (side ? step : -step));
+                    loss[side] = gpt_loss(&g);
+                }
+                gpt_set_parameter(&g, p.offset + i, at);
+                double want = (loss[1] - loss[0]) / (2 * step), got = gpt_gradient(&g, p.offset + i);
+                double error = fabs(got - want) / largest;
+                worst = fmax(worst, error);
+                if (!(error < 1e-5))
+                    fail_msg("%s: %s[%lld]: gradient %.9g, finite differences %.9g", variants[k].name, p.name,
+                             (long long)i, got, want);
+            }
+        }
+        fprintf(stderr, "  %-34s worst relative error %.1e\n", variants[k].name, worst);
+        gpt_close(&g);
+    }
+}
+
+/* A gradient that is never computed would pass where its parameter has no influence; every tensor must have one. */
+static void every_parameter_learns(void **state)
+{
+    (void)state;
+    for (int k = 0; k < VARIANTS; k++) {
+        weft_model_config c = config_of(&variants[k], WEFT_F64);
+        gpt g;
+        int32_t tensors;
+        gpt_open(&g, &c, 2, 5, 0.2);
+        gpt_step(&g);
+        weft_model_param_count(&c, &tensors, NULL);
+        for (int32_t t = 0; t < tensors; t++) {
+            weft_model_param p;
+            double sum = 0;
+            weft_model_param_at(&c, t, &p);
+            for (int64_t i = 0; i < p.count; i++) sum += fabs(gpt_gradient(&g, p.offset + i));
+            /* The last site of a shifted model predicts a mix for the exit, and a post and res for itself. */
+            if (!(sum > 0)) fail_msg("%s: %s has no gradient", variants[k].name, p.name);
+        }
+        gpt_close(&g);
+    }
+}
+
+static void cpu_follows_the_reference(void **state)
+{
+    weft_blas blas;
+    int has_blas = weft_blas_open(NULL, &blas) == WEFT_OK;
+    (void)state;
+    if (!has_blas) fprintf(stderr, "  %s: the built-in loop alone is tested\n", weft_last_error());
+    for (int k = 0; k < VARIANTS; k++)
+        for (int with_blas = 0; with_blas <= has_blas; with_blas++)
+            for (weft_isa isa = WEFT_ISA_BASE; isa <= weft_cpu_isa(); isa = (weft_isa)(isa + 1)) {
+                weft_model_config c = config_of(&variants[k], WEFT_F32), wide = config_of(&variants[k], WEFT_F64);
+                gpt g, wanted;
+                /* More tokens than a tile of queries, and sizes that are no multiple of a vector. */
+                c.context = wide.context = 70;
+                c.channels = wide.channels = 20;
+                gpt_open(&g, &c, 2, 70, 0.1);
+                gpt_open(&wanted, &wide, 2, 70, 0.1);
+                g.exec.isa = isa;
+                gpt_bind(&g);
+                g.blas = with_blas ? &blas : NULL;
+                double got = gpt_step(&g), want = gpt_step(&wanted), largest = 0, worst = 0;
+                if (!(fabs(got - want) < 1e-5))
+                    fail_msg("%s: loss %.9g, reference %.9g", variants[k].name, got, want);
+                for (int64_t i = 0; i < g.elements; i++) largest = fmax(largest, fabs(gpt_gradient(&wanted, i)));
+                for (int64_t i = 0; i < g.elements; i++)
+                    worst = fmax(worst, fabs(gpt_gradient(&g, i) - gpt_gradient(&wanted, i)) / largest);
+                if (!(worst < 1e-4))
+                    fail_msg("%s on %s: gradients differ by %.2e of the largest", variants[k].name,
+                             weft_isa_name(isa), worst);
+                gpt_close(&g);
+                gpt_close(&wanted);
+            }
+    weft_blas_close(&blas);
+}
+
+static void threads_change_nothing(void **state)
+{
+    (void)state;
+    weft_model_config c = config_of(&variants[5], WEFT_F32);
+    c.context = 96, c.channels = 64, c.hidden = 80;
+    gpt one, two;
+    gpt_open(&one, &c, 3, 96, 0.1);
+    gpt_open(&two, &c, 3, 96, 0.1);
+    one.exec.threads = 1;
+    two.exec.threads = 3;
+    gpt_bind(&one);
+    gpt_bind(&two);
+    double a = gpt_step(&one), b = gpt_step(&two);
+    assert_memory_equal(&a, &b, sizeof a);
+    assert_memory_equal(one.gradients, two.gradients, (size_t)one.elements * sizeof(float));
+    gpt_close(&one);
+    gpt_close(&two);
+}
+
+/* ---- kinds ----------------------------------------------------------------------------------------------------------------- */
+
+static void begins_as_the_plain_residual(void **state)
+{
+    (void)state;
+    weft_model_config plain;
+    weft_model_defaults(WEFT_RESIDUAL_PLAIN, &plain);
+    gpt base;
+    gpt_open(&base, &plain, 2, 64, 0);
+    double want = gpt_loss(&base);
+    for (int k = WEFT_RESIDUAL_HC; k <= WEFT_RESIDUAL_MHC; k++) {
+        weft_model_config c;
+        gpt g;
+        weft_model_defaults((weft_residual)k, &c);
+        c.init_alpha = 0;
+        gpt_open(&g, &c, 2, 64, 0);
+        /* The same numbers under the same names: draws depend on the position of a tensor, so they are copied. */
+        int32_t tensors, others;
+        weft_model_param_count(&c, &tensors, NULL);
+        weft_model_param_count(&plain, &others, NULL);
+        for (int32_t t = 0; t < others; t++)
+            for (int32_t u = 0; u < tensors; u++) {
+                weft_model_param from, to;
+                weft_model_param_at(&plain, t, &from);
+                weft_model_param_at(&c, u, &to);
+                if (strcmp(from.name, to.name)) continue;
+                memcpy((float *)g.parameters + to.offset, (float *)base.parameters + from.offset,
+                       (size_t)from.count * sizeof(float));
+            }
+        memcpy(g.tokens, base.tokens, 128 * sizeof *g.tokens);
+        memcpy(g.targets, base.targets, 128 * sizeof *g.targets);
+        double got = gpt_loss(&g);
+        fprintf(stderr, "  %s: %.9g, residual: %.9g\n", weft_residual_name((weft_residual)k), got, want);
+        assert_true(fabs(got - want) < 1e-4);
+        gpt_close(&g);
+    }
+    gpt_close(&base);
+}
+
+static void gains_tell_the_kinds_apart(void **state)
+{
+    (void)state;
+    for (int k = 0; k < WEFT_RESIDUAL_COUNT; k++) {
+        weft_model_config c = gpt_config((weft_residual)k, WEFT_F64);
+        weft_model_gains gains;
+        gpt g;
+        c.layers = 6;
+        gpt_open(&g, &c, 2, 8, 0.3);
+        gpt_loss(&g);
+        assert_int_equal(weft_model_gain(&g.exec, &g.model, &gains), WEFT_OK);
+        fprintf(stderr, "  %-16s row %.4f (largest %.4f), column %.4f (largest %.4f)\n",
+                weft_residual_name((weft_residual)k), gains.row_mean, gains.row_max, gains.column_mean,
+                gains.column_max);
+        if (k == WEFT_RESIDUAL_PLAIN) assert_true(gains.row_max == 1 && gains.column_max == 1);
+        if (k == WEFT_RESIDUAL_HC) assert_true(gains.row_max > 2);
+        if (k >= WEFT_RESIDUAL_MHC) assert_true(gains.row_max < 1.1 && gains.column_max < 1.1);
+        gpt_close(&g);
+    }
+}
+
+/* ---- stages of a pipeline -------------------------------------------------------------------------------------------------- */
+
+/* Copies what the whole has under the names of a stage; `back` adds a stage's gradients up instead. */
+static void share(const gpt *all, gpt *part, int back)
+{
+    int32_t tensors, others;
+    weft_model_param_count(&all->config, &tensors, NULL);
+    weft_model_param_count(&part->config, &others, NULL);
+    for (int32_t t = 0; t < others; t++)
+        for (int32_t u = 0; u < tensors; u++) {
+            weft_model_param to, from;
+            weft_model_param_at(&part->config, t, &to);
+            weft_model_param_at(&all->config, u, &from);
+            if (strcmp(from.name, to.name)) continue;
+            size_t bytes = (size_t)from.count * sizeof(float);
+            if (back)
+                assert_memory_equal((float *)part->gradients + to.offset, (float *)all->gradients + from.offset,
+                                    bytes);
+            else
+                memcpy((float *)part->parameters + to.offset, (float *)all->parameters + from.offset, bytes);
+        }
+}
+
+static void stages_are_the_whole(void **state)
+{
+    (void)state;
+    static const struct {
+        weft_stage stage;
+        int32_t first, layers;
+    } cuts[] = {{WEFT_STAGE_FIRST, 0, 2}, {WEFT_STAGE_MIDDLE, 2, 1}, {WEFT_STAGE_LAST, 3, 2}};
+    for (int k = 0; k < WEFT_RESIDUAL_MHC_SINGLE_PASS; k++) {
+        weft_model_config c = gpt_config((weft_residual)k, WEFT_F32);
+        gpt all, part[3];
+        float *hop[2], *d_hop[2];
+        double loss = 0;
+        c.layers = 5, c.dropout = 0.2, c.bias = 1;
+        c.recompute = k != WEFT_RESIDUAL_PLAIN;
+        gpt_open(&all, &c, 2, 8, 0.1);
+        double want = gpt_step(&all) * 16;
+        size_t streams = (size_t)(16 * c.streams * c.channels) * sizeof(float);
+        for (int i = 0; i < 2; i++) hop[i] = must_alloc(streams), d_hop[i] = must_alloc(streams);
+        weft_model_args args[3];
+        for (int i = 0; i < 3; i++) {
+            c.stage = cuts[i].stage, c.first_layer = cuts[i].first, c.layers = cuts[i].layers;
+            gpt_open(&part[i], &c, 2, 8, 0);
+            share(&all, &part[i], 0);
+            memset(part[i].gradients, 0, (size_t)part[i].elements * sizeof(float));
+            args[i] = (weft_model_args){.struct_size = sizeof *args,
+                                        .parameters = part[i].parameters,
+                                        .gradients = part[i].gradients,
+                                        .tokens = all.tokens,
+                                        .targets = all.targets,
+                                        .training = 1,
+                                        .step = &all.step,
+                                        .loss = &loss,
+                                        .streams_in = i > 0 ? hop[i - 1] : NULL,
+                                        .streams_out = i < 2 ? hop[i] : NULL,
+                                        .d_streams_out = i < 2 ? d_hop[i] : NULL,
+                                        .d_streams_in = i > 0 ? d_hop[i - 1] : NULL};
+            if (weft_model_forward(&part[i].exec, &part[i].model, &args[i]) != WEFT_OK)
+                fail_msg("%s", weft_last_error());
+        }
+        assert_memory_equal(&loss, &want, sizeof loss);
+        for (int i = 2; i >= 0; i--) {
+            if (weft_model_backward(&part[i].exec, &part[i].model, &args[i]) != WEFT_OK)
+                fail_msg("%s", weft_last_error());
+            share(&all, &part[i], 1);
+        }
+        weft_model_args bad = args[1];
+        bad.streams_in = NULL;
+        assert_int_equal(weft_model_forward(&part[1].exec, &part[1].model, &bad), WEFT_ERR_ARGUMENT);
+        bad = args[0], bad.streams_out = NULL;
+        assert_int_equal(weft_model_forward(&part[0].exec, &part[0].model, &bad), WEFT_ERR_ARGUMENT);
+        assert_int_equal(weft_model_logits(&part[0].model).dtype, WEFT_NONE);
+        for (int i = 0; i < 2; i++) free(hop[i]), free(d_hop[i]);
+        for (int i = 0; i < 3; i++) gpt_close(&part[i]);
+        gpt_close(&all);
+    }
+}
+
+/* A block between rows: its gradients against finite differences of <rows out, weights>. */
+static void block_between_rows(void **state)
+{
+    (void)state;
+    for (int k = 0; k < VARIANTS; k++) {
+        weft_model_config c = config_of(&variants[k], WEFT_F64);
+        enum { ROWS = 10 };
+        double in[ROWS * 12], out[ROWS * 12], up[ROWS * 12], d_in[ROWS * 12], worst = 0;
+        rng random = {rng_name(1, variants[k].name)};
+        gpt g;
+        c.stage = WEFT_STAGE_BLOCK;
+        gpt_open(&g, &c, 2, 5, 0.2);
+        for (int i = 0; i < ROWS * 12; i++) in[i] = rng_normal(&random), up[i] = rng_normal(&random);
+        memset(g.gradients, 0, (size_t)g.elements * sizeof(double));
+        weft_model_args args = {.struct_size = sizeof args,
+                                .parameters = g.parameters,
+                                .gradients = g.gradients,
+                                .training = 1,
+                                .streams_in = in,
+                                .streams_out = out,
+                                .d_streams_out = up,
+                                .d_streams_in = d_in};
+        assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_OK);
+        assert_int_equal(weft_model_backward(&g.exec, &g.model, &args), WEFT_OK);
+        /* Every eleventh input, then some of the parameters. */
+        for (int64_t i = 0; i < ROWS * 12 + g.elements; i += i < ROWS * 12 ? 11 : 97) {
+            double *at = i < ROWS * 12 ? &in[i] : (double *)g.parameters + i - ROWS * 12, was = *at, sum[2] = {0};
+            double got = i < ROWS * 12 ? d_in[i] : gpt_gradient(&g, i - ROWS * 12);
+            for (int side = 0; side < 2; side++) {
+                *at = was + (side ? 1e-5 : -1e-5);
+                assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_OK);
+                for (int j = 0; j < ROWS * 12; j++) sum[side] += out[j] * up[j];
+            }
+            *at = was;
+            worst = fmax(worst, fabs((sum[1] - sum[0]) / 2e-5 - got) / (1 + fabs(got)));
+        }
+        if (!(worst < 1e-5)) fail_msg("%s: worst error %.2e", variants[k].name, worst);
+        gpt_close(&g);
+    }
+}
+
+/* ---- recompute, memory ---------------------------------------------------------------------------------------------------------- */
+
+static void recompute_changes_no_bit(void **state)
+{
+    (void)state;
+    for (int k = WEFT_RESIDUAL_HC; k < WEFT_RESIDUAL_COUNT; k++)
+        for (weft_dtype dtype = WEFT_F32; dtype <= WEFT_F64; dtype = (weft_dtype)(dtype + WEFT_F64 - WEFT_F32)) {
+            weft_model_config c = gpt_config((weft_residual)k, dtype);
+            size_t bytes = weft_dtype_size(dtype);
+            gpt kept;
+            c.layers = 5, c.dropout = 0.3, c.bias = 1, c.channels = 36;
+            gpt_open(&kept, &c, 2, 8, 0.1);
+            double want = gpt_step(&kept);
+            c.recompute = c.poison = 1;
+            for (c.group = 0; c.group <= 5; c.group++) {
+                gpt g;
+                gpt_open(&g, &c, 2, 8, 0.1);
+                for (int twice = 0; twice < 2; twice++) { /* the second time over memory that is poisoned already */
+                    double got = gpt_step(&g);
+                    assert_memory_equal(&got, &want, sizeof got);
+                    assert_memory_equal(g.gradients, kept.gradients, (size_t)g.elements * bytes);
+                }
+                if (c.group >= 1 && c.group <= 3) assert_true(g.bytes.plan.total < kept.bytes.plan.total);
+                assert_int_equal(g.bytes.plan.keep_all, kept.bytes.plan.total);
+                gpt_close(&g);
+            }
+            gpt_close(&kept);
+        }
+}
+
+/* gpt_open asks for exactly the query's bytes, with guards around them; one byte less is refused, and the last byte of
+ * every part is reached. */
+static void memory_is_what_the_query_says(void **state)
+{
+    (void)state;
+    for (int k = 0; k < VARIANTS; k++) {
+        weft_model_config c = config_of(&variants[k], WEFT_F32);
+        gpt g;
+        weft_model m;
+        gpt_open(&g, &c, 2, 8, 0.1);
+        assert_int_equal(weft_model_bind(&g.exec, &c, 2, 8, g.memory, g.bytes.total - 1, &m), WEFT_ERR_WORKSPACE);
+        gpt_step(&g);
+        assert_int_equal(g.bytes.total, g.bytes.plan.total + g.bytes.kept + g.bytes.scratch + g.bytes.workspace);
+        /* High-water mark: the last byte that is not the pattern any more. Workspace is at the end and ends in slack. */
+        size_t end = g.bytes.total;
+        while (end > 0 && (unsigned char)g.memory[end - 1] == guard_pattern[(GUARD + end - 1) & 1]) end--;
+        assert_true(end > g.bytes.total - g.bytes.workspace);
+        gpt_close(&g);
+    }
+}
+
+/* ---- order and bad input --------------------------------------------------------------------------------------------------------- */
+
+static void calls_out_of_order(void **state)
+{
+    (void)state;
+    weft_model_config c = gpt_config(WEFT_RESIDUAL_MHC, WEFT_F32);
+    gpt g;
+    gpt_open(&g, &c, 1, 4, 0);
+    weft_model_args args = {.struct_size = sizeof args,
+                            .parameters = g.parameters,
+                            .gradients = g.gradients,
+                            .tokens = g.tokens,
+                            .targets = g.targets};
+    assert_int_equal(weft_model_backward(&g.exec, &g.model, &args), WEFT_ERR_STATE);
+    args.targets = NULL;
+    assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_OK);
+    args.targets = g.targets;
+    assert_int_equal(weft_model_backward(&g.exec, &g.model, &args), WEFT_ERR_STATE);
+    assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_OK);
+    memset(g.gradients, 0, (size_t)g.elements * sizeof(float));
+    assert_int_equal(weft_model_backward(&g.exec, &g.model, &args), WEFT_OK);
+    assert_int_equal(weft_model_backward(&g.exec, &g.model, &args), WEFT_ERR_STATE);
+    g.tokens[2] = 11;
+    assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_ERR_ARGUMENT);
+    g.tokens[2] = 0, g.targets[1] = -2;
+    assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_ERR_ARGUMENT);
+    assert_non_null(strstr(weft_last_error(), "targets[1]"));
+    g.targets[1] = 0, args.struct_size--;
+    assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_ERR_ARGUMENT);
+    gpt_close(&g);
+}
+
+static void bad_configurations(void **state)
+{
+    (void)state;
+    weft_model_config good[WEFT_RESIDUAL_COUNT], c;
+    for (int k = 0; k < WEFT_RESIDUAL_COUNT; k++) {
+        assert_int_equal(weft_model_defaults((weft_residual)k, &good[k]), WEFT_OK);
+        assert_int_equal(weft_model_check(&good[k]), WEFT_OK);
+    }
+#define BAD(kind, word, ...)                                                                                       \
+    do {                                                                                                           \
+        c = good[kind];                                                                                            \
+        __VA_ARGS__;                                                                                               \
+        if (weft_model_check(&c) == WEFT_OK) fail_msg("accepted: %s", #__VA_ARGS__);                               \
+        if (!strstr(weft_last_error(), word)) fail_msg("%s: %s", #__VA_ARGS__, weft_last_error());                 \
+    } while (0)
+    BAD(WEFT_RESIDUAL_MHC, "streams", c.streams = 0);
+    BAD(WEFT_RESIDUAL_MHC, "streams", c.streams = 33);
+    BAD(WEFT_RESIDUAL_PLAIN, "streams", c.streams = 4);
+    BAD(WEFT_RESIDUAL_PLAIN, "recompute", c.recompute = 1);
+    BAD(WEFT_RESIDUAL_MHC, "group", c.group = 2);
+    BAD(WEFT_RESIDUAL_MHC, "group", c.recompute = 1, c.group = 5);
+    BAD(WEFT_RESIDUAL_MHC, "group", c.recompute = 1, c.group = -1);
+    BAD(WEFT_RESIDUAL_MHC, "poison", c.poison = 1);
+    BAD(WEFT_RESIDUAL_MHC, "sinkhorn_iters", c.numerics.sinkhorn_iters = 0);
+    BAD(WEFT_RESIDUAL_MHC, "init_alpha", c.init_alpha = -0.1);
+    BAD(WEFT_RESIDUAL_MHC, "init_alpha", c.init_alpha = (double)NAN);
+    BAD(WEFT_RESIDUAL_MHC, "channels", c.channels = 0);
+    BAD(WEFT_RESIDUAL_MHC, "heads", c.heads = 3);
+    BAD(WEFT_RESIDUAL_MHC, "heads", c.heads = 128);
+    BAD(WEFT_RESIDUAL_MHC, "layers", c.layers = 0);
+    BAD(WEFT_RESIDUAL_MHC, "dropout", c.dropout = 1);
+    BAD(WEFT_RESIDUAL_MHC, "dropout", c.dropout = (double)NAN);
+    BAD(WEFT_RESIDUAL_MHC, "exit", c.exit = WEFT_EXIT_MIX);
+    BAD(WEFT_RESIDUAL_MHC_SINGLE_PASS, "exit", c.exit = WEFT_EXIT_MEAN);
+    BAD(WEFT_RESIDUAL_PLAIN, "exit", c.exit = WEFT_EXIT_LEARNED);
+    BAD(WEFT_RESIDUAL_MHC, "dtype", c.dtype = WEFT_BF16);
+    BAD(WEFT_RESIDUAL_MHC, "struct_size", c.struct_size = 8);
+    BAD(WEFT_RESIDUAL_MHC, "rope_base", c.rope_base = 0);
+    BAD(WEFT_RESIDUAL_MHC, "first_layer", c.first_layer = 1);
+    BAD(WEFT_RESIDUAL_MHC_SINGLE_PASS, "stage", c.stage = WEFT_STAGE_FIRST);
+#undef BAD
+    weft_model_bytes bytes;
+    weft_exec exec = {.backend = WEFT_BACKEND_REF};
+    assert_int_equal(weft_model_query(&exec, &good[0], 1, 4, &bytes), WEFT_ERR_UNSUPPORTED); /* f32 on ref */
+    exec.backend = WEFT_BACKEND_CPU;
+    assert_int_equal(weft_model_query(&exec, &good[0], 1, 129, &bytes), WEFT_ERR_ARGUMENT); /* past the context */
+    assert_int_equal(weft_model_query(&exec, &good[0], 0, 4, &bytes), WEFT_ERR_ARGUMENT);
+}
+
+static void bad_values_are_named(void **state)
+{
+    (void)state;
+    weft_model_config c = gpt_config(WEFT_RESIDUAL_MHC, WEFT_F32);
+    gpt g;
+    char name[64];
+    gpt_open(&g, &c, 1, 4, 0);
+    gpt_loss(&g);
+    assert_int_equal(weft_model_first_bad(&g.exec, &g.model, name), WEFT_OK);
+    assert_string_equal(name, "");
+    int32_t tensors;
+    weft_model_param_count(&c, &tensors, NULL);
+    for (int32_t t = 0; t < tensors; t++) {
+        weft_model_param p;
+        weft_model_param_at(&c, t, &p);
+        if (!strcmp(p.name, "layers.1.mlp.down.weight")) gpt_set_parameter(&g, p.offset, (double)NAN);
+    }
+    gpt_loss(&g);
+    assert_int_equal(weft_model_first_bad(&g.exec, &g.model, name), WEFT_OK);
+    assert_string_equal(name, "layers.1.mlp.output");
+    gpt_close(&g);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(gradients_are_exact),          cmocka_unit_test(every_parameter_learns),
+        cmocka_unit_test(cpu_follows_the_reference),    cmocka_unit_test(threads_change_nothing),
+        cmocka_unit_test(begins_as_the_plain_residual), cmocka_unit_test(gains_tell_the_kinds_apart),
+        cmocka_unit_test(stages_are_the_whole),         cmocka_unit_test(block_between_rows),
+        cmocka_unit_test(recompute_changes_no_bit),     cmocka_unit_test(memory_is_what_the_query_says),
+        cmocka_unit_test(calls_out_of_order),           cmocka_unit_test(bad_configurations),
+        cmocka_unit_test(bad_values_are_named),
+    };
+    return suite_run("model", tests);
+}

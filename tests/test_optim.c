@@ -1,0 +1,162 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Optimisers: AdamW against its equations, Muon's steps towards orthogonality, cpu against ref, bad arguments. */
+#include "support/suite.h"
+
+#include <weft/optim.h>
+
+#include "support/memory.h"
+#include "support/rng.h"
+
+static void adamw_follows_its_equations(void **state)
+{
+    (void)state;
+    enum { COUNT = 37 };
+    double p[COUNT], m[COUNT] = {0}, v[COUNT] = {0}, g[COUNT], q[COUNT], first[COUNT] = {0}, second[COUNT] = {0};
+    float pf[COUNT], mf[COUNT] = {0}, vf[COUNT] = {0}, gf[COUNT];
+    rng r = {3};
+    weft_exec ref = {.backend = WEFT_BACKEND_REF}, cpu = {.backend = WEFT_BACKEND_CPU};
+    for (int i = 0; i < COUNT; i++) pf[i] = (float)(p[i] = q[i] = rng_normal(&r));
+    for (int step = 1; step <= 20; step++) {
+        for (int i = 0; i < COUNT; i++) gf[i] = (float)(g[i] = rng_normal(&r));
+        weft_adamw_args a = {.struct_size = sizeof a,
+                             .parameter = p,
+                             .first = m,
+                             .second = v,
+                             .gradient = g,
+                             .count = COUNT,
+                             .step = step,
+                             .rate = 0.01,
+                             .beta1 = 0.9,
+                             .beta2 = 0.95,
+                             .eps = 1e-8,
+                             .decay = 0.1,
+                             .scale = 0.5};
+        assert_int_equal(weft_adamw(&ref, &a), WEFT_OK);
+        a.parameter = pf, a.first = mf, a.second = vf, a.gradient = gf;
+        assert_int_equal(weft_adamw(&cpu, &a), WEFT_OK);
+        for (int i = 0; i < COUNT; i++) {
+            double h = 0.5 * g[i];
+            first[i] = 0.9 * first[i] + 0.1 * h;
+            second[i] = 0.95 * second[i] + 0.05 * h * h;
+            q[i] -= 0.01 * 0.1 * q[i];
+            q[i] -= 0.01 * (first[i] / (1 - pow(0.9, step))) / (sqrt(second[i] / (1 - pow(0.95, step))) + 1e-8);
+        }
+    }
+    for (int i = 0; i < COUNT; i++) {
+        assert_true(fabs(p[i] - q[i]) < 1e-12);
+        assert_true(fabs((double)pf[i] - q[i]) < 1e-5);
+    }
+}
+
+/* The update of a random matrix has singular values near 1: the Gram matrix of its shorter side is near the identity. */
+static void muon_orthogonalises(void **state)
+{
+    (void)state;
+    static const int64_t shapes[][2] = {{8, 24}, {24, 8}, {16, 16}};
+    for (int k = 0; k < 3; k++) {
+        int64_t rows = shapes[k][0], columns = shapes[k][1], count = rows * columns;
+        double *p = must_alloc((size_t)count * 8), *m = must_alloc((size_t)count * 8),
+               *g = must_alloc((size_t)count * 8);
+        float *pf = must_alloc((size_t)count * 4), *mf = must_alloc((size_t)count * 4),
+              *gf = must_alloc((size_t)count * 4);
+        rng r = {(uint64_t)k};
+        size_t bytes;
+        for (int64_t i = 0; i < count; i++) {
+            p[i] = m[i] = 0, pf[i] = mf[i] = 0;
+            gf[i] = (float)(g[i] = rng_normal(&r));
+        }
+        weft_muon_args a = {.struct_size = sizeof a,
+                            .parameter = p,
+                            .moment = m,
+                            .gradient = g,
+                            .rows = rows,
+                            .columns = columns,
+                            .rate = -1,
+                            .momentum = 0.95,
+                            .scale = 1};
+        weft_exec exec = {.backend = WEFT_BACKEND_REF};
+        assert_int_equal(weft_muon_workspace(&exec, &a, &bytes), WEFT_OK);
+        exec.workspace = must_alloc(exec.workspace_bytes = bytes);
+        assert_int_equal(weft_muon(&exec, &a), WEFT_OK);
+        free(exec.workspace);
+        exec.backend = WEFT_BACKEND_CPU;
+        a.parameter = pf, a.moment = mf, a.gradient = gf;
+        assert_int_equal(weft_muon_workspace(&exec, &a, &bytes), WEFT_OK);
+        exec.workspace = must_alloc(exec.workspace_bytes = bytes);
+        assert_int_equal(weft_muon(&exec, &a), WEFT_OK);
+        exec.workspace_bytes--;
+        assert_int_equal(weft_muon(&exec, &a), WEFT_ERR_WORKSPACE);
+        free(exec.workspace);
+        double scale = rows > columns ? sqrt((double)rows / (double)columns) : 1;
+        for (int64_t i = 0; i < (rows < columns ? rows : columns); i++) {
+            double norm = 0;
+            for (int64_t j = 0; j < (rows < columns ? columns : rows); j++) {
+                double e = (rows < columns ? p[i * columns + j] : p[j * columns + i]) / scale;
+                norm += e * e;
+            }
+            assert_true(norm > 0.4 && norm < 1.6);
+        }
+        for (int64_t i = 0; i < count; i++) assert_true(fabs((double)pf[i] - p[i]) < 1e-4);
+        free(p), free(m), free(g), free(pf), free(mf), free(gf);
+    }
+}
+
+static void sums(void **state)
+{
+    (void)state;
+    weft_exec cpu = {.backend = WEFT_BACKEND_CPU};
+    float v[100];
+    double sum;
+    for (int i = 0; i < 100; i++) v[i] = (float)i;
+    assert_int_equal(weft_sum_squares(&cpu, v, 100, &sum), WEFT_OK);
+    assert_true(sum == 328350);
+    assert_int_equal(weft_sum_squares(&cpu, NULL, 3, &sum), WEFT_ERR_ARGUMENT);
+}
+
+static void bad_arguments(void **state)
+{
+    (void)state;
+    weft_exec cpu = {.backend = WEFT_BACKEND_CPU};
+    float x[4] = {0};
+    const weft_adamw_args good = {.struct_size = sizeof good,
+                                  .parameter = x,
+                                  .first = x,
+                                  .second = x,
+                                  .gradient = x,
+                                  .count = 1,
+                                  .step = 1,
+                                  .beta1 = 0.9,
+                                  .beta2 = 0.9,
+                                  .eps = 1,
+                                  .scale = 1};
+    weft_adamw_args a;
+#define BAD(...)                                                                                                   \
+    do {                                                                                                           \
+        a = good;                                                                                                  \
+        __VA_ARGS__;                                                                                               \
+        assert_int_equal(weft_adamw(&cpu, &a), WEFT_ERR_ARGUMENT);                                                 \
+    } while (0)
+    BAD(a.struct_size = 0);
+    BAD(a.gradient = NULL);
+    BAD(a.count = -1);
+    BAD(a.step = 0);
+    BAD(a.beta1 = 1);
+    BAD(a.eps = 0);
+    BAD(a.rate = (double)NAN);
+#undef BAD
+    weft_muon_args m = {.struct_size = sizeof m, .rows = 0, .columns = 2};
+    size_t bytes;
+    assert_int_equal(weft_muon_workspace(&cpu, &m, &bytes), WEFT_ERR_ARGUMENT);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(adamw_follows_its_equations),
+        cmocka_unit_test(muon_orthogonalises),
+        cmocka_unit_test(sums),
+        cmocka_unit_test(bad_arguments),
+    };
+    return suite_run("optim", tests);
+}

@@ -1,0 +1,272 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""tests/train.py <weft> <work folder>: the program's training as its user sees it.
+
+Kill and resume, several processes against one, checkpoints, bad input. Every run is small; random moments come from a seed
+that is printed."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+WEFT, WORK = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
+SMALL = ["--layers", "2", "--channels", "32", "--heads", "2", "--context", "32", "--batch", "4", "--quiet", "--threads", "1"]
+ENV = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+failures = 0
+
+
+def say(name, ok, detail=""):
+    global failures
+    failures += not ok
+    print(f"{'ok  ' if ok else 'FAIL'} {name}{': ' + detail if detail and not ok else ''}", flush=True)
+
+
+def weft(*args, limit=None, cwd=None, before=()):
+    def limits():
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    result = subprocess.run([*before, str(WEFT), *map(str, args)], capture_output=True, text=True, errors="replace",
+                            env=ENV, cwd=cwd or WORK, preexec_fn=limits, timeout=600)
+    return result.returncode, result.stdout, result.stderr
+
+
+def train(out, *args, **options):
+    return weft("train", *SMALL, "--data", WORK / "text.txt", "--out", out, *args, **options)
+
+
+def refused(name, word, code, *args, **options):
+    got, out, err = weft("train", *args, **options)
+    say(name, got == code and word in err and "Sanitizer" not in err, f"exit {got}, {err.strip()[:200]}")
+
+
+def figures(out):
+    """What a log says, without what depends on the clock."""
+    lines = [json.loads(line) for line in (WORK / out / "log.jsonl").read_text().splitlines()]
+    keep = ("step", "loss", "val_loss", "rate", "gradient_norm", "row_gain", "layer_gradient_norms")
+    return [{k: line[k] for k in keep if k in line} for line in lines if "step" in line]
+
+
+def checkpoint(out, step):
+    folder = WORK / out / f"step-{step:08d}"
+    return {p.name: p.read_bytes() for p in folder.iterdir()} if folder.is_dir() else None
+
+
+def tensors(data):
+    """Names to bytes, without the metadata."""
+    size = struct.unpack("<Q", data[:8])[0]
+    head = json.loads(data[8 : 8 + size])
+    head.pop("__metadata__")
+    return {k: data[8 + size + v["data_offsets"][0] : 8 + size + v["data_offsets"][1]] for k, v in head.items()}
+
+
+def same_checkpoint(a, b, step):
+    x, y = checkpoint(a, step), checkpoint(b, step)
+    return x and y and all(tensors(x[f]) == tensors(y[f]) for f in ("model.safetensors", "optimizer.safetensors"))
+
+
+def setup():
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    rng = random.Random(1)
+    words = ["stream", "residual", "mixes", "the", "a", "gain", "of", "one", "and", "layer", "into", "next"]
+    (WORK / "text.txt").write_text("".join(rng.choice(words) + rng.choice([" ", " ", ", ", ".\n"]) for _ in range(4000)))
+
+
+def kill_and_resume():
+    options = ["--residual", "mhc", "--steps", 300, "--save-every", 7, "--val-every", 10, "--dropout", 0.1]
+    code, _, err = train("whole", *options)
+    say("a run", code == 0 and figures("whole")[-1]["step"] == 300, err)
+    for seed in range(3):
+        rng, out, kills = random.Random(seed), f"killed{seed}", 0
+        for _ in range(60):
+            command = [str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", out, *map(str, options)]
+            process = subprocess.Popen([*command, "--resume"], cwd=WORK, env=ENV, stderr=subprocess.PIPE)
+            try:
+                process.wait(rng.uniform(0.02, 0.4) if kills < 8 else None)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                kills += 1
+                continue
+            break
+        ok = process.returncode == 0 and same_checkpoint("whole", out, 300) and figures("whole") == figures(out)
+        say(f"killed {kills} times and resumed, bit for bit", ok, (process.stderr.read() or b"").decode())
+    left = sorted(p.name for p in (WORK / "killed0").iterdir())
+    say("the last three checkpoints are kept", left == ["log.jsonl", "step-00000287", "step-00000294", "step-00000300"], str(left))
+    process = subprocess.Popen([str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", "asked", "--steps",
+                                "100000"], cwd=WORK, env=ENV)
+    time.sleep(1)
+    process.terminate()
+    say("asked to stop, it saves", process.wait(60) == 0 and any((WORK / "asked").glob("step-*")))
+
+
+def processes():
+    options = ["--residual", "mhc", "--steps", 10, "--dropout", 0.1]
+    if not shutil.which("mpirun"):
+        print("skip several processes: no mpirun")
+        return
+    # The MPI library keeps memory until the end, which is not the program's to free.
+    two = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-x", "ASAN_OPTIONS=detect_leaks=0", "-np", "2"]
+    train("one", *options, "--micro", 2)
+    code, _, err = train("two", *options, "--micro", 1, before=two)
+    a, b = figures("one"), figures("two") if code == 0 else []
+    ok = code == 0 and a[0]["loss"] == b[0]["loss"] and all(abs(x["loss"] - y["loss"]) < 1e-4 for x, y in zip(a, b))
+    say("two processes are one with two micro-batches", ok and len(a) == len(b) == 10, err)
+    code, _, err = train("gone", "--steps", 5, "--rate", 1e30, before=two)
+    say("several processes end together", code != 0, err)
+    command = [*two, str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", "dies", "--steps", "1000000",
+               "--save-every", "5"]
+    process = subprocess.Popen(command, cwd=WORK, env=ENV, stderr=subprocess.PIPE, text=True)
+    for _ in range(200):
+        time.sleep(0.1)
+        ranks = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
+        if len(ranks) == 2 and list((WORK / "dies").glob("step-*")):
+            break
+    os.kill(int(ranks[1]), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    say("a process that dies ends the run", process.returncode != 0 and "signal" in err, err)
+    code, _, err = train("dies", "--resume", "--steps", 1000000, "--data", "short.txt")
+    say("and its checkpoints are whole", code == 2 and "too few" in err, err)
+
+
+def recompute():
+    options = ["--residual", "mhc", "--layers", 3, "--steps", 5, "--dropout", 0.2]
+    train("kept", *options)
+    for group in (1, 2, 3):
+        train(f"group{group}", *options, "--recompute", "--poison", "--group", group)
+        say(f"recompute in groups of {group}, bit for bit", same_checkpoint("kept", f"group{group}", 5))
+
+
+def kinds():
+    for kind in ("residual", "hc", "mhc", "mhc_single_pass"):
+        code, _, err = train(f"kind-{kind}", "--residual", kind, "--steps", 60, "--rate", 3e-3)
+        lines = figures(f"kind-{kind}") if code == 0 else [{"loss": 0}]
+        say(f"{kind} learns", code == 0 and lines[-1]["loss"] < lines[0]["loss"] - 2, f"{err} {lines[0]} {lines[-1]}")
+    code, _, err = train("muon", "--optimizer", "muon", "--steps", 60, "--rate", 3e-3)
+    say("muon learns", code == 0 and figures("muon")[-1]["loss"] < figures("muon")[0]["loss"] - 2, err)
+    code, out, err = weft("sample", "--from", "kind-mhc", "--prompt", "the ", "--count", 60)
+    again = weft("sample", "--from", "kind-mhc", "--prompt", "the ", "--count", 60)
+    say("a sample", code == 0 and out.startswith("the ") and len(out) > 60 and again[1] == out, err)
+    names = set(tensors(checkpoint("kind-mhc", 60)["model.safetensors"]))
+    say("names of tensors", {"embed.weight", "layers.0.attention.connection.phi", "layers.1.mlp.down.weight"} <= names)
+
+
+def report():
+    code, out, err = weft("report", "--runs", "kind-residual,kind-hc,kind-mhc/log.jsonl", "--out", "page.html")
+    page = (WORK / "page.html").read_text() if code == 0 else ""
+    say("a report", page.count("<svg") == 8 and page.count("</svg>") == 8 and "nan" not in page and "http" not in page, err)
+    (WORK / "foreign.jsonl").write_text("no log\n")
+    (WORK / "cut.jsonl").write_text('{"step":1,"loss":2.5}\n{"step":2,"lo')
+    for path, word in (("nowhere", "No such file"), ("foreign.jsonl", "line 1"), ("text.txt", "line 1"), (",", "names no run")):
+        code, _, err = weft("report", "--runs", path, "--out", "never.html")
+        say(f"report of {path}", code == 2 and word in err and not (WORK / "never.html").exists(), err)
+    code, _, err = weft("report", "--runs", "cut.jsonl", "--out", "cut.html")
+    say("report of a log that was cut off", code == 0, err)
+    code, _, err = weft("report", "--runs", "kind-mhc", "--out", "full.html", limit=1000)
+    say("report on a full disk", code != 0 and not (WORK / "full.html").exists(), f"exit {code} {err}")
+
+
+def config_file():
+    (WORK / "run.conf").write_text("# a run\nresidual = hc\nsteps=3\nbias = on   # biases\n\nlayers = 1\n")
+    code, _, err = train("conf", "--config", "run.conf", "--layers", 2)
+    head = json.loads((WORK / "conf/log.jsonl").read_text().splitlines()[0])["options"] if code == 0 else {}
+    ok = code == 0 and head["residual"] == "hc" and head["bias"] == "on" and head["layers"] == "2" and head["steps"] == "3"
+    say("a file of options; the command line goes first", ok, err)
+    for text, word in (("layers = two\n", "line 1"), ("\nlayer = 2\n", "unknown option 'layer'"), ("steps 3\n", "name = value"),
+                       ("bias = 1\n", "bias does not take"), ("seed = 1\nseed = 2\n", "twice"), ("steps = 3\0", "not text")):
+        (WORK / "bad.conf").write_text(text)
+        refused(f"file of options {text!r}", word, 2, "--config", "bad.conf", "--data", "text.txt", "--out", "never")
+
+
+def bad_options():
+    base = ["--data", "text.txt", "--out", "never"]
+    for args, word in (
+        (["--layer", 3], "unknown option"), (["--layers", 0], "--layers does not take"), (["--rate", "fast"], "--rate"),
+        (["--dropout", 1.5], "--dropout"), (["--dropout", "nan"], "--dropout"), (["--alpha", -0.1], "--alpha"),
+        (["--alpha", "nan"], "--alpha"), (["--streams", 33], "--streams"), (["--residual", "mch"], "--residual"),
+        (["--residual", "residual", "--streams", 4], "streams"), (["--residual", "residual", "--recompute"], "recompute"),
+        (["--residual", "residual", "--sinkhorn", 5], "sinkhorn"), (["--residual", "hc", "--preset", "liger"], "preset"),
+        (["--group", 2], "group"), (["--recompute", "--group", 9], "group"), (["--poison"], "poison"),
+        (["--exit", "mix"], "exit"), (["--residual", "mhc_single_pass", "--exit", "mean"], "exit"),
+        (["--heads", 3], "heads"), (["--warmup", 300], "warmup"), (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--config", "nowhere.conf"], "nowhere.conf"),
+    ):
+        refused(" ".join(map(str, args)), word, 2, *base, *args)
+    say("nothing was written", not (WORK / "never").exists())
+
+
+def bad_data():
+    (WORK / "empty.txt").write_text("")
+    (WORK / "short.txt").write_text("too short")
+    (WORK / "binary.bin").write_bytes(bytes(range(256)) * 100)
+    (WORK / "folder").mkdir()
+    for data, word in (("empty.txt", "no text"), ("short.txt", "too few"), ("binary.bin", "not text"), ("folder", "no text")):
+        refused(f"--data {data}", word, 2, "--data", data, "--out", "never")
+    refused("no --data outside the source tree", "--data", 2, "--out", "never")
+
+
+def bad_checkpoints():
+    code, _, err = train("base", "--steps", 4, "--save-every", 2)
+    whole = checkpoint("base", 4)
+    (WORK / "other.txt").write_text("another text " * 1000)
+    refused("a run is not overwritten", "holds a run already", 2, *SMALL, "--data", "text.txt", "--out", "base")
+    resume = [*SMALL, "--data", "text.txt", "--resume", "--out"]
+    refused("another model", "--residual hc, but the run was begun with mhc", 2, *resume, "base", "--residual", "hc")
+    refused("another text", "not the text of the run", 2, *SMALL, "--data", "other.txt", "--resume", "--out", "base")
+
+    def damaged(name, file, change, word):
+        shutil.copytree(WORK / "base", WORK / "damaged")
+        path = WORK / "damaged/step-00000004" / file
+        change(path)
+        refused(name, word, 2, *resume, "damaged")
+        code, _, err = weft("sample", "--from", "damaged")
+        say(f"{name}, sample", file != "model.safetensors" or (code == 2 and len(err) > 20), err)
+        shutil.rmtree(WORK / "damaged")
+
+    model = whole["model.safetensors"]
+    damaged("truncated", "model.safetensors", lambda p: p.write_bytes(model[: len(model) // 2]), "truncated?")
+    damaged("an empty file", "model.safetensors", lambda p: p.write_bytes(b""), "too few")
+    damaged("a foreign file", "model.safetensors", lambda p: p.write_bytes(struct.pack("<Q", 2) + b"{}"), "not a checkpoint of weft")
+    damaged("a missing file", "optimizer.safetensors", lambda p: p.unlink(), "No such file")
+    damaged("files exchanged", "model.safetensors", lambda p: p.write_bytes(whole["optimizer.safetensors"]), "tensors, the model has")
+    size = struct.unpack("<Q", model[:8])[0]
+    poisoned = model[: 8 + size] + b"\xff" * 64 + model[8 + size + 64 :]
+    damaged("a value that is not finite", "model.safetensors", lambda p: p.write_bytes(poisoned), "not finite")
+
+
+def bad_luck():
+    code, _, err = train("nan", "--steps", 50, "--rate", 1e30, "--warmup", 0, "--save-every", 1, "--clip", 0, "--decay", 0)
+    say("a loss that is not a number", code == 1 and "step" in err and "not finite" in err, f"exit {code}: {err}")
+    say("and no checkpoint of it", not list((WORK / "nan").glob(".step-*")))
+    code, _, err = train("full", "--steps", 4, "--save-every", 2, limit=200000)
+    say("a full disk", code == 2 and "full/" in err and not list((WORK / "full").glob("*step*")), f"exit {code}: {err}")
+    train("nearly", "--steps", 2, "--save-every", 1)
+    shutil.copytree(WORK / "nearly", WORK / "nearly2")
+    before = checkpoint("nearly", 2)
+    code, _, err = train("nearly", "--resume", "--keep", 1, limit=1000)
+    say("an older checkpoint outlives a full disk", checkpoint("nearly", 2) == before, err)
+    if os.geteuid() != 0:
+        (WORK / "locked").mkdir(mode=0o500)
+        code, _, err = train("locked/run", "--steps", 1)
+        say("a folder that cannot be written", code == 2 and "locked" in err, err)
+    (WORK / "file").write_text("")
+    code, _, err = train("file", "--steps", 1)
+    say("a file in the place of the folder", code == 2 and "file" in err, err)
+    code, _, err = weft("sample", "--from", "nowhere")
+    say("sample without a checkpoint", code == 2 and "no checkpoint" in err, err)
+
+
+setup()
+for part in (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, bad_luck, processes):
+    part()
+print(f"{failures} failures")
+sys.exit(1 if failures else 0)
