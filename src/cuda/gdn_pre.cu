@@ -4,10 +4,16 @@
  * q, k or v, heads of z to copy, or the gates) and a range of tokens, or in decoding a sequence. Reads and writes everything
  * once, but for the W - 1 rows in front of a range.
  *
- * W = 0 stands for any width, any head and any alignment: rows are read again for every token, element by element. */
+ * V = 0 stands for any width, any head and any alignment: rows are read again for every token, element by element. */
 #include "cuda/gdn_pre.cuh"
 
-enum { WARPS = 4, AHEAD = 4, GATE_TOKENS = 8, MAX_GROUPS = WEFT_GDN_MAX_DIM / (32 * VEC) };
+enum {
+    WARPS = 4,
+    AHEAD = 4,  /* rows that are under way; the ring of past rows has as many */
+    COPIES = 8, /* the same for z, which needs no registers but these */
+    GATE_TOKENS = 8,
+    MAX_GROUPS = WEFT_GDN_MAX_DIM / (32 * GROUP)
+};
 enum part { PART_Q, PART_K, PART_V, PART_Z, PART_GATES, PARTS };
 
 struct fwd_params {
@@ -23,20 +29,10 @@ struct fwd_params {
     int32_t first_unit[PARTS + 1]; /* units of warps: the parts one after the other */
     int64_t range;                 /* tokens of a warp */
     view new_state;
+    bool wide_new_state;
 };
 
 /* ---- q, k, v ------------------------------------------------------------------------------------------------------------- */
-
-static __device__ __forceinline__ float activate(const fwd_params &p, float u)
-{
-    return p.conv.linear ? u : silu(u);
-}
-
-static __device__ __forceinline__ float scale_of(const fwd_params &p, int part, float squares)
-{
-    const float r = part < PART_V && p.l2norm ? 1.0f / sqrtf(squares + p.l2_eps) : 1.0f;
-    return part == PART_Q ? r * p.q_scale : r;
-}
 
 /* The heads of the result that a head goes to: `repeat` of them from here on, head_step apart. */
 static __device__ __forceinline__ int64_t first_head(const fwd_params &p, int part, int head)
@@ -44,73 +40,123 @@ static __device__ __forceinline__ int64_t first_head(const fwd_params &p, int pa
     return p.head_step[part] == 1 ? (int64_t)head * p.repeat[part] : head;
 }
 
-template <class T, int W>
+/* u becomes y. */
+template <class T, int V> static __device__ __forceinline__ void activate(const fwd_params &p, float (&u)[V])
+{
+    if (!p.conv.linear) {
+#pragma unroll
+        for (int e = 0; e < V; e++) u[e] = silu(u[e]);
+    }
+    if (p.parity) {
+#pragma unroll
+        for (int e = 0; e < V; e++) u[e] = rounded<T>(u[e]);
+    }
+}
+
+static __device__ __forceinline__ float scale_of(const fwd_params &p, int part, float squares)
+{
+    const float r = part < PART_V && p.l2norm ? reciprocal_root(squares + p.l2_eps) : 1.0f;
+    return part == PART_Q ? r * p.q_scale : r;
+}
+
+/* One lane's part of a row of results, in all heads that get it. */
+template <class T, int V>
+static __device__ __forceinline__ void store_copies(T *to, const float (&y)[V], int repeat, int64_t step)
+{
+    raw<T, V> packed;
+    pack(packed, y);
+    store_raw(to, packed);
+    for (int i = 1; i < repeat; i++) store_raw(to += step, packed);
+}
+
+/* From the convolution's sum to what is stored. */
+template <class T, int V>
+static __device__ __forceinline__ void finish_row(const fwd_params &p, int part, int lanes, float (&u)[V])
+{
+    float squares = 0.0f;
+    activate<T>(p, u);
+    if (part == PART_V) return;
+    if (p.l2norm) squares = team_sum(lane_sum(u, u), lanes);
+    const float scale = scale_of(p, part, squares);
+#pragma unroll
+    for (int e = 0; e < V; e++) u[e] *= scale;
+}
+
+/* A lane's channels of a head and where they go. */
+template <class T, int V> struct lane_rows {
+    lane_place l;
+    bool active;
+    int channel;
+    const T *from;
+    T *to;
+    int64_t copy_step;
+};
+
+template <class T, int V>
+static __device__ __forceinline__ lane_rows<T, V> lane_rows_of(const fwd_params &p, int part, int unit)
+{
+    const section &s = p.in[part];
+    const rows &out = p.out[part];
+    lane_rows<T, V> r;
+    r.l = place_in<V>(s, unit);
+    r.active = r.l.count > 0;
+    r.channel = s.first + r.l.head * s.dim + r.l.channel;
+    r.from = (const T *)s.x.data + r.l.head * s.x.head + r.l.channel;
+    r.to = (T *)out.data + first_head(p, part, r.l.head) * out.head + r.l.channel;
+    r.copy_step = p.head_step[part] * out.head;
+    return r;
+}
+
+template <class T, int V>
+static __device__ __forceinline__ void zero_rows(const fwd_params &p, int part, const lane_rows<T, V> &r,
+                                                 int64_t offset, int64_t count)
+{
+    const float zeros[V] = {};
+    T *to = r.to + offset;
+    if (!r.active) return;
+    for (int64_t i = 0; i < count; i++, to += p.out[part].step)
+        store_copies<T, V>(to, zeros, p.repeat[part], r.copy_step);
+}
+
+template <class T, int W, int V>
 static __device__ __forceinline__ void forward_heads(const fwd_params &p, int part, int unit, int64_t t0,
                                                      int64_t t1, place where)
 {
     const section &s = p.in[part];
     const rows &out = p.out[part];
-    const lane_place l = place_in(s, unit);
-    const bool active = l.count > 0;
-    const int channel = s.first + l.head * s.dim + l.channel;
-    const T *from = (const T *)s.x.data + l.head * s.x.head + l.channel;
-    T *to = (T *)out.data + first_head(p, part, l.head) * out.head + l.channel;
-    const int64_t copy_step = p.head_step[part] * out.head;
-    lane_head<W> h;
-    read_taps(h, p.conv, channel, l.count);
-
-    raw<T, VEC> ahead[AHEAD] = {};
-    token now = token_at(p.seq, t0), later = now;
-#pragma unroll
-    for (int r = 0; r < AHEAD; r++) {
-        if (active && t0 + r < t1) load_raw(ahead[r], from + offset_of(s.x, later));
-        advance(later, p.seq);
-    }
-    bool zero = where.n >= p.seq.count || (p.conv.index && state_row(p.conv, where.n) < 0);
-    auto rewind = [&](int slot, int64_t t) { /* rows in front of token t, the first of a walk or of a sequence */
-#pragma unroll
-                                             for (int j = 1; j < W; j++) {
-#pragma unroll
-                                                 for (int e = 0; e < VEC; e++) h.past[(slot - j) & 3][e] = 0.0f;
-                                                 if (active && !zero)
-                                                     read_past<T>(h.past[(slot - j) & 3], s, p.conv, p.seq, where,
-                                                                  t - j, l);
-                                             }
-    };
-    rewind(0, t0);
-    for (int64_t base = t0; base < t1; base += AHEAD) {
-#pragma unroll
-        for (int r = 0; r < AHEAD; r++) {
-            const int64_t t = base + r;
-            if (t >= t1) break;
-            if (t == where.end) {
-                next_sequence(p.seq, where, t);
-                zero = where.n >= p.seq.count;
-                rewind(r, t);
-            }
-            unpack(h.past[r], ahead[r]);
-            if (active && t + AHEAD < t1) load_raw(ahead[r], from + offset_of(s.x, later));
-            float y[VEC], squares = 0.0f;
-            convolve(y, h, r);
-#pragma unroll
-            for (int e = 0; e < VEC; e++) {
-                y[e] = activate(p, y[e]);
-                if (p.parity) y[e] = rounded<T>(y[e]);
-                squares = fmaf(y[e], y[e], squares);
-            }
-            if (part < PART_V && p.l2norm) squares = team_sum(active ? squares : 0.0f, s.lanes);
-            const float scale = scale_of(p, part, squares);
-#pragma unroll
-            for (int e = 0; e < VEC; e++) y[e] = zero ? 0.0f : y[e] * scale;
-            if (active) {
-                raw<T, VEC> packed;
-                pack(packed, y);
-                T *at = to + offset_of(out, now);
-                for (int i = 0; i < p.repeat[part]; i++, at += copy_step) store_raw(at, packed);
-            }
-            advance(now, p.seq);
-            advance(later, p.seq);
+    const lane_rows<T, V> lane = lane_rows_of<T, V>(p, part, unit);
+    lane_head<W, V> h;
+    read_taps<T>(h, p.conv, lane.channel, lane.l.count);
+    for (int64_t t = t0; t < t1;) { /* a sequence, or what the range has of it */
+        T *y = lane.to + offset_in(out, p.seq, where, t);
+        if (where.n >= p.seq.count) {
+            zero_rows(p, part, lane, t * out.step, t1 - t);
+            return;
         }
+        const T *x = lane.from + offset_in(s.x, p.seq, where, t);
+        const int64_t end = where.end < t1 ? where.end : t1, count = end - t;
+        raw<T, V> ahead[AHEAD] = {};
+#pragma unroll
+        for (int r = 0; r < AHEAD; r++)
+            if (lane.active && r < count) load_raw(ahead[r], x + r * s.x.step);
+        rewind<T>(h, s, p.conv, p.seq, where, t, lane.l);
+        for (int64_t i = 0; i < count; i += AHEAD) {
+            const int left = count - i < 2 * AHEAD ? (int)(count - i) : 2 * AHEAD;
+            x += AHEAD * s.x.step;
+#pragma unroll
+            for (int r = 0; r < AHEAD; r++) {
+                if (r >= left) break;
+                unpack(h.past[r], ahead[r]);
+                if (lane.active && r + AHEAD < left) load_raw(ahead[r], x + r * s.x.step);
+                float u[V];
+                convolve(u, h, r);
+                finish_row<T>(p, part, s.lanes, u);
+                if (lane.active) store_copies<T, V>(y, u, p.repeat[part], lane.copy_step);
+                y += out.step;
+            }
+        }
+        t = end;
+        if (t < t1) next_sequence(p.seq, where, t);
     }
 }
 
@@ -120,28 +166,29 @@ static __device__ void forward_any(const fwd_params &p, int part, int unit, int6
 {
     const section &s = p.in[part];
     const rows &out = p.out[part];
-    const lane_place l = place_in(s, unit);
-    const int groups = (s.dim + 32 * VEC - 1) / (32 * VEC);
+    const lane_place l = place_in<GROUP>(s, unit);
+    const int groups = (s.dim + 32 * GROUP - 1) / (32 * GROUP);
     token now = token_at(p.seq, t0);
-    float y[MAX_GROUPS][VEC];
+    float y[MAX_GROUPS][GROUP];
     for (int64_t t = t0; t < t1; t++, advance(now, p.seq)) {
         if (t == where.end) next_sequence(p.seq, where, t);
-        const bool zero = where.n >= p.seq.count || (p.conv.index && state_row(p.conv, where.n) < 0);
-        float squares = 0.0f;
+        const int64_t row = where.n < p.seq.count && has(p.conv.state) ? state_row(p.conv, where.n) : -1;
+        const bool zero = where.n >= p.seq.count || (p.conv.index && row < 0);
+        float squares[MAX_GROUPS] = {};
         for (int k = 0; k < groups; k++)
-            for (int e = 0; e < VEC; e++) {
-                const int c = l.channel + k * 32 * VEC + e;
+            for (int e = 0; e < GROUP; e++) {
+                const int c = l.channel + k * 32 * GROUP + e;
                 y[k][e] = 0.0f;
                 if (l.head >= s.heads || c >= s.dim || zero) continue;
-                y[k][e] = activate(p, convolve_any<T>(s, p.conv, p.seq, where, t, l.head, c));
+                y[k][e] = convolve_any<T>(s, p.conv, p.seq, where, row, t, l.head, c);
+                if (!p.conv.linear) y[k][e] = silu(y[k][e]);
                 if (p.parity) y[k][e] = rounded<T>(y[k][e]);
-                squares = fmaf(y[k][e], y[k][e], squares);
+                squares[k] = fmaf(y[k][e], y[k][e], squares[k]);
             }
-        if (part < PART_V && p.l2norm) squares = team_sum(squares, s.lanes);
-        const float scale = scale_of(p, part, squares);
+        const float scale = scale_of(p, part, part < PART_V && p.l2norm ? groups_sum(squares, s.lanes) : 0.0f);
         for (int k = 0; k < groups; k++)
-            for (int e = 0; e < VEC; e++) {
-                const int c = l.channel + k * 32 * VEC + e;
+            for (int e = 0; e < GROUP; e++) {
+                const int c = l.channel + k * 32 * GROUP + e;
                 if (l.head >= s.heads || c >= s.dim) continue;
                 int64_t at = offset_of(out, now) + first_head(p, part, l.head) * out.head + c * out.channel;
                 for (int i = 0; i < p.repeat[part]; i++, at += p.head_step[part] * out.head)
@@ -152,33 +199,34 @@ static __device__ void forward_any(const fwd_params &p, int part, int unit, int6
 
 /* ---- z ------------------------------------------------------------------------------------------------------------------ */
 
-template <class T, int W>
-static __device__ __forceinline__ void copy_heads(const fwd_params &p, int unit, int64_t t0, int64_t t1, bool zero)
+/* Tokens from `end` on are zero. */
+template <class T, int V>
+static __device__ __forceinline__ void copy_heads(const fwd_params &p, int unit, int64_t t0, int64_t t1,
+                                                  int64_t end)
 {
     const section &s = p.in[PART_Z];
     const rows &out = p.out[PART_Z];
-    const lane_place l = place_in(s, unit);
+    const lane_place l = place_in<(V ? V : GROUP)>(s, unit);
     if (l.count <= 0) return;
     const T *from = (const T *)s.x.data + l.head * s.x.head;
     T *to = (T *)out.data + l.head * out.head;
-    const int64_t end = zero ? 0 : p.seq.cu ? start_of(p.seq, p.seq.count) : p.seq.tokens;
     token at = token_at(p.seq, t0);
-    if constexpr (W == 0) {
+    if constexpr (V == 0) {
         for (int64_t t = t0; t < t1; t++, advance(at, p.seq))
-            for (int c = l.channel; c < s.dim; c += c % VEC == VEC - 1 ? 31 * VEC + 1 : 1)
+            for (int c = l.channel; c < s.dim; c += c % GROUP == GROUP - 1 ? 31 * GROUP + 1 : 1)
                 to[offset_of(out, at) + c * out.channel] =
                     t < end ? from[offset_of(s.x, at) + c * s.x.channel] : narrow<T>(0.0f);
     } else {
-        for (int64_t base = t0; base < t1; base += AHEAD) {
-            raw<T, VEC> v[AHEAD] = {};
+        for (int64_t base = t0; base < t1; base += COPIES) {
+            raw<T, V> v[COPIES] = {};
             token later = at;
 #pragma unroll
-            for (int r = 0; r < AHEAD; r++) {
+            for (int r = 0; r < COPIES; r++) {
                 if (base + r < t1 && base + r < end) load_raw(v[r], from + offset_of(s.x, later) + l.channel);
                 advance(later, p.seq);
             }
 #pragma unroll
-            for (int r = 0; r < AHEAD; r++) {
+            for (int r = 0; r < COPIES; r++) {
                 if (base + r >= t1) break;
                 store_raw(to + offset_of(out, at) + l.channel, v[r]);
                 advance(at, p.seq);
@@ -190,29 +238,43 @@ static __device__ __forceinline__ void copy_heads(const fwd_params &p, int unit,
 /* ---- beta and g --------------------------------------------------------------------------------------------------------- */
 
 /* Lanes are heads. Sums within a chunk begin anew at its first token, wherever the walk begins. */
+template <class T>
 static __device__ __forceinline__ void forward_gates(const fwd_params &p, int64_t t0, int64_t t1, place where)
 {
     for (int h = threadIdx.x & 31; h < p.value_heads; h += 32) {
-        const float half = half_rate(p.decay, h);
-        auto decay = [&](const token &at) {
-            return gm_decay(gate_input(p.decay, offset_of(p.decay.a, at), h), half, -1.0f);
-        };
+        const float half = half_rate(p.decay, h), bias = gate_bias(p.decay, h);
+        const T *a = (const T *)p.decay.a.data + h * p.decay.a.head, *b = (const T *)p.b.data + h * p.b.head;
+        auto decay = [&](float x) { return gm_decay(x + bias, half, -1.0f); };
         place w = where;
         float g = 0.0f;
         if (p.g_chunk && w.n < p.seq.count)
-            for (int64_t k = t0 - (t0 - w.start) % p.g_chunk; k < t0; k++) g += decay(token_at(p.seq, k));
-        token at = token_at(p.seq, t0);
-        for (int64_t t = t0; t < t1; t++, advance(at, p.seq)) {
-            if (t == w.end) next_sequence(p.seq, w, t);
-            float beta = 0.0f, out = 0.0f;
-            if (w.n < p.seq.count && !(p.conv.index && state_row(p.conv, w.n) < 0)) {
-                const float one = decay(at);
-                g = p.g_chunk && (t - w.start) % p.g_chunk ? g + one : one;
-                out = g * p.g_factor;
-                beta = gm_beta(get(p.b, offset_of(p.b, at) + h * p.b.head), p.beta_scale);
+            for (int64_t k = t0 - (t0 - w.start) % p.g_chunk; k < t0; k++)
+                g += decay(widen(a[offset_of(p.decay.a, token_at(p.seq, k))]));
+        token now = token_at(p.seq, t0), later = now;
+        for (int64_t base = t0; base < t1; base += GATE_TOKENS) {
+            float xa[GATE_TOKENS], xb[GATE_TOKENS];
+#pragma unroll
+            for (int r = 0; r < GATE_TOKENS; r++) {
+                xa[r] = base + r < t1 ? widen(a[offset_of(p.decay.a, later)]) : 0.0f;
+                xb[r] = base + r < t1 ? widen(b[offset_of(p.b, later)]) : 0.0f;
+                advance(later, p.seq);
             }
-            put(p.beta, offset_of(p.beta, at) + h * p.beta.head, beta);
-            put(p.g, offset_of(p.g, at) + h * p.g.head, out);
+#pragma unroll
+            for (int r = 0; r < GATE_TOKENS; r++) {
+                const int64_t t = base + r;
+                if (t >= t1) break;
+                if (t == w.end) next_sequence(p.seq, w, t);
+                float beta = 0.0f, out = 0.0f;
+                if (w.n < p.seq.count && !(p.conv.index && state_row(p.conv, w.n) < 0)) {
+                    const float one = decay(xa[r]);
+                    g = p.g_chunk && (t - w.start) % p.g_chunk ? g + one : one;
+                    out = g * p.g_factor;
+                    beta = gm_beta(xb[r], p.beta_scale);
+                }
+                put(p.beta, offset_of(p.beta, now) + h * p.beta.head, beta);
+                put(p.g, offset_of(p.g, now) + h * p.g.head, out);
+                advance(now, p.seq);
+            }
         }
     }
 }
@@ -220,19 +282,89 @@ static __device__ __forceinline__ void forward_gates(const fwd_params &p, int64_
 /* ---- states --------------------------------------------------------------------------------------------------------------- */
 
 /* One lane's channels of a state after its sequence. In place, a slot is read before it is written: slots move towards 0. */
-template <class T>
+template <class T, int V>
 static __device__ __forceinline__ void store_state(const fwd_params &p, int part, int unit, const place &where,
                                                    int64_t row)
 {
     const section &s = p.in[part];
-    const lane_place l = place_in(s, unit);
+    const lane_place l = place_in<(V ? V : GROUP)>(s, unit);
     if (l.head >= s.heads) return;
-    for (int c = l.channel; c < s.dim; c += c % VEC == VEC - 1 ? 31 * VEC + 1 : 1) {
-        const int64_t own = row * p.new_state.stride[0] + (s.first + l.head * s.dim + c) * p.new_state.stride[1];
-        for (int slot = 0; slot < p.conv.history; slot++)
-            put(p.new_state, own + slot * p.new_state.stride[2],
-                past_at<T>(s, p.conv, p.seq, where, where.end - p.conv.history + slot, l.head, c));
+    for (int first = l.channel; first < s.dim; first += V ? s.dim : 32 * GROUP)
+        for (int c = first; c < first + (V ? V : GROUP) && c < s.dim; c++) {
+            const int64_t own = row * p.new_state.stride[0] + (s.first + l.head * s.dim + c) * p.new_state.stride[1];
+            for (int slot = 0; slot < p.conv.history; slot++)
+                put(p.new_state, own + slot * p.new_state.stride[2],
+                    past_at<T>(s, p.conv, p.seq, where, has(p.conv.state) ? row : -1,
+                               where.end - p.conv.history + slot, l.head, c));
+        }
+}
+
+/* L slots of V channels, side by side. */
+template <class S, int L, int V>
+static __device__ __forceinline__ void put_slots(const fwd_params &p, int64_t at, const float (&past)[4][V])
+{
+    constexpr int per = 16 / sizeof(S);
+#pragma unroll
+    for (int k = 0; k < V * L / per; k++) {
+        float piece[per];
+#pragma unroll
+        for (int e = 0; e < per; e++) piece[e] = past[4 - L + (k * per + e) % L][(k * per + e) / L];
+        store<S, per>((S *)p.new_state.data + at + k * per, piece);
     }
+}
+
+template <class S, int V>
+static __device__ __forceinline__ bool put_state_wide(const fwd_params &p, int64_t at, const float (&past)[4][V])
+{
+    if constexpr (V * sizeof(S) % 16 == 0) {
+        switch (p.conv.history) {
+        case 1: put_slots<S, 1>(p, at, past); return true;
+        case 2: put_slots<S, 2>(p, at, past); return true;
+        case 3: put_slots<S, 3>(p, at, past); return true;
+        case 4: put_slots<S, 4>(p, at, past); return true;
+        default: return false;
+        }
+    }
+    return false;
+}
+
+/* Decoding: all tokens of a request, whose state is in registers all the while; the newest row is always past[3]. */
+template <class T, int W, int V>
+static __device__ __forceinline__ void step_heads(const fwd_params &p, int part, int unit, const place &where,
+                                                  int64_t row)
+{
+    const section &s = p.in[part];
+    const rows &out = p.out[part];
+    const lane_rows<T, V> lane = lane_rows_of<T, V>(p, part, unit);
+    const int64_t count = where.end - where.start;
+    T *y = lane.to + offset_in(out, p.seq, where, where.start);
+    if (row < 0) {
+        zero_rows(p, part, lane, offset_in(out, p.seq, where, where.start), count);
+        return;
+    }
+    const T *x = lane.from + offset_in(s.x, p.seq, where, where.start);
+    lane_head<W, V> h;
+    raw<T, V> next = {};
+    if (lane.active && count > 0) load_raw(next, x);
+    read_state<T>(h.past, p.conv, lane.active ? row : -1, lane.channel);
+    read_taps<T>(h, p.conv, lane.channel, lane.l.count);
+    for (int64_t i = 0; i < count; i++, y += out.step) {
+#pragma unroll
+        for (int k = 0; k < 3; k++)
+#pragma unroll
+            for (int e = 0; e < V; e++) h.past[k][e] = h.past[k + 1][e];
+        unpack(h.past[3], next);
+        if (lane.active && i + 1 < count) load_raw(next, x += s.x.step);
+        float u[V];
+        convolve(u, h, 3);
+        finish_row<T>(p, part, s.lanes, u);
+        if (lane.active) store_copies<T, V>(y, u, p.repeat[part], lane.copy_step);
+    }
+    if (!lane.active || p.conv.history == 0) return;
+    const int64_t at = row * p.new_state.stride[0] + lane.channel * p.new_state.stride[1];
+    if (p.wide_new_state && p.new_state.dtype == WEFT_F32 && put_state_wide<float>(p, at, h.past)) return;
+    if (p.wide_new_state && p.new_state.dtype == number<T>::dtype && put_state_wide<T>(p, at, h.past)) return;
+    store_state<T, V>(p, part, unit, where, row);
 }
 
 /* ---- launch --------------------------------------------------------------------------------------------------------------- */
@@ -245,21 +377,7 @@ static __device__ __forceinline__ int part_of(const fwd_params &p, int &unit)
     return part;
 }
 
-template <class T, int W>
-static __device__ __forceinline__ void run_part(const fwd_params &p, int part, int unit, int64_t t0, int64_t t1,
-                                                const place &where, bool padding)
-{
-    if (part == PART_Z)
-        copy_heads<T, W>(p, unit, t0, t1, padding);
-    else if (part == PART_GATES)
-        forward_gates(p, t0, t1, where);
-    else if constexpr (W == 0)
-        forward_any<T>(p, part, unit, t0, t1, where);
-    else
-        forward_heads<T, W>(p, part, unit, t0, t1, where);
-}
-
-template <class T, int W> __global__ void __launch_bounds__(WARPS * 32, 4) fwd_kernel(const fwd_params p)
+template <class T, int W, int V> __global__ void __launch_bounds__(WARPS * 32, V == 8 ? 3 : 4) fwd_kernel(const fwd_params p)
 {
     const int units = p.first_unit[PARTS], across = (units + WARPS - 1) / WARPS;
     int unit = (int)(blockIdx.x % (unsigned)across) * WARPS + (threadIdx.x >> 5);
@@ -269,21 +387,38 @@ template <class T, int W> __global__ void __launch_bounds__(WARPS * 32, 4) fwd_k
     if (part == PART_GATES) t0 += unit * GATE_TOKENS, t1 = t0 + GATE_TOKENS < t1 ? t0 + GATE_TOKENS : t1;
     if (t1 > p.seq.tokens) t1 = p.seq.tokens;
     if (t0 >= t1) return;
-    run_part<T, W>(p, part, unit, t0, t1, part == PART_Z ? place{} : place_of(p.seq, t0), false);
+    if (part == PART_Z)
+        copy_heads<T, V>(p, unit, t0, t1, p.seq.cu ? start_of(p.seq, p.seq.count) : p.seq.tokens);
+    else if (part == PART_GATES)
+        forward_gates<T>(p, t0, t1, place_of(p.seq, t0));
+    else if constexpr (V == 0)
+        forward_any<T>(p, part, unit, t0, t1, place_of(p.seq, t0));
+    else
+        forward_heads<T, W, V>(p, part, unit, t0, t1, place_of(p.seq, t0));
 }
 
 /* A warp has a sequence. Padding behind the last one belongs to one more. */
-template <class T, int W> __global__ void __launch_bounds__(WARPS * 32, 4) step_kernel(const fwd_params p)
+template <class T, int W, int V> __global__ void __launch_bounds__(WARPS * 32, 3) step_kernel(const fwd_params p)
 {
     const int units = p.first_unit[PARTS], across = (units + WARPS - 1) / WARPS;
     int unit = (int)(blockIdx.x % (unsigned)across) * WARPS + (threadIdx.x >> 5);
     const int64_t n = blockIdx.x / (unsigned)across;
     if (unit >= units) return;
+    wait_for_previous();
     const int part = part_of(p, unit);
-    const place where = {n, start_of(p.seq, n), n < p.seq.count ? start_of(p.seq, n + 1) : p.seq.tokens};
+    place where = {n, start_of(p.seq, n), n < p.seq.count ? start_of(p.seq, n + 1) : p.seq.tokens};
+    if (where.end < where.start) where.end = where.start;
     const int64_t row = n < p.seq.count ? state_row(p.conv, n) : -1;
-    if (where.start < where.end) run_part<T, W>(p, part, unit, where.start, where.end, where, row < 0);
-    if (part < PART_Z && row >= 0) store_state<T>(p, part, unit, where, row);
+    if (part == PART_Z) {
+        copy_heads<T, V>(p, unit, where.start, where.end, row < 0 ? where.start : where.end);
+    } else if (part == PART_GATES) {
+        forward_gates<T>(p, where.start, where.end, where);
+    } else if constexpr (V == 0) {
+        forward_any<T>(p, part, unit, where.start, where.end, where);
+        if (row >= 0) store_state<T, 0>(p, part, unit, where, row);
+    } else {
+        step_heads<T, W, V>(p, part, unit, where, row);
+    }
 }
 
 /* The states after forward, when everybody has read those before it. */
@@ -294,11 +429,11 @@ template <class T> __global__ void final_kernel(const fwd_params p)
     const int64_t n = blockIdx.x / (unsigned)across;
     if (unit >= units) return;
     const int part = part_of(p, unit);
-    store_state<T>(p, part, unit, {n, start_of(p.seq, n), start_of(p.seq, n + 1)}, n);
+    store_state<T, 0>(p, part, unit, {n, start_of(p.seq, n), start_of(p.seq, n + 1)}, n);
 }
 
 /* What forward and decoding have in common: their structs have the same fields. */
-template <class Args> static fwd_params params_of(const weft_call *call, const Args *a)
+template <class Args> static fwd_params params_of(const weft_call *call, const Args *a, int vec)
 {
     const weft_gdn_options &o = a->options;
     const weft_tensor *const in[4] = {&a->q, &a->k, &a->v, &a->z};
@@ -306,17 +441,14 @@ template <class Args> static fwd_params params_of(const weft_call *call, const A
     const int64_t keys = call->key_heads * call->key_dim, first[4] = {0, keys, 2 * keys, 0};
     fwd_params p = {};
     p.seq = sequences_of(call, &a->cu_seqlens);
-    p.conv.weight = view_of(&a->weight), p.conv.bias = view_of(&a->bias), p.conv.state = view_of(&a->state);
-    p.conv.history = (int32_t)(call->history < 0 ? 0 : call->history);
-    p.conv.width = (int32_t)call->width;
-    p.conv.linear = o.activation == WEFT_GDN_LINEAR;
+    p.conv = convolution_of(call, &a->weight, &a->bias, &a->state, &o);
     for (int i = 0; i < 4; i++) {
         const bool wanted = weft_has(out[i]) && weft_has(in[i]);
         if (!wanted) {
             p.first_unit[i + 1] = p.first_unit[i];
             continue;
         }
-        p.in[i] = section_of(in[i], first[i]);
+        p.in[i] = section_of(in[i], first[i], vec ? vec : GROUP);
         p.out[i] = rows_of(out[i]);
         p.repeat[i] = (int32_t)(out[i]->shape[2] / in[i]->shape[2]);
         p.head_step[i] = p.repeat[i] > 1 && o.head_map == WEFT_GDN_TILED ? p.in[i].heads : 1;
@@ -334,27 +466,35 @@ template <class Args> static fwd_params params_of(const weft_call *call, const A
 
 using fwd_function = void (*)(fwd_params);
 
-/* Rows that can be read and written VEC channels at a time, in heads that a team of lanes holds; else the row for width 0. */
-template <class Args> static int64_t kernel_width(const weft_call *call, const Args *a)
+template <class T, class Args> static int vec_of(const weft_call *call, const Args *a)
 {
     const weft_tensor *const all[] = {&a->q, &a->k, &a->v, &a->z, &a->query, &a->key, &a->value, &a->gate};
-    bool wide = call->width <= 4 && call->key_dim <= 32 * VEC && call->value_dim <= 32 * VEC;
-    for (const weft_tensor *t : all) wide = wide && (!weft_has(t) || reads_wide(t, VEC));
-    return wide ? call->width : 0;
+    return widest<T>(call, all);
 }
 
-template <class T> static fwd_function fwd_of(int64_t width)
+/* By channels of a lane and width; `widest` knows which there are. */
+template <class T> static fwd_function fwd_of(int vec, int64_t width)
 {
-    static constexpr fwd_function all[] = {fwd_kernel<T, 0>, fwd_kernel<T, 1>, fwd_kernel<T, 2>, fwd_kernel<T, 3>,
-                                           fwd_kernel<T, 4>};
-    return all[width];
+    if (vec == 0) return fwd_kernel<T, 0, 0>;
+    if constexpr (sizeof(T) == 2) {
+        static constexpr fwd_function wide[] = {fwd_kernel<T, 2, 8>, fwd_kernel<T, 3, 8>, fwd_kernel<T, 4, 8>};
+        return vec == 8 ? wide[width - 2] : fwd_kernel<T, 4, 4>;
+    } else {
+        static constexpr fwd_function wide[] = {fwd_kernel<T, 2, 4>, fwd_kernel<T, 3, 4>, fwd_kernel<T, 4, 4>};
+        return wide[width - 2];
+    }
 }
 
-template <class T> static fwd_function step_of(int64_t width)
+template <class T> static fwd_function step_of(int vec, int64_t width)
 {
-    static constexpr fwd_function all[] = {step_kernel<T, 0>, step_kernel<T, 1>, step_kernel<T, 2>,
-                                           step_kernel<T, 3>, step_kernel<T, 4>};
-    return all[width];
+    if (vec == 0) return step_kernel<T, 0, 0>;
+    if constexpr (sizeof(T) == 2) {
+        static constexpr fwd_function wide[] = {step_kernel<T, 2, 8>, step_kernel<T, 3, 8>, step_kernel<T, 4, 8>};
+        return vec == 8 ? wide[width - 2] : step_kernel<T, 4, 4>;
+    } else {
+        static constexpr fwd_function wide[] = {step_kernel<T, 2, 4>, step_kernel<T, 3, 4>, step_kernel<T, 4, 4>};
+        return wide[width - 2];
+    }
 }
 
 static unsigned blocks_of(int32_t units, int64_t times)
@@ -365,33 +505,39 @@ static unsigned blocks_of(int32_t units, int64_t times)
 template <class T> static weft_status fwd(const weft_call *call, const void *args)
 {
     const weft_gdn_pre_fwd_args *a = (const weft_gdn_pre_fwd_args *)args;
-    fwd_params p = params_of(call, a);
+    const int vec = vec_of<T>(call, a);
+    fwd_params p = params_of(call, a, vec);
     if (p.seq.tokens > 0) {
         const weft_gdn_ranges r = weft_gdn_fwd_ranges(p.seq.tokens, p.first_unit[PART_GATES], call->sms);
         p.range = r.tokens;
         p.first_unit[PARTS] = p.first_unit[PART_GATES] + (int32_t)((r.tokens + GATE_TOKENS - 1) / GATE_TOKENS);
-        WEFT_TRY(launch(call, "forward", fwd_of<T>(kernel_width(call, a)),
+        WEFT_TRY(launch(call, "forward", fwd_of<T>(vec, call->width),
                         {.grid = blocks_of(p.first_unit[PARTS], r.count), .block = WARPS * 32}, p));
     }
     if (!weft_has(&a->final_state) || p.seq.count == 0) return WEFT_OK;
-    p.new_state = view_of(&a->final_state);
+    fwd_params f = params_of(call, a, 0);
+    f.new_state = view_of(&a->final_state);
     return launch(call, "final states", final_kernel<T>,
-                  {.grid = blocks_of(p.first_unit[PART_Z], p.seq.count), .block = WARPS * 32}, p);
+                  {.grid = blocks_of(f.first_unit[PART_Z], f.seq.count), .block = WARPS * 32}, f);
 }
 
 template <class T> static weft_status step(const weft_call *call, const void *args)
 {
     const weft_gdn_pre_step_args *a = (const weft_gdn_pre_step_args *)args;
-    fwd_params p = params_of(call, a);
+    const int vec = vec_of<T>(call, a);
+    fwd_params p = params_of(call, a, vec);
     if (p.seq.count == 0 && p.seq.tokens == 0) return WEFT_OK;
     if (weft_has(&a->state_index)) {
         p.conv.index = a->state_index.data, p.conv.wide_index = a->state_index.dtype == WEFT_I64;
         p.conv.index_stride = a->state_index.stride[0];
     }
     p.new_state = view_of(&a->new_state);
+    p.wide_new_state = lies_side_by_side(&a->new_state, 1, p.conv.history);
     p.first_unit[PARTS] = p.first_unit[PART_GATES] + 1;
-    return launch(call, "decoding", step_of<T>(kernel_width(call, a)),
-                  {.grid = blocks_of(p.first_unit[PARTS], p.seq.count + (p.seq.cu != NULL)), .block = WARPS * 32},
+    return launch(call, "decoding", step_of<T>(vec, call->width),
+                  {.grid = blocks_of(p.first_unit[PARTS], p.seq.count + (p.seq.cu != NULL)),
+                   .block = WARPS * 32,
+                   .order = OVERLAP},
                   p);
 }
 

@@ -2,18 +2,36 @@
  *
  * What the kernels in front of the gated delta rule share [G1] [G2] [G3] [G4].
  *
- * A team of lanes of one warp works on a head: lane l has the channels VEC l .. VEC l + VEC-1, and the team's size is the
- * power of two that holds the head, so that a warp has one head or several side by side. A team walks over a range of
+ * A team of lanes of one warp works on a head: lane l has the channels V l .. V l + V-1, and the team's size is the power
+ * of two that holds the head, so that a warp has one head or several side by side. V is 8 where all rows can be read eight
+ * 16-bit numbers at a time, else 4; sums over a head are taken in the same order for both. A team walks over a range of
  * tokens, counted through all sequences, and keeps the last rows of its head in registers; what a token needs of the past
  * is there. Dense sequences are packed ones with computed offsets, and memory order is a matter of strides: nothing else
  * knows the difference. */
 #ifndef WEFT_CUDA_GDN_PRE_CUH
 #define WEFT_CUDA_GDN_PRE_CUH
 
+#include <stdlib.h>
+
 #include "core/status.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/gdn_pre_plan.h"
+
+/* Within an ulp, and 0 of what is so large that the result would be denormal: one instruction, where a division has ten. */
+static __device__ __forceinline__ float reciprocal(float x)
+{
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+/* 1 / sqrt(x) within an ulp, by a step of Newton's method; 0 of infinity. */
+static __device__ __forceinline__ float reciprocal_root(float x)
+{
+    const float r = rsqrtf(x), correction = fmaf(-x * r, r, 1.0f);
+    return x < 3e38f ? fmaf(0.5f * r, correction, r) : r;
+}
 
 #define real float
 #define scalar float
@@ -24,6 +42,7 @@
 #define GM_SET(x) ((float)(x))
 #define GM_EXP(x) expf(x)
 #define GM_LOG1P(x) log1pf(x)
+#define GM_RECIPROCAL(x) reciprocal(x)
 #define GM_FMA(a, b, c) fmaf(a, b, c)
 #define GM_GT(a, b, x, y) ((a) > (b) ? (x) : (y))
 #include "core/gdn_math.h"
@@ -81,15 +100,30 @@ static __device__ __forceinline__ void put(const rows &r, int64_t i, float v)
     put(view{r.data, r.dtype, r.add, {0, 0, 0}}, i, v);
 }
 
-/* Bytes that an access of VEC channels may have at once, by strides and address: all of it, or single elements. */
+/* Whether all rows can be read `vec` channels at a time, by strides and address. */
 static inline bool reads_wide(const weft_tensor *t, int64_t vec)
 {
-    const int64_t bytes = vec * (int64_t)weft_dtype_size(t->dtype), unit = bytes < 16 ? bytes : 16;
     if (!weft_has(t)) return true;
+    const int64_t bytes = vec * (int64_t)weft_dtype_size(t->dtype), unit = bytes < 16 ? bytes : 16;
     if (t->stride[3] != 1 || (uintptr_t)t->data % (uintptr_t)unit) return false;
     for (int d = 0; d < 3; d++)
         if (t->shape[d] > 1 && t->stride[d] * (int64_t)weft_dtype_size(t->dtype) % unit) return false;
     return t->shape[3] % vec == 0;
+}
+
+/* Channels of a lane, by what rows allow: 8, 4, or 0 for anything. Fewer than four taps, and 16-bit rows on boundaries of 8
+ * bytes or with heads that are no multiple of 8, are rare: not both at once, and one tap not at all. */
+template <class T, int N> static int widest(const weft_call *call, const weft_tensor *const (&all)[N])
+{
+    const int64_t dim = call->key_dim > call->value_dim ? call->key_dim : call->value_dim;
+    const char *most = getenv("WEFT_GDN_VEC");
+    for (int vec = sizeof(T) == 2 && !(most && *most == '4') ? 8 : 4; vec >= 4; vec /= 2) {
+        const bool full = vec * sizeof(T) == 16;
+        bool wide = call->width <= 4 && call->width >= (full ? 2 : 4) && dim <= 32 * vec;
+        for (const weft_tensor *t : all) wide = wide && reads_wide(t, vec);
+        if (wide) return vec;
+    }
+    return 0;
 }
 
 /* ---- sequences --------------------------------------------------------------------------------------------------------- */
@@ -186,9 +220,15 @@ static __device__ __forceinline__ int64_t offset_of(const rows &r, const token &
     return t.b * r.batch + t.s * r.step;
 }
 
+/* Of a token of the sequence in which a walk is. */
+static __device__ __forceinline__ int64_t offset_in(const rows &r, const sequences &q, const place &p, int64_t t)
+{
+    return q.cu ? t * r.step : p.n * r.batch + (t - p.start) * r.step;
+}
+
 /* ---- a head ---------------------------------------------------------------------------------------------------------------- */
 
-enum { VEC = 4 };
+enum { GROUP = 4 }; /* channels that a sum over a head begins with */
 
 /* q, k, v or z: where its rows are, and which channels of the weight and of a state belong to it. */
 struct section {
@@ -197,12 +237,12 @@ struct section {
     int32_t lanes, teams;      /* of a team; teams of a warp */
 };
 
-static inline section section_of(const weft_tensor *x, int64_t first)
+static inline section section_of(const weft_tensor *x, int64_t first, int vec)
 {
     section s = {};
     s.x = rows_of(x), s.heads = (int32_t)x->shape[2], s.dim = (int32_t)x->shape[3], s.first = (int32_t)first;
-    s.lanes = weft_gdn_team(s.dim, VEC);
-    if (s.lanes == 0) s.lanes = 32; /* a lane has several groups of channels, 32 VEC apart */
+    s.lanes = weft_gdn_team(s.dim, vec);
+    if (s.lanes == 0) s.lanes = 32; /* a lane has several groups of channels, 32 GROUP apart */
     s.teams = 32 / s.lanes;
     return s;
 }
@@ -217,20 +257,45 @@ struct lane_place {
     int32_t head, channel, count;
 };
 
-static __device__ __forceinline__ lane_place place_in(const section &s, int unit)
+template <int V> static __device__ __forceinline__ lane_place place_in(const section &s, int unit)
 {
-    const int lane = threadIdx.x & 31, head = unit * s.teams + lane / s.lanes, channel = lane % s.lanes * VEC;
+    const int lane = threadIdx.x & 31, head = unit * s.teams + lane / s.lanes, channel = lane % s.lanes * V;
     const int count = head < s.heads ? s.dim - channel : 0;
-    return {head, channel, count > VEC ? VEC : count < 0 ? 0 : count};
+    return {head, channel, count > V ? V : count < 0 ? 0 : count};
 }
 
-/* The sum over a team, the same in all of its lanes. A larger team with zeros in it gives the same bits. */
+/* A lane's part of a sum of products, group by group and then their sum, as the team's sum would go on. */
+template <int V> static __device__ __forceinline__ float lane_sum(const float (&a)[V], const float (&b)[V])
+{
+    float sum[V / GROUP] = {};
+#pragma unroll
+    for (int k = 0; k < V / GROUP; k++)
+#pragma unroll
+        for (int e = 0; e < GROUP; e++) sum[k] = fmaf(a[k * GROUP + e], b[k * GROUP + e], sum[k]);
+    if constexpr (V == 2 * GROUP) sum[0] += sum[1];
+    return sum[0];
+}
+
+/* The sum over a team, the same in all of its lanes: neighbours first. A larger team with zeros in it gives the same bits. */
 static __device__ __forceinline__ float team_sum(float v, int lanes)
 {
 #pragma unroll
-    for (int m = 16; m; m >>= 1)
+    for (int m = 1; m < 32; m *= 2)
         if (m < lanes) v += __shfl_xor_sync(0xffffffffu, v, m);
     return v;
+}
+
+/* The same where a lane has N groups of channels, 32 groups apart. */
+template <int N> static __device__ __forceinline__ float groups_sum(const float (&v)[N], int lanes)
+{
+    float sum[N];
+#pragma unroll
+    for (int k = 0; k < N; k++) sum[k] = team_sum(v[k], lanes);
+#pragma unroll
+    for (int m = 1; m < N; m *= 2)
+#pragma unroll
+        for (int k = 0; k + m < N; k += 2 * m) sum[k] += sum[k + m];
+    return sum[0];
 }
 
 /* ---- the convolution ---------------------------------------------------------------------------------------------------------- */
@@ -240,72 +305,188 @@ struct convolution {
     view state;        /* [rows, C, L] */
     const void *index; /* rows of the states, NULL: sequence n has row n */
     bool wide_index;
-    int64_t index_stride;
+    int64_t index_stride, state_rows;
     int32_t width, history; /* W, L */
     int32_t linear;         /* no silu */
+    bool wide_weight, wide_state; /* a lane's taps, or slots, lie side by side, on a boundary of 16 bytes */
 };
 
+/* Numbers of `inner` to a channel, all side by side, so that those of four channels can be had 16 bytes at a time. */
+static inline bool lies_side_by_side(const weft_tensor *t, int channel_dim, int64_t inner)
+{
+    const int64_t size = (int64_t)weft_dtype_size(t->dtype);
+    if (!weft_has(t) || (uintptr_t)t->data % 16 || t->stride[channel_dim] != inner) return false;
+    if (inner > 1 && t->stride[channel_dim + 1] != 1) return false;
+    return channel_dim == 0 || t->shape[0] < 2 || t->stride[0] * size % 16 == 0;
+}
+
+static inline convolution convolution_of(const weft_call *call, const weft_tensor *weight, const weft_tensor *bias,
+                                         const weft_tensor *state, const weft_gdn_options *o)
+{
+    convolution c = {};
+    c.weight = view_of(weight), c.bias = view_of(bias), c.state = view_of(state);
+    c.width = (int32_t)call->width, c.history = (int32_t)(call->history < 0 ? 0 : call->history);
+    c.linear = o->activation == WEFT_GDN_LINEAR;
+    c.state_rows = weft_has(state) ? state->shape[0] : 0;
+    c.wide_weight = lies_side_by_side(weight, 0, c.width);
+    c.wide_state = weft_has(state) && lies_side_by_side(state, 1, c.history);
+    return c;
+}
+
+/* The row of a sequence's state; -1 where it has none. A row that does not exist counts as none. */
 static __device__ __forceinline__ int64_t state_row(const convolution &c, int64_t n)
 {
-    if (!c.index) return n;
-    return c.wide_index ? ((const int64_t *)c.index)[n * c.index_stride]
-                        : ((const int32_t *)c.index)[n * c.index_stride];
+    const int64_t row = !c.index       ? n
+                        : c.wide_index ? ((const int64_t *)c.index)[n * c.index_stride]
+                                       : ((const int32_t *)c.index)[n * c.index_stride];
+    return row < c.state_rows ? row : -1;
 }
 
-static __device__ __forceinline__ float state_at(const convolution &c, int64_t n, int channel, int64_t slot)
-{
-    const int64_t row = has(c.state) && slot >= 0 ? state_row(c, n) : -1;
-    if (row < 0) return 0.0f;
-    return get(c.state, row * c.state.stride[0] + channel * c.state.stride[1] + slot * c.state.stride[2]);
-}
-
-/* What the convolution reads of one channel at token t, which may lie in front of its sequence. */
+/* What the convolution reads of one channel at token t, which may lie in front of its sequence. `row` is its state's. */
 template <class T>
 static __device__ __forceinline__ float past_at(const section &s, const convolution &c, const sequences &seq,
-                                                const place &p, int64_t t, int head, int channel)
+                                                const place &p, int64_t row, int64_t t, int head, int channel)
 {
-    if (t < p.start) return state_at(c, p.n, s.first + head * s.dim + channel, c.history + (t - p.start));
-    return widen(((const T *)s.x.data)[offset_of(s.x, token_at(seq, t)) + head * s.x.head + channel * s.x.channel]);
+    if (t >= p.start)
+        return widen(((const T *)s.x.data)[offset_in(s.x, seq, p, t) + head * s.x.head + channel * s.x.channel]);
+    const int64_t slot = c.history + (t - p.start);
+    if (row < 0 || slot < 0) return 0.0f;
+    return get(c.state, row * c.state.stride[0] + (s.first + head * s.dim + channel) * c.state.stride[1] +
+                            slot * c.state.stride[2]);
 }
 
-/* The same for a lane's channels, of rows that can be read at once. */
-template <class T>
-static __device__ __forceinline__ void read_past(float (&v)[VEC], const section &s, const convolution &c,
-                                                 const sequences &seq, const place &p, int64_t t,
-                                                 const lane_place &l)
+/* One lane's channels of a head: taps, and the last rows. Of a walk, its r-th row is in past[r mod 4]; the row j in front of
+ * its first is in past[4 - j]. */
+template <int W, int V> struct lane_head {
+    float weight[W][V], bias[V], past[4][V];
+};
+
+/* Numbers of N to a channel for V channels, side by side. */
+template <class S, int V, int N>
+static __device__ __forceinline__ void get_side_by_side(float (&v)[V * N], const S *from)
 {
-    if (t >= p.start) {
-        load<T, VEC>(v, (const T *)s.x.data + offset_of(s.x, token_at(seq, t)) + l.head * s.x.head + l.channel);
+#pragma unroll
+    for (int k = 0; k < V * N * (int)sizeof(S) / 16; k++) {
+        constexpr int per = 16 / sizeof(S);
+        float piece[per];
+        load<S, per>(piece, from + k * per);
+#pragma unroll
+        for (int e = 0; e < per; e++) v[k * per + e] = piece[e];
+    }
+}
+
+template <class T, int W, int V>
+static __device__ __forceinline__ void read_taps(lane_head<W, V> &h, const convolution &c, int channel, int count)
+{
+    constexpr bool fits = V * W * sizeof(T) % 16 == 0;
+#pragma unroll
+    for (int e = 0; e < V; e++) {
+        h.bias[e] = e < count && has(c.bias) ? get(c.bias, (channel + e) * c.bias.stride[0]) : 0.0f;
+#pragma unroll
+        for (int j = 0; j < W; j++) h.weight[j][e] = 0.0f;
+    }
+    if (count <= 0) return;
+    if (c.wide_weight && (c.weight.dtype == WEFT_F32 || (fits && c.weight.dtype == number<T>::dtype))) {
+        float all[V * W];
+        if (c.weight.dtype == WEFT_F32)
+            get_side_by_side<float, V, W>(all, (const float *)c.weight.data + channel * W);
+        else if constexpr (fits)
+            get_side_by_side<T, V, W>(all, (const T *)c.weight.data + channel * W);
+#pragma unroll
+        for (int e = 0; e < V; e++)
+#pragma unroll
+            for (int j = 0; j < W; j++) h.weight[j][e] = all[e * W + j];
         return;
     }
 #pragma unroll
-    for (int e = 0; e < VEC; e++)
-        v[e] = state_at(c, p.n, s.first + l.head * s.dim + l.channel + e, c.history + (t - p.start));
-}
-
-/* One lane's channels of a head: taps, and the last rows, the r-th of a walk in past[r mod 4]. */
-template <int W> struct lane_head {
-    float weight[W][VEC], bias[VEC], past[4][VEC];
-};
-
-template <int W>
-static __device__ __forceinline__ void read_taps(lane_head<W> &h, const convolution &c, int channel, int count)
-{
-#pragma unroll
-    for (int e = 0; e < VEC; e++) {
-        h.bias[e] = e < count && has(c.bias) ? get(c.bias, (channel + e) * c.bias.stride[0]) : 0.0f;
+    for (int e = 0; e < V; e++)
 #pragma unroll
         for (int j = 0; j < W; j++)
-            h.weight[j][e] =
-                e < count ? get(c.weight, (channel + e) * c.weight.stride[0] + j * c.weight.stride[1]) : 0.0f;
+            h.weight[j][e] = get(c.weight, (channel + e) * c.weight.stride[0] + j * c.weight.stride[1]);
+}
+
+/* The last L slots of a state of L, from all of its slots side by side. */
+template <class S, int L, int V>
+static __device__ __forceinline__ void get_slots(float (&past)[4][V], const convolution &c, int64_t at)
+{
+    float all[V * L];
+    get_side_by_side<S, V, L>(all, (const S *)c.state.data + at);
+#pragma unroll
+    for (int e = 0; e < V; e++)
+#pragma unroll
+        for (int i = 0; i < L; i++) past[4 - L + i][e] = all[e * L + i];
+}
+
+template <class S, int V>
+static __device__ __forceinline__ bool get_state_wide(float (&past)[4][V], const convolution &c, int64_t at)
+{
+    if constexpr (V * sizeof(S) % 16 == 0) {
+        switch (c.history) {
+        case 1: get_slots<S, 1>(past, c, at); return true;
+        case 2: get_slots<S, 2>(past, c, at); return true;
+        case 3: get_slots<S, 3>(past, c, at); return true;
+        case 4: get_slots<S, 4>(past, c, at); return true;
+        default: return false;
+        }
+    }
+    return false;
+}
+
+/* The newest slots of a state, four of them at most, the newest in past[3]; zeros where there are fewer, or no state. */
+template <class T, int V>
+static __device__ __forceinline__ void read_state(float (&past)[4][V], const convolution &c, int64_t row, int channel)
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int e = 0; e < V; e++) past[i][e] = 0.0f;
+    if (row < 0 || c.history == 0) return;
+    const int64_t at = row * c.state.stride[0] + channel * c.state.stride[1];
+    if (c.wide_state && c.state.dtype == WEFT_F32 && get_state_wide<float>(past, c, at)) return;
+    if (c.wide_state && c.state.dtype == number<T>::dtype && get_state_wide<T>(past, c, at)) return;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int slot = c.history - 4 + i;
+        if (slot < 0) continue;
+#pragma unroll
+        for (int e = 0; e < V; e++)
+            past[i][e] = get(c.state, at + e * c.state.stride[1] + slot * c.state.stride[2]);
+    }
+}
+
+/* The W - 1 rows in front of token t of a walk, of the sequence or of its state. */
+template <class T, int W, int V>
+static __device__ __forceinline__ void rewind(lane_head<W, V> &h, const section &s, const convolution &c,
+                                              const sequences &seq, const place &p, int64_t t, const lane_place &l)
+{
+    const int64_t age = t - p.start;
+    const int64_t row = age < W - 1 && has(c.state) ? state_row(c, p.n) : -1;
+    if (age == 0) {
+        read_state<T>(h.past, c, l.count > 0 ? row : -1, s.first + l.head * s.dim + l.channel);
+        return;
+    }
+    const T *from = (const T *)s.x.data + offset_in(s.x, seq, p, t) + l.head * s.x.head + l.channel;
+#pragma unroll
+    for (int j = 1; j < W; j++) {
+#pragma unroll
+        for (int e = 0; e < V; e++) h.past[4 - j][e] = 0.0f;
+        if (l.count <= 0) continue;
+        if (j <= age) {
+            load<T, V>(h.past[4 - j], from - j * s.x.step);
+            continue;
+        }
+#pragma unroll
+        for (int e = 0; e < V; e++)
+            h.past[4 - j][e] = past_at<T>(s, c, seq, p, row, t - j, l.head, l.channel + e);
     }
 }
 
 /* u = bias + sum of taps, the oldest first. `slot` is that of the token, a constant once loops are unrolled. */
-template <int W> static __device__ __forceinline__ void convolve(float (&u)[VEC], const lane_head<W> &h, int slot)
+template <int W, int V>
+static __device__ __forceinline__ void convolve(float (&u)[V], const lane_head<W, V> &h, int slot)
 {
 #pragma unroll
-    for (int e = 0; e < VEC; e++) {
+    for (int e = 0; e < V; e++) {
         u[e] = h.bias[e];
 #pragma unroll
         for (int j = 0; j < W; j++) u[e] = fmaf(h.weight[j][e], h.past[(slot + 5 - W + j) & 3][e], u[e]);
@@ -315,13 +496,13 @@ template <int W> static __device__ __forceinline__ void convolve(float (&u)[VEC]
 /* The same for one channel, from memory. */
 template <class T>
 static __device__ __forceinline__ float convolve_any(const section &s, const convolution &c, const sequences &seq,
-                                                     const place &p, int64_t t, int head, int channel)
+                                                     const place &p, int64_t row, int64_t t, int head, int channel)
 {
     const int own = s.first + head * s.dim + channel;
     float u = has(c.bias) ? get(c.bias, own * c.bias.stride[0]) : 0.0f;
     for (int j = 0; j < c.width; j++)
         u = fmaf(get(c.weight, own * c.weight.stride[0] + j * c.weight.stride[1]),
-                 past_at<T>(s, c, seq, p, t - (c.width - 1) + j, head, channel), u);
+                 past_at<T>(s, c, seq, p, row, t - (c.width - 1) + j, head, channel), u);
     return u;
 }
 
@@ -333,9 +514,9 @@ struct decays {
     int32_t parity; /* exp(a_log) as its dtype holds it */
 };
 
-static __device__ __forceinline__ float gate_input(const decays &d, int64_t at, int h)
+static __device__ __forceinline__ float gate_bias(const decays &d, int h)
 {
-    return get(d.a, at + h * d.a.head) + (has(d.dt_bias) ? get(d.dt_bias, h * d.dt_bias.stride[0]) : 0.0f);
+    return has(d.dt_bias) ? get(d.dt_bias, h * d.dt_bias.stride[0]) : 0.0f;
 }
 
 /* exp(a_log / 2), of which the functions of gdn_math.h take two. */

@@ -3,12 +3,23 @@
  * In front of the gated delta rule, backward [G1] [G2] [G3] [G4]: one pass over the activations, then a small sum.
  *
  * `backward` recomputes a token's head from the projection, takes the gradient back through norm and activation to du, and
- * W - 1 tokens later has all of a row's d_x, which it writes once. A range of tokens ends W - 1 tokens behind its last row,
- * within its sequence. `finish` adds the ranges' parameter gradients in order. How tokens are cut into ranges depends on the
- * shapes alone. W = 0 stands for any width, head, alignment and rounding. */
+ * W - 1 tokens later has all of a row's d_x, which it writes once. A block has a part and a range of tokens, of which each
+ * warp walks over a piece, and W - 1 tokens beyond it within the sequence; rows come through a ring in shared memory, past
+ * the registers, which are full of taps and sums. The pieces' parameter gradients are added in order, and `finish` adds
+ * those of the ranges. How tokens are cut depends on the shapes alone. V = 0 stands for any width, head, alignment and
+ * rounding. */
+#include "cuda/common/mma.cuh"
 #include "cuda/gdn_pre.cuh"
 
-enum { WARPS = 4, BATCH = 4, MAX_GROUPS = WEFT_GDN_MAX_DIM / (32 * VEC), RING = WEFT_GDN_MAX_WIDTH };
+enum {
+    WARPS = WEFT_GDN_PIECES,
+    RING = 4,   /* rows under way, and du of as many */
+    COPIES = 8, /* rows of the gate under way */
+    GATE_TOKENS = 8,
+    SLICES = 8, /* of the ranges, in `finish` */
+    MAX_GROUPS = WEFT_GDN_MAX_DIM / (32 * GROUP),
+    LONG_RING = WEFT_GDN_MAX_WIDTH
+};
 enum part { PART_Q, PART_K, PART_V, PART_Z, PART_GATES, PARTS };
 
 struct bwd_params {
@@ -24,14 +35,16 @@ struct bwd_params {
     float l2_eps, q_scale, beta_scale, g_factor;
     int32_t l2norm, g_chunk, value_heads, channels;
     int32_t first_unit[PARTS + 1];
-    int64_t range;
+    int32_t slot[4]; /* bytes of a row in the ring, with its heads of d_out, by part */
+    int32_t ring;    /* bytes of a warp's ring */
+    int64_t piece;   /* tokens of a warp */
     float
         *partial; /* [ranges][(W + 1) C + 2 Hv]: d_weight by taps, d_bias, d_a_log, d_dt_bias; NULL: nobody asks */
 };
 
 static __host__ __device__ __forceinline__ int64_t partial_size(int64_t width, int64_t channels, int64_t heads)
 {
-    return (width + 1) * channels + 2 * heads;
+    return ((width + 1) * channels + 2 * heads + 3) / 4 * 4; /* every range on a boundary of 16 bytes */
 }
 
 static __device__ __forceinline__ int64_t first_head(const bwd_params &p, int part, int head)
@@ -60,165 +73,294 @@ static __device__ __forceinline__ void emit_one(const bwd_params &p, int part, c
     }
 }
 
+/* ---- sums of the block's pieces ------------------------------------------------------------------------------------------- */
+
+static __device__ __forceinline__ float *sums_of(char *shared, int warp, int count)
+{
+    return (float *)shared + (warp * count) * 32 + (threadIdx.x & 31);
+}
+
+/* The sum of what the block's warps have in place i of this lane, in order. */
+static __device__ __forceinline__ float add_pieces(char *shared, int count, int i)
+{
+    double sum = 0.0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += (double)sums_of(shared, w, count)[i * 32];
+    return (float)sum;
+}
+
 /* ---- q, k, v ------------------------------------------------------------------------------------------------------------- */
 
-template <class T, int W>
+/* copy_async of 8 bytes. */
+static __device__ __forceinline__ void copy_async8(uint32_t to, const void *from)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+
+/* V channels from memory to the ring and from there to registers. Each lane reads only what it has copied itself, 16 bytes
+ * or less at a time, and the pieces of a row's lanes lie side by side. */
+template <class S, int V> struct ring_row {
+    static constexpr int bytes = V * (int)sizeof(S), unit = bytes < 16 ? bytes : 16, size = 32 * bytes;
+
+    static __device__ __forceinline__ void copy(char *to, const S *from)
+    {
+#pragma unroll
+        for (int k = 0; k < bytes / unit; k++) {
+            const uint32_t at = shared_address(to + (k * 32 + (threadIdx.x & 31)) * unit);
+            if constexpr (unit == 16)
+                copy_async(at, from + k * (16 / sizeof(S)), true);
+            else
+                copy_async8(at, from);
+        }
+    }
+
+    static __device__ __forceinline__ void read(float (&v)[V], const char *from)
+    {
+        raw<S, V> r;
+#pragma unroll
+        for (int k = 0; k < bytes / unit; k++) {
+            const char *at = from + (k * 32 + (threadIdx.x & 31)) * unit;
+            if constexpr (unit == 16) {
+                const uint4 w = *(const uint4 *)at;
+                r.word[4 * k] = w.x, r.word[4 * k + 1] = w.y, r.word[4 * k + 2] = w.z, r.word[4 * k + 3] = w.w;
+            } else {
+                const uint2 w = *(const uint2 *)at;
+                r.word[0] = w.x, r.word[1] = w.y;
+            }
+        }
+        unpack(v, r);
+    }
+};
+
+/* The sum of a head's d_out from the ring. */
+template <class S, int V>
+static __device__ __forceinline__ void read_upstream(float (&dn)[V], const char *from, int repeat)
+{
+    ring_row<S, V>::read(dn, from);
+    for (int i = 1; i < repeat; i++) {
+        float one[V];
+        ring_row<S, V>::read(one, from += ring_row<S, V>::size);
+#pragma unroll
+        for (int e = 0; e < V; e++) dn[e] += one[e];
+    }
+}
+
+/* Gradient of row tau from du of the tokens tau, tau + 1, ..., which is in du[first], du[first + 1], ... */
+template <int W, int V>
+static __device__ __forceinline__ void input_gradient(float (&v)[V], const lane_head<W, V> &h,
+                                                      const float (&du)[RING][V], int first)
+{
+#pragma unroll
+    for (int e = 0; e < V; e++) {
+        v[e] = h.weight[W - 1][e] * du[first & 3][e];
+#pragma unroll
+        for (int k = 1; k < W; k++) v[e] = fmaf(h.weight[W - 1 - k][e], du[(first + k) & 3][e], v[e]);
+    }
+}
+
+/* From dn and u to du. dn is the gradient of the normed head, without the scale of q. */
+template <int V>
+static __device__ __forceinline__ void through_norm(const bwd_params &p, int part, int lanes, const float (&u)[V],
+                                                    float (&dn)[V], float (&du)[V])
+{
+    float y[V], slope[V];
+#pragma unroll
+    for (int e = 0; e < V; e++) slope[e] = 1.0f, y[e] = u[e];
+    if (!p.conv.linear) {
+#pragma unroll
+        for (int e = 0; e < V; e++) slope[e] = silu_slope(u[e], &y[e]);
+    }
+    if (part < PART_V) {
+        float scale = 1.0f;
+        if (p.l2norm) {
+            const float squares = team_sum(lane_sum(y, y), lanes), dot = team_sum(lane_sum(y, dn), lanes);
+            scale = reciprocal_root(squares + p.l2_eps);
+            const float down = scale * (scale * dot);
+#pragma unroll
+            for (int e = 0; e < V; e++) dn[e] = fmaf(-y[e], down, dn[e]);
+        }
+        if (part == PART_Q) scale *= p.q_scale;
+#pragma unroll
+        for (int e = 0; e < V; e++) dn[e] *= scale;
+    }
+#pragma unroll
+    for (int e = 0; e < V; e++) du[e] = dn[e] * slope[e];
+}
+
+template <class T, int W, int V>
 static __device__ __forceinline__ void backward_heads(const bwd_params &p, int part, int unit, int64_t t0,
-                                                      int64_t t1, float *partial)
+                                                      int64_t t1, char *shared, float *partial)
 {
     const section &s = p.in[part];
     const rows &d_out = p.d_out[part], &d_in = p.d_in[part];
-    const lane_place l = place_in(s, unit);
-    const bool active = l.count > 0;
-    const int channel = s.first + l.head * s.dim + l.channel;
-    const T *from = (const T *)s.x.data + l.head * s.x.head + l.channel;
-    const int64_t up = first_head(p, part, l.head) * d_out.head + l.channel,
-                  up_step = p.head_step[part] * d_out.head;
-    lane_head<W> h;
-    float du[4][VEC] = {}, dw[W][VEC] = {}, db[VEC] = {};
-    read_taps(h, p.conv, channel, l.count);
-
-    place where = place_of(p.seq, t0);
-    bool zero = where.n >= p.seq.count;
-    auto rewind = [&](int slot, int64_t t) {
-#pragma unroll
-        for (int j = 1; j < W; j++) {
-#pragma unroll
-            for (int e = 0; e < VEC; e++) h.past[(slot - j) & 3][e] = du[(slot - j) & 3][e] = 0.0f;
-            if (active && !zero) read_past<T>(h.past[(slot - j) & 3], s, p.conv, p.seq, where, t - j, l);
-        }
-    };
-    /* Row tau = t - back, whose last known du is that of token t in `slot`. */
-    auto emit = [&](int slot, int64_t t, int back, const token &now) {
-        const int64_t tau = t - back;
-        if (tau >= t1 || (tau >= where.start ? tau < t0 : where.start < t0 || tau < where.start - (W - 1))) return;
-        float v[VEC];
-#pragma unroll
-        for (int e = 0; e < VEC; e++) {
-            v[e] = h.weight[W - 1][e] * du[(slot - back) & 3][e];
-#pragma unroll
-            for (int k = 1; k < W; k++)
-                if (k <= back) v[e] = fmaf(h.weight[W - 1 - k][e], du[(slot - back + k) & 3][e], v[e]);
-        }
-        const token at = {now.b, now.s - back};
-        if (tau >= where.start && !(has(p.d_final) && tau >= where.end - p.conv.history)) {
-            if (has(d_in))
-                put_wide<T, VEC>(view{d_in.data, d_in.dtype, d_in.add, {0, 0, 0}},
-                                 offset_of(d_in, at) + l.head * d_in.head + l.channel, v);
-            return;
-        }
-#pragma unroll
-        for (int e = 0; e < VEC; e++) emit_one<T>(p, part, where, tau, at, l.head, l.channel + e, v[e]);
-    };
-
-    rewind(0, t0);
-    token now = token_at(p.seq, t0);
-    int64_t stop = t1 + W - 1 < p.seq.tokens ? t1 + W - 1 : p.seq.tokens;
-    for (int64_t base = t0; base < stop; base += BATCH) {
-        raw<T, VEC> x[BATCH] = {};
-        float dn[BATCH][VEC] = {};
-        token later = now;
-#pragma unroll
-        for (int r = 0; r < BATCH; r++) {
-            if (active && base + r < stop) {
-                load_raw(x[r], from + offset_of(s.x, later));
-                if (has(d_out)) {
-                    const int64_t at = offset_of(d_out, later) + up;
-                    for (int i = 0; i < p.repeat[part]; i++) {
-                        float one[VEC];
-                        if (sizeof(T) == 4 || d_out.dtype == WEFT_F32)
-                            load<float, VEC>(one, (const float *)d_out.data + at + i * up_step);
-                        else
-                            load<T, VEC>(one, (const T *)d_out.data + at + i * up_step);
-#pragma unroll
-                        for (int e = 0; e < VEC; e++) dn[r][e] += one[e];
-                    }
-                }
-            }
-            advance(later, p.seq);
-        }
-#pragma unroll
-        for (int r = 0; r < BATCH; r++) {
-            const int64_t t = base + r;
-            if (t >= stop) break;
-            if (t == where.end) {
-                if (t >= t1) { /* the rows behind the range belong to another sequence */
-                    stop = t;
-                    break;
-                }
-                next_sequence(p.seq, where, t);
-                zero = where.n >= p.seq.count;
-                rewind(r, t);
-            }
-            unpack(h.past[r], x[r]);
-            float u[VEC], y[VEC], slope[VEC], squares = 0.0f, dot = 0.0f;
-            convolve(u, h, r);
-#pragma unroll
-            for (int e = 0; e < VEC; e++) {
-                slope[e] = 1.0f, y[e] = u[e];
-                if (!p.conv.linear) slope[e] = silu_slope(u[e], &y[e]);
-                if (part == PART_Q) dn[r][e] *= p.q_scale;
-                squares = fmaf(y[e], y[e], squares), dot = fmaf(y[e], dn[r][e], dot);
-            }
-            if (part < PART_V && p.l2norm) {
-                squares = team_sum(active ? squares : 0.0f, s.lanes);
-                dot = team_sum(active ? dot : 0.0f, s.lanes);
-                const float scale = 1.0f / sqrtf(squares + p.l2_eps), down = scale * dot;
-#pragma unroll
-                for (int e = 0; e < VEC; e++) dn[r][e] = scale * (dn[r][e] - y[e] * scale * down);
-            }
-#pragma unroll
-            for (int e = 0; e < VEC; e++) {
-                du[r][e] = zero ? 0.0f : dn[r][e] * slope[e];
-                if (t >= t1 || zero) continue;
-                db[e] += du[r][e];
-#pragma unroll
-                for (int j = 0; j < W; j++) dw[j][e] = fmaf(du[r][e], h.past[(r + 5 - W + j) & 3][e], dw[j][e]);
-            }
-            if (active) {
-                if (zero) {
-                    float v[VEC] = {};
-                    if (has(d_in) && t < t1)
-                        put_wide<T, VEC>(view{d_in.data, d_in.dtype, d_in.add, {0, 0, 0}},
-                                         offset_of(d_in, now) + l.head * d_in.head + l.channel, v);
-                } else {
-                    emit(r, t, W - 1, now);
-                    if (t == where.end - 1) {
-#pragma unroll
-                        for (int back = W - 2; back >= 0; back--) emit(r, t, back, now);
-                    }
-                }
-            }
-            advance(now, p.seq);
-        }
+    const lane_place l = place_in<V>(s, unit);
+    const bool active = l.count > 0, single = sizeof(T) == 4 || d_out.dtype == WEFT_F32;
+    const int channel = s.first + l.head * s.dim + l.channel, repeat = p.repeat[part];
+    const view to = {d_in.data, d_in.dtype, d_in.add, {0, 0, 0}};
+    char *const ring = shared + (threadIdx.x >> 5) * p.ring;
+    const int slot_bytes = p.slot[part];
+    lane_head<W, V> h;
+    float du[RING][V], dw[W + 1][V] = {};
+    place where = {};
+    if (t0 < t1) {
+        where = place_of(p.seq, t0);
+        read_taps<T>(h, p.conv, channel, l.count);
     }
-    if (!partial || !active) return;
+
+    for (int64_t t = t0; t < t1;) { /* a sequence, or what the piece has of it */
+        const int64_t d_at = l.head * d_in.head + l.channel + offset_in(d_in, p.seq, where, t);
+        if (where.n >= p.seq.count) {
+            for (int64_t i = 0; active && has(d_in) && i < t1 - t; i++) {
+                float zeros[V] = {};
+                put_wide<T, V>(to, d_at + i * d_in.step, zeros);
+            }
+            break;
+        }
+        /* Rows of the walk; rows of it that there are, behind which du is 0; how many of them are the piece's own; the first
+         * whose gradient a final state takes part in. */
+        const int walk = (int)((where.end < t1 ? where.end : t1) - t) + W - 1;
+        const int count = where.end - t < walk ? (int)(where.end - t) : walk;
+        const int own = (int)((where.end < t1 ? where.end : t1) - t);
+        const int64_t final_at = has(p.d_final) ? where.end - p.conv.history - t : (int64_t)1 << 40;
+        const int final_row = final_at < walk ? (int)(final_at < -W ? -W : final_at) : walk;
+        const bool begins = t == where.start && has(p.d_state);
+
+        const T *x = (const T *)s.x.data + offset_in(s.x, p.seq, where, t) + l.head * s.x.head + l.channel;
+        const char *up = d_out.data + (offset_in(d_out, p.seq, where, t) +
+                                       first_head(p, part, l.head) * d_out.head + l.channel) *
+                                          (single ? 4 : (int)sizeof(T));
+        const int64_t up_row = d_out.step * (single ? 4 : (int)sizeof(T)),
+                      up_head = p.head_step[part] * d_out.head * (single ? 4 : (int)sizeof(T));
+        auto fetch = [&](int i, int slot) {
+            char *at = ring + slot * slot_bytes;
+            if (active && i < count) {
+                ring_row<T, V>::copy(at, x);
+                at += ring_row<T, V>::size;
+                const char *from = up;
+                for (int k = 0; k < repeat; k++, from += up_head) {
+                    if (single) {
+                        ring_row<float, V>::copy(at, (const float *)from);
+                        at += ring_row<float, V>::size;
+                    } else {
+                        ring_row<T, V>::copy(at, (const T *)from);
+                        at += ring_row<T, V>::size;
+                    }
+                }
+            }
+            copy_commit();
+            x += s.x.step, up += up_row;
+        };
+        /* Row i of the walk, or a slot of the state in front of it, has the gradient v but for what a final state adds. */
+        auto emit = [&](int i, float(&v)[V]) {
+            if (i >= final_row) {
+                const int64_t at = where.n * p.d_final.stride[0] + channel * p.d_final.stride[1] +
+                                   (i - final_at) * p.d_final.stride[2];
 #pragma unroll
-    for (int j = 0; j < W; j++) store<float, VEC>(partial + (int64_t)j * p.channels + channel, dw[j]);
-    store<float, VEC>(partial + (int64_t)W * p.channels + channel, db);
+                for (int e = 0; e < V; e++) v[e] += get(p.d_final, at + e * p.d_final.stride[1]);
+            }
+            if (i >= 0) {
+                if (has(d_in)) put_wide<T, V>(to, d_at + i * d_in.step, v);
+                return;
+            }
+            const int64_t at = where.n * p.d_state.stride[0] + channel * p.d_state.stride[1] +
+                               (p.conv.history + i) * p.d_state.stride[2];
+#pragma unroll
+            for (int e = 0; e < V; e++) put(p.d_state, at + e * p.d_state.stride[1], v[e]);
+        };
+
+#pragma unroll
+        for (int r = 0; r < RING; r++) fetch(r, r);
+        rewind<T>(h, s, p.conv, p.seq, where, t, l);
+#pragma unroll
+        for (int r = 0; r < RING; r++)
+#pragma unroll
+            for (int e = 0; e < V; e++) du[r][e] = 0.0f;
+
+        for (int base = 0; base < walk; base += RING) {
+#pragma unroll
+            for (int r = 0; r < RING; r++) {
+                const int i = base + r;
+                if (i >= walk) break;
+                float u[V], dn[V];
+                copy_wait<RING - 1>();
+#pragma unroll
+                for (int e = 0; e < V; e++) h.past[r][e] = dn[e] = 0.0f;
+                if (active && i < count) {
+                    const char *at = ring + r * slot_bytes;
+                    ring_row<T, V>::read(h.past[r], at);
+                    if (repeat && single)
+                        read_upstream<float, V>(dn, at + ring_row<T, V>::size, repeat);
+                    else if (repeat)
+                        read_upstream<T, V>(dn, at + ring_row<T, V>::size, repeat);
+                }
+                convolve(u, h, r);
+                through_norm(p, part, s.lanes, u, dn, du[r]);
+                if (i >= count) {
+#pragma unroll
+                    for (int e = 0; e < V; e++) du[r][e] = 0.0f;
+                }
+                fetch(i + RING, r); /* everything of the slot has been used */
+                if (i < own) {
+#pragma unroll
+                    for (int e = 0; e < V; e++) {
+                        dw[W][e] += du[r][e];
+#pragma unroll
+                        for (int j = 0; j < W; j++)
+                            dw[j][e] = fmaf(du[r][e], h.past[(r + 5 - W + j) & 3][e], dw[j][e]);
+                    }
+                }
+                if (active && (i >= W - 1 || begins)) {
+                    float v[V];
+                    input_gradient(v, h, du, r - (W - 1));
+                    emit(i - (W - 1), v);
+                }
+            }
+        }
+        copy_wait<0>();
+        t += own;
+        if (t < t1) next_sequence(p.seq, where, t);
+    }
+
+    if (!partial) return;
+    enum { COUNT = (W + 1) * V };
+    float *mine = sums_of(shared, threadIdx.x >> 5, COUNT);
+    __syncthreads(); /* the rings are no longer needed */
+#pragma unroll
+    for (int j = 0; j <= W; j++)
+#pragma unroll
+        for (int e = 0; e < V; e++) mine[(j * V + e) * 32] = dw[j][e];
+    __syncthreads();
+    for (int j = threadIdx.x >> 5; active && j <= W; j += WARPS) {
+        float v[V];
+#pragma unroll
+        for (int e = 0; e < V; e++) v[e] = add_pieces(shared, COUNT, j * V + e);
+        store<float, V>(partial + (int64_t)j * p.channels + channel, v);
+    }
 }
 
 /* The same for anything else, a channel after the other; what a team remembers lies in local memory. */
 template <class T>
-static __device__ void backward_any(const bwd_params &p, int part, int unit, int64_t t0, int64_t t1, float *partial)
+static __device__ void backward_any(const bwd_params &p, int part, int unit, int64_t t0, int64_t t1, char *shared,
+                                    float *partial)
 {
     const section &s = p.in[part];
     const rows &d_out = p.d_out[part];
-    const lane_place l = place_in(s, unit);
-    const int groups = (s.dim + 32 * VEC - 1) / (32 * VEC), width = p.conv.width;
+    const lane_place l = place_in<GROUP>(s, unit);
+    const int groups = (s.dim + 32 * GROUP - 1) / (32 * GROUP), width = p.conv.width;
     const bool parity = p.decay.parity, norm = part < PART_V && p.l2norm;
-    float du[RING][MAX_GROUPS][VEC], dw[WEFT_GDN_MAX_WIDTH + 1][MAX_GROUPS][VEC] = {};
-    float u[MAX_GROUPS][VEC], y[MAX_GROUPS][VEC], dn[MAX_GROUPS][VEC];
+    float du[LONG_RING][MAX_GROUPS][GROUP], dw[WEFT_GDN_MAX_WIDTH + 1][MAX_GROUPS][GROUP] = {};
+    float u[MAX_GROUPS][GROUP], y[MAX_GROUPS][GROUP], dn[MAX_GROUPS][GROUP];
     auto each = [&](auto &&f) { /* of this lane's channels */
                                 for (int k = 0; k < groups; k++)
-                                    for (int e = 0; e < VEC; e++)
-                                        if (l.head < s.heads && l.channel + k * 32 * VEC + e < s.dim)
-                                            f(k, e, l.channel + k * 32 * VEC + e);
+                                    for (int e = 0; e < GROUP; e++)
+                                        if (l.head < s.heads && l.channel + k * 32 * GROUP + e < s.dim)
+                                            f(k, e, l.channel + k * 32 * GROUP + e);
     };
-    place where = place_of(p.seq, t0);
+    place where = {};
+    if (t0 < t1) where = place_of(p.seq, t0);
     token now = token_at(p.seq, t0);
     memset(du, 0, sizeof du);
-    const int64_t stop = t1 + width - 1 < p.seq.tokens ? t1 + width - 1 : p.seq.tokens;
+    const int64_t stop = t0 < t1 ? (t1 + width - 1 < p.seq.tokens ? t1 + width - 1 : p.seq.tokens) : t0;
     for (int64_t t = t0; t < stop; t++, advance(now, p.seq)) {
         if (t == where.end) {
             if (t >= t1) break;
@@ -232,35 +374,40 @@ static __device__ void backward_any(const bwd_params &p, int part, int unit, int
             });
             continue;
         }
-        float squares = 0.0f, dot = 0.0f;
+        const int64_t row = has(p.conv.state) ? where.n : -1;
+        float squares[MAX_GROUPS] = {}, dots[MAX_GROUPS] = {};
         each([&](int k, int e, int c) {
-            const float v = convolve_any<T>(s, p.conv, p.seq, where, t, l.head, c);
+            const float v = convolve_any<T>(s, p.conv, p.seq, where, row, t, l.head, c);
             float up = 0.0f;
             u[k][e] = parity ? rounded<T>(v) : v;
             y[k][e] = p.conv.linear ? v : silu(v);
             if (parity) y[k][e] = rounded<T>(y[k][e]);
-            for (int i = 0; has(d_out) && i < p.repeat[part]; i++)
-                up += get(d_out, offset_of(d_out, now) +
-                                     (first_head(p, part, l.head) + i * p.head_step[part]) * d_out.head +
-                                     c * d_out.channel);
+            for (int i = 0; has(d_out) && i < p.repeat[part]; i++) {
+                const float one = get(d_out, offset_of(d_out, now) +
+                                                 (first_head(p, part, l.head) + i * p.head_step[part]) * d_out.head +
+                                                 c * d_out.channel);
+                up = i ? up + one : one;
+            }
             if (parity && part < PART_V) up = rounded<T>(up);
-            dn[k][e] = part == PART_Q ? up * p.q_scale : up;
-            squares = fmaf(y[k][e], y[k][e], squares), dot = fmaf(y[k][e], dn[k][e], dot);
+            dn[k][e] = up;
+            squares[k] = fmaf(y[k][e], y[k][e], squares[k]), dots[k] = fmaf(y[k][e], up, dots[k]);
         });
         float scale = 1.0f, down = 0.0f;
         if (norm) {
-            squares = team_sum(squares, s.lanes), dot = team_sum(dot, s.lanes);
-            scale = 1.0f / sqrtf(squares + p.l2_eps), down = scale * dot;
+            scale = reciprocal_root(groups_sum(squares, s.lanes) + p.l2_eps);
+            down = scale * (scale * groups_sum(dots, s.lanes));
         }
-        const int slot = (int)((t - t0) % RING);
+        if (part == PART_Q) scale *= p.q_scale;
+        const int slot = (int)((t - t0) % LONG_RING);
         each([&](int k, int e, int c) {
-            float dy = norm ? scale * (dn[k][e] - y[k][e] * scale * down) : dn[k][e], unused;
+            float dy = norm ? fmaf(-y[k][e], down, dn[k][e]) : dn[k][e], unused;
+            if (part < PART_V) dy *= scale;
             if (parity) dy = rounded<T>(dy);
             du[slot][k][e] = p.conv.linear ? dy : dy * silu_slope(u[k][e], &unused);
             if (t >= t1) return;
             for (int j = 0; j < width; j++)
                 dw[j][k][e] =
-                    fmaf(du[slot][k][e], past_at<T>(s, p.conv, p.seq, where, t - (width - 1) + j, l.head, c),
+                    fmaf(du[slot][k][e], past_at<T>(s, p.conv, p.seq, where, row, t - (width - 1) + j, l.head, c),
                          dw[j][k][e]);
             dw[width][k][e] += du[slot][k][e];
         });
@@ -270,10 +417,11 @@ static __device__ void backward_any(const bwd_params &p, int part, int unit, int
             each([&](int k, int e, int c) {
                 const int own = s.first + l.head * s.dim + c;
                 float v = 0.0f;
-                for (int i = 0; i <= back; i++) {
+                for (int i = 0; i < width; i++) {
                     const float w = get(p.conv.weight,
                                         own * p.conv.weight.stride[0] + (width - 1 - i) * p.conv.weight.stride[1]);
-                    const float d = tau + i < where.start ? 0.0f : du[(t - t0 - back + i + 2 * RING) % RING][k][e];
+                    const bool there = i <= back && tau + i >= where.start;
+                    const float d = there ? du[(t - t0 - back + i + 2 * LONG_RING) % LONG_RING][k][e] : 0.0f;
                     v = i ? fmaf(w, d, v) : w * d;
                 }
                 emit_one<T>(p, part, where, tau, {now.b, now.s - back}, l.head, c, v);
@@ -281,10 +429,18 @@ static __device__ void backward_any(const bwd_params &p, int part, int unit, int
         }
     }
     if (!partial) return;
-    each([&](int k, int e, int c) {
-        for (int j = 0; j <= width; j++)
-            partial[(int64_t)j * p.channels + s.first + l.head * s.dim + c] = dw[j][k][e];
-    });
+    enum { COUNT = MAX_GROUPS * GROUP };
+    for (int j = 0; j <= width; j++) {
+        float *mine = sums_of(shared, threadIdx.x >> 5, COUNT);
+        __syncthreads();
+        each([&](int k, int e, int) { mine[(k * GROUP + e) * 32] = dw[j][k][e]; });
+        __syncthreads();
+        if (threadIdx.x < 32)
+            each([&](int k, int e, int c) {
+                partial[(int64_t)j * p.channels + s.first + l.head * s.dim + c] =
+                    add_pieces(shared, COUNT, k * GROUP + e);
+            });
+    }
 }
 
 /* ---- z ------------------------------------------------------------------------------------------------------------------ */
@@ -293,40 +449,51 @@ static __device__ __forceinline__ void backward_gate(const bwd_params &p, int un
 {
     const section &s = p.in[PART_Z];
     const rows &from = p.d_out[PART_Z], &to = p.d_in[PART_Z];
-    const lane_place l = place_in(s, unit);
+    const lane_place l = place_in<GROUP>(s, unit);
     const int64_t end = p.seq.cu ? start_of(p.seq, p.seq.count) : p.seq.tokens;
     token at = token_at(p.seq, t0);
     if (l.head >= s.heads) return;
     for (int64_t t = t0; t < t1; t++, advance(at, p.seq))
-        for (int c = l.channel; c < s.dim; c += c % VEC == VEC - 1 ? 31 * VEC + 1 : 1)
+        for (int c = l.channel; c < s.dim; c += c % GROUP == GROUP - 1 ? 31 * GROUP + 1 : 1)
             put(to, offset_of(to, at) + l.head * to.head + c * to.channel,
                 has(from) && t < end ? get(from, offset_of(from, at) + l.head * from.head + c * from.channel)
                                      : 0.0f);
 }
 
-template <class T>
+template <class T, int V>
 static __device__ __forceinline__ void backward_gate_wide(const bwd_params &p, int unit, int64_t t0, int64_t t1)
 {
     const section &s = p.in[PART_Z];
     const rows &from = p.d_out[PART_Z], &to = p.d_in[PART_Z];
     const view a = {from.data, from.dtype, 0, {0, 0, 0}}, b = {to.data, to.dtype, to.add, {0, 0, 0}};
-    const lane_place l = place_in(s, unit);
+    const lane_place l = place_in<V>(s, unit);
     const int64_t end = p.seq.cu ? start_of(p.seq, p.seq.count) : p.seq.tokens;
+    const bool plain = from.dtype == number<T>::dtype && to.dtype == number<T>::dtype && !to.add;
     token at = token_at(p.seq, t0);
     if (l.count <= 0) return;
-    for (int64_t base = t0; base < t1; base += BATCH) {
-        float v[BATCH][VEC] = {};
+    for (int64_t base = t0; base < t1; base += COPIES) {
+        raw<T, V> v[COPIES] = {};
         token later = at;
+        if (plain) {
 #pragma unroll
-        for (int r = 0; r < BATCH; r++) {
-            if (has(from) && base + r < t1 && base + r < end)
-                get_wide<T, VEC>(v[r], a, offset_of(from, later) + l.head * from.head + l.channel);
-            advance(later, p.seq);
+            for (int r = 0; r < COPIES; r++) {
+                if (base + r < t1 && base + r < end)
+                    load_raw(v[r], (const T *)from.data + offset_of(from, later) + l.head * from.head + l.channel);
+                advance(later, p.seq);
+            }
         }
 #pragma unroll
-        for (int r = 0; r < BATCH; r++) {
+        for (int r = 0; r < COPIES; r++) {
             if (base + r >= t1) break;
-            put_wide<T, VEC>(b, offset_of(to, at) + l.head * to.head + l.channel, v[r]);
+            const int64_t into = offset_of(to, at) + l.head * to.head + l.channel;
+            if (plain) {
+                store_raw((T *)to.data + into, v[r]);
+            } else {
+                float one[V] = {};
+                if (has(from) && base + r < end)
+                    get_wide<T, V>(one, a, offset_of(from, at) + l.head * from.head + l.channel);
+                put_wide<T, V>(b, into, one);
+            }
             advance(at, p.seq);
         }
     }
@@ -335,73 +502,97 @@ static __device__ __forceinline__ void backward_gate_wide(const bwd_params &p, i
 /* ---- beta and g --------------------------------------------------------------------------------------------------------- */
 
 /* Lanes are heads; a chunk's sums contain a token's g from there to the chunk's end, so the walk is backward. */
-static __device__ __forceinline__ void backward_gates(const bwd_params &p, int64_t t0, int64_t t1, float *partial)
+template <class T>
+static __device__ __forceinline__ void backward_gates(const bwd_params &p, int64_t t0, int64_t t1, char *shared,
+                                                      float *partial)
 {
-    const place last = place_of(p.seq, t1 - 1);
+    const place last = t0 < t1 ? place_of(p.seq, t1 - 1) : place{};
     for (int first = 0; first < p.value_heads; first += 32) {
         const int h = first + (threadIdx.x & 31);
         const bool active = h < p.value_heads;
-        const float half = active ? half_rate(p.decay, h) : 0.0f;
+        const float half = active ? half_rate(p.decay, h) : 0.0f, bias = active ? gate_bias(p.decay, h) : 0.0f;
+        const T *a = (const T *)p.decay.a.data + h * p.decay.a.head, *b = (const T *)p.b.data + h * p.b.head;
         auto upstream = [&](const token &at) {
             return has(p.d_g) && active ? get(p.d_g, offset_of(p.d_g, at) + h * p.d_g.head) * p.g_factor : 0.0f;
         };
         place w = last;
         float d_g = 0.0f, d_a_log = 0.0f, d_dt = 0.0f;
-        if (p.g_chunk && w.n < p.seq.count) {
+        if (t0 < t1 && p.g_chunk && w.n < p.seq.count) {
             int64_t end = t1 - 1 - (t1 - 1 - w.start) % p.g_chunk + p.g_chunk;
             if (end > w.end) end = w.end;
             for (int64_t t = end - 1; t >= t1; t--)
                 d_g = t == end - 1 ? upstream(token_at(p.seq, t)) : d_g + upstream(token_at(p.seq, t));
         }
-        for (int64_t t = t1 - 1; t >= t0; t--) {
-            if (t < w.start) w = place_of(p.seq, t);
-            const token at = token_at(p.seq, t);
-            float d_a = 0.0f, d_b = 0.0f;
-            if (w.n < p.seq.count && active) {
-                const float x = gate_input(p.decay, offset_of(p.decay.a, at), h), up = upstream(at);
-                d_g = p.g_chunk && t + 1 < w.end && (t + 1 - w.start) % p.g_chunk ? d_g + up : up;
-                d_a = gm_decay_slope(x, half, -d_g);
-                d_a_log += gm_decay(x, half, -d_g);
-                d_dt += d_a;
-                if (has(p.d_beta))
-                    d_b = get(p.d_beta, offset_of(p.d_beta, at) + h * p.d_beta.head) *
-                          gm_beta_slope(get(p.b, offset_of(p.b, at) + h * p.b.head), p.beta_scale);
+        for (int64_t top = t1; top > t0; top -= GATE_TOKENS) { /* tokens top - 1, top - 2, ... */
+            float xa[GATE_TOKENS], xb[GATE_TOKENS], up[GATE_TOKENS], up_beta[GATE_TOKENS];
+#pragma unroll
+            for (int r = 0; r < GATE_TOKENS; r++) {
+                const bool there = active && top - 1 - r >= t0;
+                const token at = token_at(p.seq, there ? top - 1 - r : t0);
+                xa[r] = there ? widen(a[offset_of(p.decay.a, at)]) : 0.0f;
+                xb[r] = there ? widen(b[offset_of(p.b, at)]) : 0.0f;
+                up[r] = there ? upstream(at) : 0.0f;
+                up_beta[r] = there && has(p.d_beta) ? get(p.d_beta, offset_of(p.d_beta, at) + h * p.d_beta.head)
+                                                    : 0.0f;
             }
-            if (!active) continue;
-            if (has(p.d_a)) put(p.d_a, offset_of(p.d_a, at) + h * p.d_a.head, d_a);
-            if (has(p.d_b)) put(p.d_b, offset_of(p.d_b, at) + h * p.d_b.head, d_b);
+#pragma unroll
+            for (int r = 0; r < GATE_TOKENS; r++) {
+                const int64_t t = top - 1 - r;
+                if (t < t0) break;
+                if (t < w.start) w = place_of(p.seq, t);
+                float d_a = 0.0f, d_b = 0.0f;
+                if (w.n < p.seq.count) {
+                    const float x = xa[r] + bias;
+                    d_g = p.g_chunk && t + 1 < w.end && (t + 1 - w.start) % p.g_chunk ? d_g + up[r] : up[r];
+                    d_a = gm_decay_slope(x, half, -d_g);
+                    d_a_log += gm_decay(x, half, -d_g);
+                    d_dt += d_a;
+                    if (has(p.d_beta)) d_b = up_beta[r] * gm_beta_slope(xb[r], p.beta_scale);
+                }
+                if (!active) continue;
+                const token at = token_at(p.seq, t);
+                if (has(p.d_a)) put(p.d_a, offset_of(p.d_a, at) + h * p.d_a.head, d_a);
+                if (has(p.d_b)) put(p.d_b, offset_of(p.d_b, at) + h * p.d_b.head, d_b);
+            }
         }
-        if (!partial || !active) continue;
+        if (!partial) continue;
+        float *mine = sums_of(shared, threadIdx.x >> 5, 2);
+        __syncthreads();
+        mine[0] = d_a_log, mine[32] = d_dt;
+        __syncthreads();
         float *own = partial + (int64_t)(p.conv.width + 1) * p.channels;
-        own[h] = d_a_log, own[p.value_heads + h] = d_dt;
+        if (threadIdx.x < 32 && active)
+            own[h] = add_pieces(shared, 2, 0), own[p.value_heads + h] = add_pieces(shared, 2, 1);
     }
 }
 
 /* ---- kernels -------------------------------------------------------------------------------------------------------------- */
 
-template <class T, int W>
-__global__ void __launch_bounds__(WARPS * 32, W == 0 ? 2 : 3) bwd_kernel(const bwd_params p)
+template <class T, int W, int V>
+__global__ void __launch_bounds__(WARPS * 32, V == 4 ? 4 : 2) bwd_kernel(const bwd_params p)
 {
-    const int units = p.first_unit[PARTS], across = (units + WARPS - 1) / WARPS;
-    int unit = (int)(blockIdx.x % (unsigned)across) * WARPS + (threadIdx.x >> 5), part = PART_Q;
-    const int64_t range = blockIdx.x / (unsigned)across, t0 = range * p.range;
-    const int64_t t1 = t0 + p.range < p.seq.tokens ? t0 + p.range : p.seq.tokens;
-    if (unit >= units) return;
+    extern __shared__ __align__(16) char shared[];
+    const int units = p.first_unit[PARTS];
+    int unit = (int)(blockIdx.x % (unsigned)units), part = PART_Q;
+    const int64_t range = blockIdx.x / (unsigned)units;
+    int64_t t0 = (range * WARPS + (threadIdx.x >> 5)) * p.piece, t1 = t0 + p.piece;
+    if (t0 > p.seq.tokens) t0 = p.seq.tokens;
+    if (t1 > p.seq.tokens) t1 = p.seq.tokens;
     while (part < PART_GATES && unit >= p.first_unit[part + 1]) part++;
     unit -= p.first_unit[part];
     float *partial = p.partial ? p.partial + range * partial_size(p.conv.width, p.channels, p.value_heads) : NULL;
     if (part == PART_GATES) {
-        backward_gates(p, t0, t1, partial);
-    } else if constexpr (W == 0) {
+        backward_gates<T>(p, t0, t1, shared, partial);
+    } else if constexpr (V == 0) {
         if (part == PART_Z)
             backward_gate(p, unit, t0, t1);
         else
-            backward_any<T>(p, part, unit, t0, t1, partial);
+            backward_any<T>(p, part, unit, t0, t1, shared, partial);
     } else {
         if (part == PART_Z)
-            backward_gate_wide<T>(p, unit, t0, t1);
+            backward_gate_wide<T, V>(p, unit, t0, t1);
         else
-            backward_heads<T, W>(p, part, unit, t0, t1, partial);
+            backward_heads<T, W, V>(p, part, unit, t0, t1, shared, partial);
     }
 }
 
@@ -430,15 +621,23 @@ struct finish_params {
     view d_weight, d_bias, d_a_log, d_dt_bias;
 };
 
-/* A thread a number; ranges in order, in double precision. */
-__global__ void finish_kernel(const finish_params p)
+/* A warp has 32 numbers and a slice of the ranges; in order, in double precision, and so the slices. */
+__global__ void __launch_bounds__(SLICES * 32) finish_kernel(const finish_params p)
 {
-    const int64_t size = partial_size(p.width, p.channels, p.heads);
-    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, taps = (int64_t)p.width * p.channels;
-    if (i >= size) return;
+    __shared__ double slices[SLICES][32];
+    const int64_t size = partial_size(p.width, p.channels, p.heads), taps = (int64_t)p.width * p.channels;
+    const int lane = threadIdx.x & 31, slice = threadIdx.x >> 5;
+    const int64_t i = (int64_t)blockIdx.x * 32 + lane, each = (p.ranges + SLICES - 1) / SLICES;
+    const int64_t end = (slice + 1) * each < p.ranges ? (slice + 1) * each : p.ranges;
     double sum = 0.0;
+    wait_for_previous();
+    if (i < size)
 #pragma unroll 8
-    for (int64_t r = 0; r < p.ranges; r++) sum += (double)p.partial[r * size + i];
+        for (int64_t r = slice * each; r < end; r++) sum += (double)p.partial[r * size + i];
+    slices[slice][lane] = sum;
+    __syncthreads();
+    if (slice || i >= size) return;
+    for (int k = 1; k < SLICES; k++) sum += slices[k][lane];
     const float v = (float)sum;
     if (i < taps) {
         const int64_t j = i / p.channels, c = i - j * p.channels;
@@ -447,7 +646,7 @@ __global__ void finish_kernel(const finish_params p)
         if (has(p.d_bias)) put(p.d_bias, (i - taps) * p.d_bias.stride[0], v);
     } else if (i < taps + p.channels + p.heads) {
         if (has(p.d_a_log)) put(p.d_a_log, (i - taps - p.channels) * p.d_a_log.stride[0], v);
-    } else if (has(p.d_dt_bias)) {
+    } else if (has(p.d_dt_bias) && i < taps + p.channels + 2 * p.heads) {
         put(p.d_dt_bias, (i - taps - p.channels - p.heads) * p.d_dt_bias.stride[0], v);
     }
 }
@@ -456,21 +655,17 @@ __global__ void finish_kernel(const finish_params p)
 
 using bwd_function = void (*)(bwd_params);
 
-template <class T> static bwd_function bwd_of(int64_t width)
+/* By channels of a lane and width; `widest` knows which there are. */
+template <class T> static bwd_function bwd_of(int vec, int64_t width)
 {
-    static constexpr bwd_function all[] = {bwd_kernel<T, 0>, bwd_kernel<T, 1>, bwd_kernel<T, 2>, bwd_kernel<T, 3>,
-                                           bwd_kernel<T, 4>};
-    return all[width];
-}
-
-static int64_t kernel_width(const weft_call *call, const weft_gdn_pre_bwd_args *a)
-{
-    const weft_tensor *const all[] = {&a->q,      &a->k,      &a->v,      &a->d_query, &a->d_key, &a->d_value,
-                                      &a->d_gate, &a->d_q.to, &a->d_k.to, &a->d_v.to,  &a->d_z.to};
-    bool wide = call->width <= 4 && call->key_dim <= 32 * VEC && call->value_dim <= 32 * VEC &&
-                a->options.rounding == WEFT_GDN_THROUGH;
-    for (const weft_tensor *t : all) wide = wide && (!weft_has(t) || reads_wide(t, VEC));
-    return wide ? call->width : 0;
+    if (vec == 0) return bwd_kernel<T, 0, 0>;
+    if constexpr (sizeof(T) == 2) {
+        static constexpr bwd_function wide[] = {bwd_kernel<T, 2, 8>, bwd_kernel<T, 3, 8>, bwd_kernel<T, 4, 8>};
+        return vec == 8 ? wide[width - 2] : bwd_kernel<T, 4, 4>;
+    } else {
+        static constexpr bwd_function wide[] = {bwd_kernel<T, 2, 4>, bwd_kernel<T, 3, 4>, bwd_kernel<T, 4, 4>};
+        return wide[width - 2];
+    }
 }
 
 static bool wants_sums(const weft_gdn_pre_bwd_args *a)
@@ -484,13 +679,10 @@ static int32_t channels_of(const weft_call *call)
     return (int32_t)(2 * call->key_heads * call->key_dim + call->value_heads * call->value_dim);
 }
 
-/* Warps side by side do not depend on what is asked for: the cut into ranges, and with it sums, must not either. */
+/* The cut of tokens, and with it sums, depends neither on what is asked for nor on where it lies. */
 static weft_gdn_ranges ranges_of(const weft_call *call)
 {
-    const int64_t lanes_k = weft_gdn_team(call->key_dim, VEC), lanes_v = weft_gdn_team(call->value_dim, VEC);
-    const int64_t warps = 2 * (call->key_heads * (lanes_k ? lanes_k : 32) + 31) / 32 +
-                          (call->value_heads * (lanes_v ? lanes_v : 32) + 31) / 32;
-    return weft_gdn_bwd_ranges(call->batch * call->steps, warps);
+    return weft_gdn_bwd_ranges(call->batch * call->steps, channels_of(call));
 }
 
 static float *lay_out(weft_arena *arena, const weft_call *call, const weft_gdn_pre_bwd_args *a)
@@ -498,6 +690,27 @@ static float *lay_out(weft_arena *arena, const weft_call *call, const weft_gdn_p
     if (!wants_sums(a)) return NULL;
     const int64_t size = partial_size(call->width, channels_of(call), call->value_heads);
     return (float *)weft_arena_take(arena, (size_t)(ranges_of(call).count * size) * 4);
+}
+
+template <class T> static int vec_of(const weft_call *call, const weft_gdn_pre_bwd_args *a)
+{
+    const weft_tensor *const all[] = {&a->q,      &a->k,      &a->v,      &a->d_query, &a->d_key, &a->d_value,
+                                      &a->d_gate, &a->d_q.to, &a->d_k.to, &a->d_v.to,  &a->d_z.to};
+    return a->options.rounding == WEFT_GDN_THROUGH ? widest<T>(call, all) : 0;
+}
+
+/* Bytes of shared memory of a block: the warps' rings, later their sums. */
+static size_t shared_of(bwd_params &p, int vec, size_t act)
+{
+    size_t sums = (size_t)WARPS * 32 * 4 * (vec ? (size_t)(p.conv.width + 1) * (size_t)vec : MAX_GROUPS * GROUP);
+    if (vec == 0) return sums;
+    for (int i = 0; i < 3; i++) {
+        const size_t up = p.d_out[i].dtype == WEFT_F32 ? 4 : act;
+        p.slot[i] = (int32_t)(32 * vec * (act + (size_t)p.repeat[i] * up));
+        if (RING * p.slot[i] > p.ring) p.ring = RING * p.slot[i];
+    }
+    const size_t rings = (size_t)WARPS * (size_t)p.ring;
+    return rings > sums ? rings : sums;
 }
 
 template <class T> static weft_status bwd(const weft_call *call, const void *args)
@@ -512,16 +725,19 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
     weft_arena arena = cuda_arena(call);
     bwd_params p = {};
     p.seq = sequences_of(call, &a->cu_seqlens);
-    p.conv.weight = view_of(&a->weight), p.conv.bias = view_of(&a->bias), p.conv.state = view_of(&a->state);
-    p.conv.width = (int32_t)call->width, p.conv.history = (int32_t)(call->history < 0 ? 0 : call->history);
-    p.conv.linear = o.activation == WEFT_GDN_LINEAR;
+    p.conv = convolution_of(call, &a->weight, &a->bias, &a->state, &o);
     p.partial = lay_out(&arena, call, a);
     for (int i = 0; i < 4; i++) {
-        p.in[i] = section_of(in[i], first[i]);
         p.d_out[i] = rows_of(d_out[i]), p.d_in[i] = rows_of(d_in[i]);
-        p.repeat[i] = weft_has(d_out[i]) ? (int32_t)(d_out[i]->shape[2] / in[i]->shape[2]) : 1;
-        p.head_step[i] = p.repeat[i] > 1 && o.head_map == WEFT_GDN_TILED ? p.in[i].heads : 1;
+        p.repeat[i] = weft_has(d_out[i]) ? (int32_t)(d_out[i]->shape[2] / in[i]->shape[2]) : 0;
+        p.head_step[i] = p.repeat[i] > 1 && o.head_map == WEFT_GDN_TILED ? (int32_t)in[i]->shape[2] : 1;
+    }
+    int vec = vec_of<T>(call, a);
+    size_t shared = shared_of(p, vec, sizeof(T));
+    if (shared > most_shared(call)) shared = shared_of(p, vec = 0, sizeof(T));
+    for (int i = 0; i < 4; i++) {
         const bool wanted = weft_has(&d_in[i]->to) || (i < 3 && (p.partial || weft_has(&a->d_state.to)));
+        p.in[i] = section_of(in[i], first[i], vec ? vec : GROUP);
         p.first_unit[i + 1] = p.first_unit[i] + (wanted ? units_of(p.in[i]) : 0);
     }
     p.first_unit[PARTS] = p.first_unit[PART_GATES] + 1;
@@ -534,11 +750,11 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
     p.g_factor = o.g_log2 ? 1.4426950408889634f : 1.0f;
     p.l2norm = o.l2norm, p.g_chunk = o.g_chunk;
     p.value_heads = (int32_t)call->value_heads, p.channels = channels_of(call);
-    p.range = r.tokens;
+    p.piece = r.tokens / WARPS;
 
     if (r.count > 0)
-        WEFT_TRY(launch(call, "backward", bwd_of<T>(kernel_width(call, a)),
-                        {.grid = grid_of((p.first_unit[PARTS] + WARPS - 1) / WARPS * r.count), .block = WARPS * 32},
+        WEFT_TRY(launch(call, "backward", bwd_of<T>(vec, call->width),
+                        {.grid = grid_of(p.first_unit[PARTS] * r.count), .block = WARPS * 32, .shared = shared},
                         p));
     if (weft_has(&a->d_state.to) && p.seq.count > 0)
         WEFT_TRY(launch(call, "states", state_kernel,
@@ -554,7 +770,10 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
                              view_of(&a->d_a_log),
                              view_of(&a->d_dt_bias)};
     return launch(call, "sums", finish_kernel,
-                  {.grid = grid_of((partial_size(f.width, f.channels, f.heads) + 127) / 128), .block = 128}, f);
+                  {.grid = grid_of((partial_size(f.width, f.channels, f.heads) + 31) / 32),
+                   .block = SLICES * 32,
+                   .order = OVERLAP},
+                  f);
 }
 
 static size_t bwd_workspace(const weft_call *call, const void *args)

@@ -7,10 +7,12 @@ enum {
     WARP = 32,
     LONGEST = 128, /* forward: a range's first rows are read twice, which is 2% of this */
     SHORTEST = 4,
-    WARPS_PER_SM = 24,    /* forward: a good part of them twice */
-    NOMINAL_WARPS = 4096, /* backward: enough for any GPU there is */
-    LONGEST_SUM = 512,
-    SHORTEST_SUM = 16
+    WARPS_PER_SM = 12,
+    ROUNDS = 6, /* forward: so many times what a GPU holds at once, so that the last round costs little */
+    NOMINAL_BLOCKS = 384, /* backward: enough for any GPU there is, */
+    BLOCK_CHANNELS = 256, /* which have so many channels each */
+    LONGEST_PIECE = 64,   /* a piece's sums are fp32, and the rows behind it are computed twice */
+    SHORTEST_PIECE = 8
 };
 
 int32_t weft_gdn_team(int64_t dim, int32_t vec)
@@ -30,10 +32,11 @@ static weft_gdn_ranges ranges_of(int64_t tokens, int64_t warps, int64_t wanted, 
 
 weft_gdn_ranges weft_gdn_fwd_ranges(int64_t tokens, int64_t warps, int32_t sms)
 {
-    return ranges_of(tokens, warps, 3 * (int64_t)WARPS_PER_SM * sms, SHORTEST, LONGEST);
+    return ranges_of(tokens, warps, ROUNDS * (int64_t)WARPS_PER_SM * sms, SHORTEST, LONGEST);
 }
 
-weft_gdn_ranges weft_gdn_bwd_ranges(int64_t tokens, int64_t warps)
+weft_gdn_ranges weft_gdn_bwd_ranges(int64_t tokens, int64_t channels)
 {
-    return ranges_of(tokens, warps, NOMINAL_WARPS, SHORTEST_SUM, LONGEST_SUM);
+    return ranges_of(tokens, (channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, NOMINAL_BLOCKS,
+                     WEFT_GDN_PIECES * SHORTEST_PIECE, WEFT_GDN_PIECES * LONGEST_PIECE);
 }
