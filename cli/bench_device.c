@@ -134,7 +134,9 @@ static window window_of(const problem *p)
     window w = {.all = s->tokens, .tokens = CHECKED_TOKENS};
     if (!strncmp(p->op->name, "gdn", 3)) {
         w.requests = s->batch > 1 || s->steps == 1;
-        w.all = w.requests ? s->batch : s->packed ? s->steps - 1 : s->steps; /* the last one of packed ones is padding */
+        w.all = w.requests  ? s->batch
+                : s->packed ? s->steps - 1
+                            : s->steps; /* the last one of packed ones is padding */
         w.margin = w.requests ? 0 : s->width - 1;
     }
     w.tokens += 2 * w.margin;

@@ -50,7 +50,8 @@ static void ranges_cover_the_tokens_once(void **state)
         FOR(w, warp_counts)
         FOR(s, sm_counts)
         check_ranges(weft_gdn_fwd_ranges(token_counts[t], warp_counts[w], sm_counts[s]), token_counts[t]);
-        FOR(c, channel_counts) check_ranges(weft_gdn_bwd_ranges(token_counts[t], channel_counts[c]), token_counts[t]);
+        FOR(c, channel_counts)
+        check_ranges(weft_gdn_bwd_ranges(token_counts[t], channel_counts[c]), token_counts[t]);
     }
 }
 

@@ -9,9 +9,10 @@
 
 enum {
     WARPS = 4,
-    AHEAD = 4,  /* rows that are under way; the ring of past rows has as many */
-    COPIES = 8, /* the same for z, which needs no registers but these */
-    GATE_TOKENS = 8,
+    PAST = 4,        /* the last rows, in registers */
+    COPIES = 8,      /* the same for z, which needs no registers but these */
+    GATE_TOKENS = 8, /* of a warp, */
+    GATES_AHEAD = 4, /* so many at a time */
     MAX_GROUPS = WEFT_GDN_MAX_DIM / (32 * GROUP)
 };
 enum part { PART_Q, PART_K, PART_V, PART_Z, PART_GATES, PARTS };
@@ -28,6 +29,7 @@ struct fwd_params {
     int32_t l2norm, g_chunk, parity, value_heads;
     int32_t first_unit[PARTS + 1]; /* units of warps: the parts one after the other */
     int64_t range;                 /* tokens of a warp */
+    int64_t apart;                 /* decoding: sequences of a warp */
     view new_state;
     bool wide_new_state;
 };
@@ -41,13 +43,14 @@ static __device__ __forceinline__ int64_t first_head(const fwd_params &p, int pa
 }
 
 /* u becomes y. */
-template <class T, int V> static __device__ __forceinline__ void activate(const fwd_params &p, float (&u)[V])
+template <class T, bool PLAIN, int V>
+static __device__ __forceinline__ void activate(const fwd_params &p, float (&u)[V])
 {
-    if (!p.conv.linear) {
+    if (PLAIN || !p.conv.linear) {
 #pragma unroll
         for (int e = 0; e < V; e++) u[e] = silu(u[e]);
     }
-    if (p.parity) {
+    if (!PLAIN && p.parity) {
 #pragma unroll
         for (int e = 0; e < V; e++) u[e] = rounded<T>(u[e]);
     }
@@ -66,18 +69,23 @@ static __device__ __forceinline__ void store_copies(T *to, const float (&y)[V], 
     raw<T, V> packed;
     pack(packed, y);
     store_raw(to, packed);
-    for (int i = 1; i < repeat; i++) store_raw(to += step, packed);
+    if (repeat > 1) store_raw(to += step, packed);
+#pragma unroll 1
+    for (int i = 2; i < repeat; i++) store_raw(to += step, packed);
 }
 
 /* From the convolution's sum to what is stored. */
-template <class T, int V>
+template <class T, bool PLAIN, int V>
 static __device__ __forceinline__ void finish_row(const fwd_params &p, int part, int lanes, float (&u)[V])
 {
-    float squares = 0.0f;
-    activate<T>(p, u);
+    float squares[1] = {};
+    activate<T, PLAIN>(p, u);
     if (part == PART_V) return;
-    if (p.l2norm) squares = team_sum(lane_sum(u, u), lanes);
-    const float scale = scale_of(p, part, squares);
+    if (PLAIN || p.l2norm) {
+        squares[0] = lane_sum(u, u);
+        team_sums(squares, lanes);
+    }
+    const float scale = scale_of(p, part, squares[0]);
 #pragma unroll
     for (int e = 0; e < V; e++) u[e] *= scale;
 }
@@ -114,17 +122,22 @@ static __device__ __forceinline__ void zero_rows(const fwd_params &p, int part, 
     const float zeros[V] = {};
     T *to = r.to + offset;
     if (!r.active) return;
+#pragma unroll 1
     for (int64_t i = 0; i < count; i++, to += p.out[part].step)
         store_copies<T, V>(to, zeros, p.repeat[part], r.copy_step);
 }
 
-template <class T, int W, int V>
+template <class T, int W, int V, bool PLAIN>
 static __device__ __forceinline__ void forward_heads(const fwd_params &p, int part, int unit, int64_t t0,
                                                      int64_t t1, place where)
 {
     const section &s = p.in[part];
     const rows &out = p.out[part];
     const lane_rows<T, V> lane = lane_rows_of<T, V>(p, part, unit);
+    extern __shared__ __align__(16) char shared[];
+    using slot = slot_of<T, V>;
+    const char *const ring = shared + (threadIdx.x >> 5) * SLOTS * slot::size + slot::lane();
+    const uint32_t ring_at = shared_address(ring);
     lane_head<W, V> h;
     read_taps<T>(h, p.conv, lane.channel, lane.l.count);
     for (int64_t t = t0; t < t1;) { /* a sequence, or what the range has of it */
@@ -134,27 +147,34 @@ static __device__ __forceinline__ void forward_heads(const fwd_params &p, int pa
             return;
         }
         const T *x = lane.from + offset_in(s.x, p.seq, where, t);
-        const int64_t end = where.end < t1 ? where.end : t1, count = end - t;
-        raw<T, V> ahead[AHEAD] = {};
-#pragma unroll
-        for (int r = 0; r < AHEAD; r++)
-            if (lane.active && r < count) load_raw(ahead[r], x + r * s.x.step);
+        const int64_t end = where.end < t1 ? where.end : t1;
+        const int count = (int)(end - t);
+        const int mine = lane.active ? count : 0;
+        auto fetch = [&](int i, int at) {
+            slot::copy(ring_at + at, x, i < mine);
+            copy_commit();
+            x += s.x.step;
+        };
+#pragma unroll 1
+        for (int i = 0; i < SLOTS; i++) fetch(i, i * slot::size);
         rewind<T>(h, s, p.conv, p.seq, where, t, lane.l);
-        for (int64_t i = 0; i < count; i += AHEAD) {
-            const int left = count - i < 2 * AHEAD ? (int)(count - i) : 2 * AHEAD;
-            x += AHEAD * s.x.step;
+        for (int base = 0; base < count; base += PAST) {
+            const int first = (base & (SLOTS - 1)) * slot::size;
 #pragma unroll
-            for (int r = 0; r < AHEAD; r++) {
-                if (r >= left) break;
-                unpack(h.past[r], ahead[r]);
-                if (lane.active && r + AHEAD < left) load_raw(ahead[r], x + r * s.x.step);
+            for (int r = 0; r < PAST; r++) {
+                const int i = base + r, at = first + r * slot::size;
+                if (i >= count) break;
                 float u[V];
-                convolve(u, h, r);
-                finish_row<T>(p, part, s.lanes, u);
+                copy_wait<SLOTS - 1>();
+                slot::read(h.past[r], ring + at);
+                convolve<PLAIN>(u, h, h.past[r], p.conv, lane.channel, lane.l.count, r);
+                finish_row<T, PLAIN>(p, part, s.lanes, u);
+                fetch(i + SLOTS, at); /* the slot has been used */
                 if (lane.active) store_copies<T, V>(y, u, p.repeat[part], lane.copy_step);
                 y += out.step;
             }
         }
+        copy_wait<0>();
         t = end;
         if (t < t1) next_sequence(p.seq, where, t);
     }
@@ -251,16 +271,16 @@ static __device__ __forceinline__ void forward_gates(const fwd_params &p, int64_
             for (int64_t k = t0 - (t0 - w.start) % p.g_chunk; k < t0; k++)
                 g += decay(widen(a[offset_of(p.decay.a, token_at(p.seq, k))]));
         token now = token_at(p.seq, t0), later = now;
-        for (int64_t base = t0; base < t1; base += GATE_TOKENS) {
-            float xa[GATE_TOKENS], xb[GATE_TOKENS];
+        for (int64_t base = t0; base < t1; base += GATES_AHEAD) {
+            float xa[GATES_AHEAD], xb[GATES_AHEAD];
 #pragma unroll
-            for (int r = 0; r < GATE_TOKENS; r++) {
+            for (int r = 0; r < GATES_AHEAD; r++) {
                 xa[r] = base + r < t1 ? widen(a[offset_of(p.decay.a, later)]) : 0.0f;
                 xb[r] = base + r < t1 ? widen(b[offset_of(p.b, later)]) : 0.0f;
                 advance(later, p.seq);
             }
 #pragma unroll
-            for (int r = 0; r < GATE_TOKENS; r++) {
+            for (int r = 0; r < GATES_AHEAD; r++) {
                 const int64_t t = base + r;
                 if (t >= t1) break;
                 if (t == w.end) next_sequence(p.seq, w, t);
@@ -291,7 +311,8 @@ static __device__ __forceinline__ void store_state(const fwd_params &p, int part
     if (l.head >= s.heads) return;
     for (int first = l.channel; first < s.dim; first += V ? s.dim : 32 * GROUP)
         for (int c = first; c < first + (V ? V : GROUP) && c < s.dim; c++) {
-            const int64_t own = row * p.new_state.stride[0] + (s.first + l.head * s.dim + c) * p.new_state.stride[1];
+            const int64_t own =
+                row * p.new_state.stride[0] + (s.first + l.head * s.dim + c) * p.new_state.stride[1];
             for (int slot = 0; slot < p.conv.history; slot++)
                 put(p.new_state, own + slot * p.new_state.stride[2],
                     past_at<T>(s, p.conv, p.seq, where, has(p.conv.state) ? row : -1,
@@ -329,9 +350,9 @@ static __device__ __forceinline__ bool put_state_wide(const fwd_params &p, int64
 }
 
 /* Decoding: all tokens of a request, whose state is in registers all the while; the newest row is always past[3]. */
-template <class T, int W, int V>
-static __device__ __forceinline__ void step_heads(const fwd_params &p, int part, int unit, const place &where,
-                                                  int64_t row)
+template <class T, int W, int V, bool PLAIN>
+static __device__ __forceinline__ void step_heads(const fwd_params &p, int part, int unit, lane_head<W, V> &h,
+                                                  const place &where, int64_t row)
 {
     const section &s = p.in[part];
     const rows &out = p.out[part];
@@ -343,11 +364,9 @@ static __device__ __forceinline__ void step_heads(const fwd_params &p, int part,
         return;
     }
     const T *x = lane.from + offset_in(s.x, p.seq, where, where.start);
-    lane_head<W, V> h;
     raw<T, V> next = {};
     if (lane.active && count > 0) load_raw(next, x);
     read_state<T>(h.past, p.conv, lane.active ? row : -1, lane.channel);
-    read_taps<T>(h, p.conv, lane.channel, lane.l.count);
     for (int64_t i = 0; i < count; i++, y += out.step) {
 #pragma unroll
         for (int k = 0; k < 3; k++)
@@ -356,8 +375,8 @@ static __device__ __forceinline__ void step_heads(const fwd_params &p, int part,
         unpack(h.past[3], next);
         if (lane.active && i + 1 < count) load_raw(next, x += s.x.step);
         float u[V];
-        convolve(u, h, 3);
-        finish_row<T>(p, part, s.lanes, u);
+        convolve<PLAIN>(u, h, h.past[3], p.conv, lane.channel, lane.l.count, 3);
+        finish_row<T, PLAIN>(p, part, s.lanes, u);
         if (lane.active) store_copies<T, V>(y, u, p.repeat[part], lane.copy_step);
     }
     if (!lane.active || p.conv.history == 0) return;
@@ -377,7 +396,8 @@ static __device__ __forceinline__ int part_of(const fwd_params &p, int &unit)
     return part;
 }
 
-template <class T, int W, int V> __global__ void __launch_bounds__(WARPS * 32, V == 8 ? 3 : 4) fwd_kernel(const fwd_params p)
+template <class T, int W, int V, bool PLAIN>
+__global__ void __launch_bounds__(WARPS * 32, 4) fwd_kernel(const fwd_params p)
 {
     const int units = p.first_unit[PARTS], across = (units + WARPS - 1) / WARPS;
     int unit = (int)(blockIdx.x % (unsigned)across) * WARPS + (threadIdx.x >> 5);
@@ -394,30 +414,39 @@ template <class T, int W, int V> __global__ void __launch_bounds__(WARPS * 32, V
     else if constexpr (V == 0)
         forward_any<T>(p, part, unit, t0, t1, place_of(p.seq, t0));
     else
-        forward_heads<T, W, V>(p, part, unit, t0, t1, place_of(p.seq, t0));
+        forward_heads<T, W, V, PLAIN>(p, part, unit, t0, t1, place_of(p.seq, t0));
 }
 
-/* A warp has a sequence. Padding behind the last one belongs to one more. */
-template <class T, int W, int V> __global__ void __launch_bounds__(WARPS * 32, 3) step_kernel(const fwd_params p)
+/* A warp has every `apart`-th sequence. Padding behind the last one belongs to one more. */
+template <class T, int W, int V, bool PLAIN>
+__global__ void __launch_bounds__(WARPS * 32, 4) step_kernel(const fwd_params p)
 {
     const int units = p.first_unit[PARTS], across = (units + WARPS - 1) / WARPS;
     int unit = (int)(blockIdx.x % (unsigned)across) * WARPS + (threadIdx.x >> 5);
-    const int64_t n = blockIdx.x / (unsigned)across;
     if (unit >= units) return;
-    wait_for_previous();
     const int part = part_of(p, unit);
-    place where = {n, start_of(p.seq, n), n < p.seq.count ? start_of(p.seq, n + 1) : p.seq.tokens};
-    if (where.end < where.start) where.end = where.start;
-    const int64_t row = n < p.seq.count ? state_row(p.conv, n) : -1;
-    if (part == PART_Z) {
-        copy_heads<T, V>(p, unit, where.start, where.end, row < 0 ? where.start : where.end);
-    } else if (part == PART_GATES) {
-        forward_gates<T>(p, where.start, where.end, where);
-    } else if constexpr (V == 0) {
-        forward_any<T>(p, part, unit, where.start, where.end, where);
-        if (row >= 0) store_state<T, 0>(p, part, unit, where, row);
-    } else {
-        step_heads<T, W, V>(p, part, unit, where, row);
+    lane_head<W ? W : 1, V ? V : GROUP> h;
+    wait_for_previous();
+    if constexpr (V != 0)
+        if (part < PART_Z) {
+            const lane_rows<T, V> lane = lane_rows_of<T, V>(p, part, unit);
+            read_taps<T>(h, p.conv, lane.channel, lane.l.count);
+        }
+#pragma unroll 1
+    for (int64_t n = blockIdx.x / (unsigned)across; n < p.seq.count + (p.seq.cu != NULL); n += p.apart) {
+        place where = {n, start_of(p.seq, n), n < p.seq.count ? start_of(p.seq, n + 1) : p.seq.tokens};
+        if (where.end < where.start) where.end = where.start;
+        const int64_t row = n < p.seq.count ? state_row(p.conv, n) : -1;
+        if (part == PART_Z) {
+            copy_heads<T, V>(p, unit, where.start, where.end, row < 0 ? where.start : where.end);
+        } else if (part == PART_GATES) {
+            forward_gates<T>(p, where.start, where.end, where);
+        } else if constexpr (V == 0) {
+            forward_any<T>(p, part, unit, where.start, where.end, where);
+            if (row >= 0) store_state<T, 0>(p, part, unit, where, row);
+        } else {
+            step_heads<T, W, V, PLAIN>(p, part, unit, h, where, row);
+        }
     }
 }
 
@@ -469,32 +498,28 @@ using fwd_function = void (*)(fwd_params);
 template <class T, class Args> static int vec_of(const weft_call *call, const Args *a)
 {
     const weft_tensor *const all[] = {&a->q, &a->k, &a->v, &a->z, &a->query, &a->key, &a->value, &a->gate};
-    return widest<T>(call, all);
+    return widest<T>(call, all, 16 / (int)sizeof(T));
 }
 
 /* By channels of a lane and width; `widest` knows which there are. */
-template <class T> static fwd_function fwd_of(int vec, int64_t width)
+template <class T> static fwd_function fwd_of(int vec, int64_t width, bool plain)
 {
-    if (vec == 0) return fwd_kernel<T, 0, 0>;
-    if constexpr (sizeof(T) == 2) {
-        static constexpr fwd_function wide[] = {fwd_kernel<T, 2, 8>, fwd_kernel<T, 3, 8>, fwd_kernel<T, 4, 8>};
-        return vec == 8 ? wide[width - 2] : fwd_kernel<T, 4, 4>;
-    } else {
-        static constexpr fwd_function wide[] = {fwd_kernel<T, 2, 4>, fwd_kernel<T, 3, 4>, fwd_kernel<T, 4, 4>};
-        return wide[width - 2];
-    }
+    enum { FULL = 16 / sizeof(T) };
+    static constexpr fwd_function all[] = {fwd_kernel<T, 2, FULL, true>, fwd_kernel<T, 3, FULL, true>,
+                                           fwd_kernel<T, 4, FULL, true>};
+    if (vec == FULL && plain) return all[width - 2];
+    if (vec == FULL && width == 4) return fwd_kernel<T, 4, FULL, false>;
+    return vec == 4 && width == 4 ? fwd_kernel<T, 4, 4, false> : fwd_kernel<T, 0, 0, false>;
 }
 
-template <class T> static fwd_function step_of(int vec, int64_t width)
+template <class T> static fwd_function step_of(int vec, int64_t width, bool plain)
 {
-    if (vec == 0) return step_kernel<T, 0, 0>;
-    if constexpr (sizeof(T) == 2) {
-        static constexpr fwd_function wide[] = {step_kernel<T, 2, 8>, step_kernel<T, 3, 8>, step_kernel<T, 4, 8>};
-        return vec == 8 ? wide[width - 2] : step_kernel<T, 4, 4>;
-    } else {
-        static constexpr fwd_function wide[] = {step_kernel<T, 2, 4>, step_kernel<T, 3, 4>, step_kernel<T, 4, 4>};
-        return wide[width - 2];
-    }
+    enum { FULL = 16 / sizeof(T) };
+    static constexpr fwd_function all[] = {step_kernel<T, 2, FULL, true>, step_kernel<T, 3, FULL, true>,
+                                           step_kernel<T, 4, FULL, true>};
+    if (vec == FULL && plain) return all[width - 2];
+    if (vec == FULL && width == 4) return step_kernel<T, 4, FULL, false>;
+    return vec == 4 && width == 4 ? step_kernel<T, 4, 4, false> : step_kernel<T, 0, 0, false>;
 }
 
 static unsigned blocks_of(int32_t units, int64_t times)
@@ -505,14 +530,19 @@ static unsigned blocks_of(int32_t units, int64_t times)
 template <class T> static weft_status fwd(const weft_call *call, const void *args)
 {
     const weft_gdn_pre_fwd_args *a = (const weft_gdn_pre_fwd_args *)args;
-    const int vec = vec_of<T>(call, a);
+    const bool plain = is_usual(&a->options, &a->bias);
+    const int vec = plain || call->width == 4 ? vec_of<T>(call, a) : 0;
     fwd_params p = params_of(call, a, vec);
+    WEFT_TRY(look_at_offsets(call, p.seq));
     if (p.seq.tokens > 0) {
         const weft_gdn_ranges r = weft_gdn_fwd_ranges(p.seq.tokens, p.first_unit[PART_GATES], call->sms);
         p.range = r.tokens;
         p.first_unit[PARTS] = p.first_unit[PART_GATES] + (int32_t)((r.tokens + GATE_TOKENS - 1) / GATE_TOKENS);
-        WEFT_TRY(launch(call, "forward", fwd_of<T>(vec, call->width),
-                        {.grid = blocks_of(p.first_unit[PARTS], r.count), .block = WARPS * 32}, p));
+        WEFT_TRY(launch(call, "forward", fwd_of<T>(vec, call->width, plain),
+                        {.grid = blocks_of(p.first_unit[PARTS], r.count),
+                         .block = WARPS * 32,
+                         .shared = (size_t)WARPS * SLOTS * 32 * (size_t)vec * sizeof(T)},
+                        p));
     }
     if (!weft_has(&a->final_state) || p.seq.count == 0) return WEFT_OK;
     fwd_params f = params_of(call, a, 0);
@@ -524,9 +554,11 @@ template <class T> static weft_status fwd(const weft_call *call, const void *arg
 template <class T> static weft_status step(const weft_call *call, const void *args)
 {
     const weft_gdn_pre_step_args *a = (const weft_gdn_pre_step_args *)args;
-    const int vec = vec_of<T>(call, a);
+    const bool plain = is_usual(&a->options, &a->bias);
+    const int vec = plain || call->width == 4 ? vec_of<T>(call, a) : 0;
     fwd_params p = params_of(call, a, vec);
     if (p.seq.count == 0 && p.seq.tokens == 0) return WEFT_OK;
+    WEFT_TRY(look_at_offsets(call, p.seq));
     if (weft_has(&a->state_index)) {
         p.conv.index = a->state_index.data, p.conv.wide_index = a->state_index.dtype == WEFT_I64;
         p.conv.index_stride = a->state_index.stride[0];
@@ -534,11 +566,9 @@ template <class T> static weft_status step(const weft_call *call, const void *ar
     p.new_state = view_of(&a->new_state);
     p.wide_new_state = lies_side_by_side(&a->new_state, 1, p.conv.history);
     p.first_unit[PARTS] = p.first_unit[PART_GATES] + 1;
-    return launch(call, "decoding", step_of<T>(vec, call->width),
-                  {.grid = blocks_of(p.first_unit[PARTS], p.seq.count + (p.seq.cu != NULL)),
-                   .block = WARPS * 32,
-                   .order = OVERLAP},
-                  p);
+    p.apart = weft_gdn_step_groups(p.seq.count + (p.seq.cu != NULL), p.first_unit[PARTS], call->sms);
+    return launch(call, "decoding", step_of<T>(vec, call->width, plain),
+                  {.grid = blocks_of(p.first_unit[PARTS], p.apart), .block = WARPS * 32, .order = OVERLAP}, p);
 }
 
 const weft_kernel weft_cuda_gdn_pre_fwd[] = {

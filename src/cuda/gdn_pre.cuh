@@ -11,10 +11,11 @@
 #ifndef WEFT_CUDA_GDN_PRE_CUH
 #define WEFT_CUDA_GDN_PRE_CUH
 
-#include <stdlib.h>
+#include <stdio.h>
 
 #include "core/status.h"
 #include "cuda/common/launch.cuh"
+#include "cuda/common/mma.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/gdn_pre_plan.h"
 
@@ -111,19 +112,24 @@ static inline bool reads_wide(const weft_tensor *t, int64_t vec)
     return t->shape[3] % vec == 0;
 }
 
-/* Channels of a lane, by what rows allow: 8, 4, or 0 for anything. Fewer than four taps, and 16-bit rows on boundaries of 8
- * bytes or with heads that are no multiple of 8, are rare: not both at once, and one tap not at all. */
-template <class T, int N> static int widest(const weft_call *call, const weft_tensor *const (&all)[N])
+/* Channels of a lane, by what rows allow: `most`, or 4, or 0 for anything. There are no such kernels for one tap, nor for eight
+ * channels of less than four taps. */
+template <class T, int N> static int widest(const weft_call *call, const weft_tensor *const (&all)[N], int most)
 {
     const int64_t dim = call->key_dim > call->value_dim ? call->key_dim : call->value_dim;
-    const char *most = getenv("WEFT_GDN_VEC");
-    for (int vec = sizeof(T) == 2 && !(most && *most == '4') ? 8 : 4; vec >= 4; vec /= 2) {
-        const bool full = vec * sizeof(T) == 16;
-        bool wide = call->width <= 4 && call->width >= (full ? 2 : 4) && dim <= 32 * vec;
+    for (int vec = most; vec >= 4; vec /= 2) {
+        bool wide = call->width <= 4 && call->width >= (vec == most ? 2 : 4) && dim <= 32 * vec;
         for (const weft_tensor *t : all) wide = wide && reads_wide(t, vec);
         if (wide) return vec;
     }
     return 0;
+}
+
+/* What the loops of most models need: silu, the norm, no bias, one rounding. All else is in kernels of their own, because
+ * what is never executed still takes its place in the instruction cache. */
+static inline bool is_usual(const weft_gdn_options *o, const weft_tensor *bias)
+{
+    return o->activation == WEFT_GDN_SILU && o->l2norm && o->rounding == WEFT_GDN_THROUGH && !weft_has(bias);
 }
 
 /* ---- sequences --------------------------------------------------------------------------------------------------------- */
@@ -148,6 +154,33 @@ static __device__ __forceinline__ int64_t start_of(const sequences &s, int64_t n
     if (!s.cu) return n * s.steps;
     const int64_t at = s.wide ? ((const int64_t *)s.cu)[n * s.stride] : ((const int32_t *)s.cu)[n * s.stride];
     return at < 0 ? 0 : at > s.tokens ? s.tokens : at;
+}
+
+#ifndef NDEBUG
+/* Says what start_of takes silently. */
+static __global__ void report_offsets(const sequences s)
+{
+    const int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (n > s.count) return;
+    auto at = [&](int64_t i) {
+        return s.wide ? ((const int64_t *)s.cu)[i * s.stride] : (int64_t)((const int32_t *)s.cu)[i * s.stride];
+    };
+    const int64_t low = n ? at(n - 1) : 0, high = n ? s.tokens : 0;
+    if (at(n) < low || at(n) > high)
+        printf("weft: gdn_pre: cu_seqlens[%lld]: expected %lld to %lld, got %lld\n", (long long)n, (long long)low,
+               (long long)high, (long long)at(n));
+}
+#endif
+
+/* Debug builds print offsets that decrease or pass the end, from the device, when the stream comes to it. */
+static inline weft_status look_at_offsets(const weft_call *call, const sequences &s)
+{
+#ifndef NDEBUG
+    if (s.cu)
+        return launch(call, "offsets", report_offsets, {.grid = grid_of((s.count + 128) / 128), .block = 128}, s);
+#endif
+    (void)call, (void)s;
+    return WEFT_OK;
 }
 
 /* The sequence of token t, or count behind the last one. All lanes ask for the same token and search together. */
@@ -215,6 +248,11 @@ static __device__ __forceinline__ void advance(token &t, const sequences &q)
     if (++t.s == q.steps && !q.cu) t.s = 0, t.b++;
 }
 
+static __device__ __forceinline__ void retreat(token &t, const sequences &q)
+{
+    if (--t.s < 0 && !q.cu) t.s = q.steps - 1, t.b--;
+}
+
 static __device__ __forceinline__ int64_t offset_of(const rows &r, const token &t)
 {
     return t.b * r.batch + t.s * r.step;
@@ -276,13 +314,16 @@ template <int V> static __device__ __forceinline__ float lane_sum(const float (&
     return sum[0];
 }
 
-/* The sum over a team, the same in all of its lanes: neighbours first. A larger team with zeros in it gives the same bits. */
-static __device__ __forceinline__ float team_sum(float v, int lanes)
+/* Sums over a team, the same in all of its lanes: neighbours first. A larger team with zeros in it gives the same bits. */
+template <int N> static __device__ __forceinline__ void team_sums(float (&v)[N], int lanes)
 {
 #pragma unroll
     for (int m = 1; m < 32; m *= 2)
-        if (m < lanes) v += __shfl_xor_sync(0xffffffffu, v, m);
-    return v;
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            const float other = __shfl_xor_sync(0xffffffffu, v[k], m); /* by all: a branch around it costs more */
+            if (m < lanes) v[k] += other;
+        }
 }
 
 /* The same where a lane has N groups of channels, 32 groups apart. */
@@ -290,13 +331,64 @@ template <int N> static __device__ __forceinline__ float groups_sum(const float 
 {
     float sum[N];
 #pragma unroll
-    for (int k = 0; k < N; k++) sum[k] = team_sum(v[k], lanes);
+    for (int k = 0; k < N; k++) sum[k] = v[k];
+    team_sums(sum, lanes);
 #pragma unroll
     for (int m = 1; m < N; m *= 2)
 #pragma unroll
         for (int k = 0; k + m < N; k += 2 * m) sum[k] += sum[k + m];
     return sum[0];
 }
+
+/* ---- rows on their way ------------------------------------------------------------------------------------------------ */
+
+enum { SLOTS = 8 }; /* rows under way */
+
+/* copy_async of 8 bytes. */
+static __device__ __forceinline__ void copy_async8(uint32_t to, const void *from, bool valid)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid ? 8 : 0)
+                 : "memory");
+}
+
+/* V channels of a lane from memory to a slot in shared memory, past the registers, and from there to registers: zeros where
+ * there are none. Each lane reads only what it has copied itself, 16 bytes or less at a time; the lanes' lie side by side.
+ * Addresses in shared memory are those of lane 0's plus `lane` bytes. */
+template <class S, int V> struct slot_of {
+    static constexpr int bytes = V * (int)sizeof(S), unit = bytes < 16 ? bytes : 16, size = 32 * bytes;
+
+    static __device__ __forceinline__ int lane()
+    {
+        return (int)(threadIdx.x & 31) * unit;
+    }
+
+    static __device__ __forceinline__ void copy(uint32_t to, const S *from, bool valid)
+    {
+#pragma unroll
+        for (int k = 0; k < bytes / unit; k++) {
+            if constexpr (unit == 16)
+                copy_async(to + k * 512, from + k * (16 / (int)sizeof(S)), valid);
+            else
+                copy_async8(to, from, valid);
+        }
+    }
+
+    static __device__ __forceinline__ void read(float (&v)[V], const char *from)
+    {
+        raw<S, V> r;
+#pragma unroll
+        for (int k = 0; k < bytes / unit; k++) {
+            if constexpr (unit == 16) {
+                const uint4 w = *(const uint4 *)(from + k * 512);
+                r.word[4 * k] = w.x, r.word[4 * k + 1] = w.y, r.word[4 * k + 2] = w.z, r.word[4 * k + 3] = w.w;
+            } else {
+                const uint2 w = *(const uint2 *)from;
+                r.word[0] = w.x, r.word[1] = w.y;
+            }
+        }
+        unpack(v, r);
+    }
+};
 
 /* ---- the convolution ---------------------------------------------------------------------------------------------------------- */
 
@@ -306,8 +398,8 @@ struct convolution {
     const void *index; /* rows of the states, NULL: sequence n has row n */
     bool wide_index;
     int64_t index_stride, state_rows;
-    int32_t width, history; /* W, L */
-    int32_t linear;         /* no silu */
+    int32_t width, history;       /* W, L */
+    int32_t linear;               /* no silu */
     bool wide_weight, wide_state; /* a lane's taps, or slots, lie side by side, on a boundary of 16 bytes */
 };
 
@@ -358,7 +450,7 @@ static __device__ __forceinline__ float past_at(const section &s, const convolut
 /* One lane's channels of a head: taps, and the last rows. Of a walk, its r-th row is in past[r mod 4]; the row j in front of
  * its first is in past[4 - j]. */
 template <int W, int V> struct lane_head {
-    float weight[W][V], bias[V], past[4][V];
+    float weight[W][V], past[4][V];
 };
 
 /* Numbers of N to a channel for V channels, side by side. */
@@ -380,11 +472,9 @@ static __device__ __forceinline__ void read_taps(lane_head<W, V> &h, const convo
 {
     constexpr bool fits = V * W * sizeof(T) % 16 == 0;
 #pragma unroll
-    for (int e = 0; e < V; e++) {
-        h.bias[e] = e < count && has(c.bias) ? get(c.bias, (channel + e) * c.bias.stride[0]) : 0.0f;
+    for (int e = 0; e < V; e++)
 #pragma unroll
         for (int j = 0; j < W; j++) h.weight[j][e] = 0.0f;
-    }
     if (count <= 0) return;
     if (c.wide_weight && (c.weight.dtype == WEFT_F32 || (fits && c.weight.dtype == number<T>::dtype))) {
         float all[V * W];
@@ -434,7 +524,8 @@ static __device__ __forceinline__ bool get_state_wide(float (&past)[4][V], const
 
 /* The newest slots of a state, four of them at most, the newest in past[3]; zeros where there are fewer, or no state. */
 template <class T, int V>
-static __device__ __forceinline__ void read_state(float (&past)[4][V], const convolution &c, int64_t row, int channel)
+static __device__ __forceinline__ void read_state(float (&past)[4][V], const convolution &c, int64_t row,
+                                                  int channel)
 {
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -476,20 +567,27 @@ static __device__ __forceinline__ void rewind(lane_head<W, V> &h, const section 
             continue;
         }
 #pragma unroll
-        for (int e = 0; e < V; e++)
-            h.past[4 - j][e] = past_at<T>(s, c, seq, p, row, t - j, l.head, l.channel + e);
+        for (int e = 0; e < V; e++) h.past[4 - j][e] = past_at<T>(s, c, seq, p, row, t - j, l.head, l.channel + e);
     }
 }
 
-/* u = bias + sum of taps, the oldest first. `slot` is that of the token, a constant once loops are unrolled. */
-template <int W, int V>
-static __device__ __forceinline__ void convolve(float (&u)[V], const lane_head<W, V> &h, int slot)
+/* u = bias + sum of taps, the oldest first, x the newest row. `slot` is its own, a constant once loops are unrolled. PLAIN: there is
+ * no bias. Few models have one: it is read again for every row, and takes no registers. */
+template <bool PLAIN, int W, int V>
+static __device__ __forceinline__ void convolve(float (&u)[V], const lane_head<W, V> &h, const float (&x)[V],
+                                                const convolution &c, int channel, int count, int slot)
 {
 #pragma unroll
-    for (int e = 0; e < V; e++) {
-        u[e] = h.bias[e];
+    for (int e = 0; e < V; e++) u[e] = 0.0f;
+    if (!PLAIN && has(c.bias) && count > 0) {
 #pragma unroll
-        for (int j = 0; j < W; j++) u[e] = fmaf(h.weight[j][e], h.past[(slot + 5 - W + j) & 3][e], u[e]);
+        for (int e = 0; e < V; e++) u[e] = get(c.bias, (channel + e) * c.bias.stride[0]);
+    }
+#pragma unroll
+    for (int e = 0; e < V; e++) {
+#pragma unroll
+        for (int j = 0; j < W - 1; j++) u[e] = fmaf(h.weight[j][e], h.past[(slot + 5 - W + j) & 3][e], u[e]);
+        u[e] = fmaf(h.weight[W - 1][e], x[e], u[e]);
     }
 }
 

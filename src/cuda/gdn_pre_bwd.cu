@@ -8,15 +8,15 @@
  * the registers, which are full of taps and sums. The pieces' parameter gradients are added in order, and `finish` adds
  * those of the ranges. How tokens are cut depends on the shapes alone. V = 0 stands for any width, head, alignment and
  * rounding. */
-#include "cuda/common/mma.cuh"
 #include "cuda/gdn_pre.cuh"
 
 enum {
     WARPS = WEFT_GDN_PIECES,
-    RING = 4,   /* rows under way, and du of as many */
-    COPIES = 8, /* rows of the gate under way */
-    GATE_TOKENS = 8,
-    SLICES = 8, /* of the ranges, in `finish` */
+    RING = 4,        /* du of the last tokens */
+    PAIR = 2,        /* rows that are computed side by side */
+    COPIES = 8,      /* rows of the gate under way */
+    GATE_TOKENS = 4, /* the same for beta and g */
+    SLICES = 8,      /* of the ranges, in `finish` */
     MAX_GROUPS = WEFT_GDN_MAX_DIM / (32 * GROUP),
     LONG_RING = WEFT_GDN_MAX_WIDTH
 };
@@ -35,9 +35,8 @@ struct bwd_params {
     float l2_eps, q_scale, beta_scale, g_factor;
     int32_t l2norm, g_chunk, value_heads, channels;
     int32_t first_unit[PARTS + 1];
-    int32_t slot[4]; /* bytes of a row in the ring, with its heads of d_out, by part */
-    int32_t ring;    /* bytes of a warp's ring */
-    int64_t piece;   /* tokens of a warp */
+    int32_t ring;          /* bytes of a warp's rings */
+    int64_t piece, ranges; /* tokens of a warp; ranges of a block */
     float
         *partial; /* [ranges][(W + 1) C + 2 Hv]: d_weight by taps, d_bias, d_a_log, d_dt_bias; NULL: nobody asks */
 };
@@ -91,58 +90,20 @@ static __device__ __forceinline__ float add_pieces(char *shared, int count, int 
 
 /* ---- q, k, v ------------------------------------------------------------------------------------------------------------- */
 
-/* copy_async of 8 bytes. */
-static __device__ __forceinline__ void copy_async8(uint32_t to, const void *from)
-{
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
-}
-
-/* V channels from memory to the ring and from there to registers. Each lane reads only what it has copied itself, 16 bytes
- * or less at a time, and the pieces of a row's lanes lie side by side. */
-template <class S, int V> struct ring_row {
-    static constexpr int bytes = V * (int)sizeof(S), unit = bytes < 16 ? bytes : 16, size = 32 * bytes;
-
-    static __device__ __forceinline__ void copy(char *to, const S *from)
-    {
-#pragma unroll
-        for (int k = 0; k < bytes / unit; k++) {
-            const uint32_t at = shared_address(to + (k * 32 + (threadIdx.x & 31)) * unit);
-            if constexpr (unit == 16)
-                copy_async(at, from + k * (16 / sizeof(S)), true);
-            else
-                copy_async8(at, from);
-        }
-    }
-
-    static __device__ __forceinline__ void read(float (&v)[V], const char *from)
-    {
-        raw<S, V> r;
-#pragma unroll
-        for (int k = 0; k < bytes / unit; k++) {
-            const char *at = from + (k * 32 + (threadIdx.x & 31)) * unit;
-            if constexpr (unit == 16) {
-                const uint4 w = *(const uint4 *)at;
-                r.word[4 * k] = w.x, r.word[4 * k + 1] = w.y, r.word[4 * k + 2] = w.z, r.word[4 * k + 3] = w.w;
-            } else {
-                const uint2 w = *(const uint2 *)at;
-                r.word[0] = w.x, r.word[1] = w.y;
-            }
-        }
-        unpack(v, r);
-    }
-};
-
-/* The sum of a head's d_out from the ring. */
+/* The sum of a head's d_out from its slots, which are `next` apart. */
 template <class S, int V>
-static __device__ __forceinline__ void read_upstream(float (&dn)[V], const char *from, int repeat)
+static __device__ __forceinline__ void read_upstream(float (&dn)[V], const char *from, int repeat, int next)
 {
-    ring_row<S, V>::read(dn, from);
-    for (int i = 1; i < repeat; i++) {
+    auto add = [&] {
         float one[V];
-        ring_row<S, V>::read(one, from += ring_row<S, V>::size);
+        slot_of<S, V>::read(one, from += next);
 #pragma unroll
         for (int e = 0; e < V; e++) dn[e] += one[e];
-    }
+    };
+    slot_of<S, V>::read(dn, from);
+    if (repeat > 1) add();
+#pragma unroll 1
+    for (int i = 2; i < repeat; i++) add();
 }
 
 /* Gradient of row tau from du of the tokens tau, tau + 1, ..., which is in du[first], du[first + 1], ... */
@@ -158,47 +119,73 @@ static __device__ __forceinline__ void input_gradient(float (&v)[V], const lane_
     }
 }
 
-/* From dn and u to du. dn is the gradient of the normed head, without the scale of q. */
-template <int V>
-static __device__ __forceinline__ void through_norm(const bwd_params &p, int part, int lanes, const float (&u)[V],
-                                                    float (&dn)[V], float (&du)[V])
+/* From dn and u to du for a pair of rows, which do not wait for each other. dn is the gradient of the normed head, without
+ * the scale of q. */
+template <bool PLAIN, int V>
+static __device__ __forceinline__ void through_norm(const bwd_params &p, int part, int lanes, float (&u)[PAIR][V],
+                                                    float (&dn)[PAIR][V])
 {
-    float y[V], slope[V];
+    float slope[PAIR][V];
 #pragma unroll
-    for (int e = 0; e < V; e++) slope[e] = 1.0f, y[e] = u[e];
-    if (!p.conv.linear) {
+    for (int q = 0; q < PAIR; q++)
 #pragma unroll
-        for (int e = 0; e < V; e++) slope[e] = silu_slope(u[e], &y[e]);
-    }
-    if (part < PART_V) {
-        float scale = 1.0f;
-        if (p.l2norm) {
-            const float squares = team_sum(lane_sum(y, y), lanes), dot = team_sum(lane_sum(y, dn), lanes);
-            scale = reciprocal_root(squares + p.l2_eps);
-            const float down = scale * (scale * dot);
-#pragma unroll
-            for (int e = 0; e < V; e++) dn[e] = fmaf(-y[e], down, dn[e]);
+        for (int e = 0; e < V; e++) {
+            slope[q][e] = 1.0f;
+            if (PLAIN || !p.conv.linear) slope[q][e] = silu_slope(u[q][e], &u[q][e]);
         }
-        if (part == PART_Q) scale *= p.q_scale;
+    if (part < PART_V) {
+        float scale[PAIR], dot[PAIR];
 #pragma unroll
-        for (int e = 0; e < V; e++) dn[e] *= scale;
+        for (int q = 0; q < PAIR; q++) scale[q] = 1.0f;
+        if (PLAIN || p.l2norm) {
+#pragma unroll
+            for (int q = 0; q < PAIR; q++) scale[q] = lane_sum(u[q], u[q]), dot[q] = lane_sum(u[q], dn[q]);
+            team_sums(scale, lanes);
+            team_sums(dot, lanes);
+#pragma unroll
+            for (int q = 0; q < PAIR; q++) {
+                scale[q] = reciprocal_root(scale[q] + p.l2_eps);
+                const float down = scale[q] * (scale[q] * dot[q]);
+#pragma unroll
+                for (int e = 0; e < V; e++) dn[q][e] = fmaf(-u[q][e], down, dn[q][e]);
+            }
+        }
+#pragma unroll
+        for (int q = 0; q < PAIR; q++) {
+            if (part == PART_Q) scale[q] *= p.q_scale;
+#pragma unroll
+            for (int e = 0; e < V; e++) dn[q][e] *= scale[q];
+        }
     }
 #pragma unroll
-    for (int e = 0; e < V; e++) du[e] = dn[e] * slope[e];
+    for (int q = 0; q < PAIR; q++)
+#pragma unroll
+        for (int e = 0; e < V; e++) dn[q][e] *= slope[q][e];
 }
 
-template <class T, int W, int V>
+/* PLAIN: as is_usual says, with gradients of the activations' type on both sides, none of them missing or added to, and none
+ * of states. */
+template <class T, int W, int V, bool PLAIN>
 static __device__ __forceinline__ void backward_heads(const bwd_params &p, int part, int unit, int64_t t0,
                                                       int64_t t1, char *shared, float *partial)
 {
     const section &s = p.in[part];
     const rows &d_out = p.d_out[part], &d_in = p.d_in[part];
     const lane_place l = place_in<V>(s, unit);
-    const bool active = l.count > 0, single = sizeof(T) == 4 || d_out.dtype == WEFT_F32;
+    const bool active = l.count > 0, single = sizeof(T) == 4 || (!PLAIN && d_out.dtype == WEFT_F32);
     const int channel = s.first + l.head * s.dim + l.channel, repeat = p.repeat[part];
     const view to = {d_in.data, d_in.dtype, d_in.add, {0, 0, 0}};
-    char *const ring = shared + (threadIdx.x >> 5) * p.ring;
-    const int slot_bytes = p.slot[part];
+    /* A ring of x, and one for each head of d_out. */
+    using slot = slot_of<T, V>;
+    using wide_slot = slot_of<float, V>;
+    const int up_size = single ? wide_slot::size : slot::size, up_ring = SLOTS * up_size;
+    const char *const ring = shared + (threadIdx.x >> 5) * p.ring + slot::lane(), *const ups =
+                                                                                      shared +
+                                                                                      (threadIdx.x >> 5) * p.ring +
+                                                                                      SLOTS * slot::size +
+                                                                                      (single ? wide_slot::lane()
+                                                                                              : slot::lane());
+    const uint32_t ring_at = shared_address(ring), ups_at = shared_address(ups);
     lane_head<W, V> h;
     float du[RING][V], dw[W + 1][V] = {};
     place where = {};
@@ -210,20 +197,22 @@ static __device__ __forceinline__ void backward_heads(const bwd_params &p, int p
     for (int64_t t = t0; t < t1;) { /* a sequence, or what the piece has of it */
         const int64_t d_at = l.head * d_in.head + l.channel + offset_in(d_in, p.seq, where, t);
         if (where.n >= p.seq.count) {
+#pragma unroll 1
             for (int64_t i = 0; active && has(d_in) && i < t1 - t; i++) {
                 float zeros[V] = {};
                 put_wide<T, V>(to, d_at + i * d_in.step, zeros);
             }
             break;
         }
-        /* Rows of the walk; rows of it that there are, behind which du is 0; how many of them are the piece's own; the first
+        /* Rows of the walk; rows of it that there are, behind which dn and so du is 0; how many of them are the piece's own; the first
          * whose gradient a final state takes part in. */
         const int walk = (int)((where.end < t1 ? where.end : t1) - t) + W - 1;
         const int count = where.end - t < walk ? (int)(where.end - t) : walk;
         const int own = (int)((where.end < t1 ? where.end : t1) - t);
-        const int64_t final_at = has(p.d_final) ? where.end - p.conv.history - t : (int64_t)1 << 40;
+        const int64_t final_at = !PLAIN && has(p.d_final) ? where.end - p.conv.history - t : (int64_t)1 << 40;
         const int final_row = final_at < walk ? (int)(final_at < -W ? -W : final_at) : walk;
-        const bool begins = t == where.start && has(p.d_state);
+        const bool begins = !PLAIN && t == where.start && has(p.d_state);
+        T *d_x = (T *)d_in.data + d_at - (W - 1) * d_in.step;
 
         const T *x = (const T *)s.x.data + offset_in(s.x, p.seq, where, t) + l.head * s.x.head + l.channel;
         const char *up = d_out.data + (offset_in(d_out, p.seq, where, t) +
@@ -231,27 +220,31 @@ static __device__ __forceinline__ void backward_heads(const bwd_params &p, int p
                                           (single ? 4 : (int)sizeof(T));
         const int64_t up_row = d_out.step * (single ? 4 : (int)sizeof(T)),
                       up_head = p.head_step[part] * d_out.head * (single ? 4 : (int)sizeof(T));
-        auto fetch = [&](int i, int slot) {
-            char *at = ring + slot * slot_bytes;
-            if (active && i < count) {
-                ring_row<T, V>::copy(at, x);
-                at += ring_row<T, V>::size;
-                const char *from = up;
-                for (int k = 0; k < repeat; k++, from += up_head) {
-                    if (single) {
-                        ring_row<float, V>::copy(at, (const float *)from);
-                        at += ring_row<float, V>::size;
-                    } else {
-                        ring_row<T, V>::copy(at, (const T *)from);
-                        at += ring_row<T, V>::size;
-                    }
-                }
-            }
-            copy_commit();
-            x += s.x.step, up += up_row;
+        const int mine = active ? count : 0;
+        auto fetch = [&](int i, int k) { /* into the k-th slots */
+                                         uint32_t at = ups_at + (uint32_t)(k * up_size);
+                                         const char *from = up;
+                                         auto one = [&] {
+                                             if (single)
+                                                 wide_slot::copy(at, (const float *)from, i < mine);
+                                             else
+                                                 slot::copy(at, (const T *)from, i < mine);
+                                             at += (uint32_t)up_ring, from += up_head;
+                                         };
+                                         slot::copy(ring_at + (uint32_t)(k * slot::size), x, i < mine);
+                                         if (PLAIN || repeat > 0) one();
+                                         if (repeat > 1) one();
+#pragma unroll 1
+                                         for (int j = 2; j < repeat; j++) one();
+                                         copy_commit();
+                                         x += s.x.step, up += up_row;
         };
         /* Row i of the walk, or a slot of the state in front of it, has the gradient v but for what a final state adds. */
         auto emit = [&](int i, float(&v)[V]) {
+            if constexpr (PLAIN) {
+                store<T, V>(d_x, v);
+                return;
+            }
             if (i >= final_row) {
                 const int64_t at = where.n * p.d_final.stride[0] + channel * p.d_final.stride[1] +
                                    (i - final_at) * p.d_final.stride[2];
@@ -268,8 +261,8 @@ static __device__ __forceinline__ void backward_heads(const bwd_params &p, int p
             for (int e = 0; e < V; e++) put(p.d_state, at + e * p.d_state.stride[1], v[e]);
         };
 
-#pragma unroll
-        for (int r = 0; r < RING; r++) fetch(r, r);
+#pragma unroll 1
+        for (int i = 0; i < SLOTS; i++) fetch(i, i);
         rewind<T>(h, s, p.conv, p.seq, where, t, l);
 #pragma unroll
         for (int r = 0; r < RING; r++)
@@ -277,42 +270,53 @@ static __device__ __forceinline__ void backward_heads(const bwd_params &p, int p
             for (int e = 0; e < V; e++) du[r][e] = 0.0f;
 
         for (int base = 0; base < walk; base += RING) {
+            const int slots = base & (SLOTS - 1);
 #pragma unroll
-            for (int r = 0; r < RING; r++) {
-                const int i = base + r;
+            for (int r = 0; r < RING; r += PAIR) {
+                const int i = base + r, k = slots + r;
                 if (i >= walk) break;
-                float u[V], dn[V];
-                copy_wait<RING - 1>();
+                float x_new[PAIR][V], u[PAIR][V], dn[PAIR][V];
+                copy_wait<SLOTS - PAIR>();
 #pragma unroll
-                for (int e = 0; e < V; e++) h.past[r][e] = dn[e] = 0.0f;
-                if (active && i < count) {
-                    const char *at = ring + r * slot_bytes;
-                    ring_row<T, V>::read(h.past[r], at);
-                    if (repeat && single)
-                        read_upstream<float, V>(dn, at + ring_row<T, V>::size, repeat);
-                    else if (repeat)
-                        read_upstream<T, V>(dn, at + ring_row<T, V>::size, repeat);
-                }
-                convolve(u, h, r);
-                through_norm(p, part, s.lanes, u, dn, du[r]);
-                if (i >= count) {
+                for (int q = 0; q < PAIR; q++) {
+                    slot::read(x_new[q], ring + (k + q) * slot::size);
+                    if (!PLAIN && repeat == 0) {
 #pragma unroll
-                    for (int e = 0; e < V; e++) du[r][e] = 0.0f;
-                }
-                fetch(i + RING, r); /* everything of the slot has been used */
-                if (i < own) {
-#pragma unroll
-                    for (int e = 0; e < V; e++) {
-                        dw[W][e] += du[r][e];
-#pragma unroll
-                        for (int j = 0; j < W; j++)
-                            dw[j][e] = fmaf(du[r][e], h.past[(r + 5 - W + j) & 3][e], dw[j][e]);
+                        for (int e = 0; e < V; e++) dn[q][e] = 0.0f;
+                    } else if (single) {
+                        read_upstream<float, V>(dn[q], ups + (k + q) * up_size, repeat, up_ring);
+                    } else {
+                        read_upstream<T, V>(dn[q], ups + (k + q) * up_size, repeat, up_ring);
                     }
                 }
-                if (active && (i >= W - 1 || begins)) {
-                    float v[V];
-                    input_gradient(v, h, du, r - (W - 1));
-                    emit(i - (W - 1), v);
+#pragma unroll
+                for (int e = 0; e < V; e++) h.past[r][e] = x_new[0][e]; /* the second one's place is still needed */
+#pragma unroll
+                for (int q = 0; q < PAIR; q++) convolve<PLAIN>(u[q], h, x_new[q], p.conv, channel, l.count, r + q);
+                through_norm<PLAIN>(p, part, s.lanes, u, dn);
+#pragma unroll
+                for (int q = 0; q < PAIR; q++) fetch(i + q + SLOTS, k + q); /* all of the slots has been used */
+#pragma unroll
+                for (int q = 0; q < PAIR; q++) {
+#pragma unroll
+                    for (int e = 0; e < V; e++) h.past[r + q][e] = x_new[q][e], du[r + q][e] = dn[q][e];
+                    if (i + q < own) {
+#pragma unroll
+                        for (int e = 0; e < V; e++)
+#pragma unroll
+                            for (int j = 0; j < W; j++)
+                                dw[j][e] = fmaf(dn[q][e], h.past[(r + q + 5 - W + j) & 3][e], dw[j][e]);
+                        if (!PLAIN) {
+#pragma unroll
+                            for (int e = 0; e < V; e++) dw[W][e] += dn[q][e];
+                        }
+                    }
+                    if (active && i + q < walk && (i + q >= W - 1 || begins)) {
+                        float v[V];
+                        input_gradient(v, h, du, r + q - (W - 1));
+                        emit(i + q - (W - 1), v);
+                    }
+                    d_x += d_in.step;
                 }
             }
         }
@@ -383,9 +387,10 @@ static __device__ void backward_any(const bwd_params &p, int part, int unit, int
             y[k][e] = p.conv.linear ? v : silu(v);
             if (parity) y[k][e] = rounded<T>(y[k][e]);
             for (int i = 0; has(d_out) && i < p.repeat[part]; i++) {
-                const float one = get(d_out, offset_of(d_out, now) +
-                                                 (first_head(p, part, l.head) + i * p.head_step[part]) * d_out.head +
-                                                 c * d_out.channel);
+                const float one =
+                    get(d_out, offset_of(d_out, now) +
+                                   (first_head(p, part, l.head) + i * p.head_step[part]) * d_out.head +
+                                   c * d_out.channel);
                 up = i ? up + one : one;
             }
             if (parity && part < PART_V) up = rounded<T>(up);
@@ -512,8 +517,11 @@ static __device__ __forceinline__ void backward_gates(const bwd_params &p, int64
         const bool active = h < p.value_heads;
         const float half = active ? half_rate(p.decay, h) : 0.0f, bias = active ? gate_bias(p.decay, h) : 0.0f;
         const T *a = (const T *)p.decay.a.data + h * p.decay.a.head, *b = (const T *)p.b.data + h * p.b.head;
+        const bool single = p.d_beta.dtype == WEFT_F32;
+        const char *const to_beta = p.d_beta.data + h * p.d_beta.head * (single ? 4 : (int)sizeof(T));
+        const float *const to_g = (const float *)p.d_g.data + h * p.d_g.head;
         auto upstream = [&](const token &at) {
-            return has(p.d_g) && active ? get(p.d_g, offset_of(p.d_g, at) + h * p.d_g.head) * p.g_factor : 0.0f;
+            return has(p.d_g) && active ? to_g[offset_of(p.d_g, at)] * p.g_factor : 0.0f;
         };
         place w = last;
         float d_g = 0.0f, d_a_log = 0.0f, d_dt = 0.0f;
@@ -523,17 +531,19 @@ static __device__ __forceinline__ void backward_gates(const bwd_params &p, int64
             for (int64_t t = end - 1; t >= t1; t--)
                 d_g = t == end - 1 ? upstream(token_at(p.seq, t)) : d_g + upstream(token_at(p.seq, t));
         }
+        token now = token_at(p.seq, t1 - 1), later = now;
         for (int64_t top = t1; top > t0; top -= GATE_TOKENS) { /* tokens top - 1, top - 2, ... */
             float xa[GATE_TOKENS], xb[GATE_TOKENS], up[GATE_TOKENS], up_beta[GATE_TOKENS];
 #pragma unroll
             for (int r = 0; r < GATE_TOKENS; r++) {
                 const bool there = active && top - 1 - r >= t0;
-                const token at = token_at(p.seq, there ? top - 1 - r : t0);
-                xa[r] = there ? widen(a[offset_of(p.decay.a, at)]) : 0.0f;
-                xb[r] = there ? widen(b[offset_of(p.b, at)]) : 0.0f;
-                up[r] = there ? upstream(at) : 0.0f;
-                up_beta[r] = there && has(p.d_beta) ? get(p.d_beta, offset_of(p.d_beta, at) + h * p.d_beta.head)
-                                                    : 0.0f;
+                xa[r] = there ? widen(a[offset_of(p.decay.a, later)]) : 0.0f;
+                xb[r] = there ? widen(b[offset_of(p.b, later)]) : 0.0f;
+                up[r] = there ? upstream(later) : 0.0f;
+                up_beta[r] = there && single ? ((const float *)to_beta)[offset_of(p.d_beta, later)] : 0.0f;
+                if (there && has(p.d_beta) && !single)
+                    up_beta[r] = widen(((const T *)to_beta)[offset_of(p.d_beta, later)]);
+                retreat(later, p.seq);
             }
 #pragma unroll
             for (int r = 0; r < GATE_TOKENS; r++) {
@@ -549,10 +559,9 @@ static __device__ __forceinline__ void backward_gates(const bwd_params &p, int64
                     d_dt += d_a;
                     if (has(p.d_beta)) d_b = up_beta[r] * gm_beta_slope(xb[r], p.beta_scale);
                 }
-                if (!active) continue;
-                const token at = token_at(p.seq, t);
-                if (has(p.d_a)) put(p.d_a, offset_of(p.d_a, at) + h * p.d_a.head, d_a);
-                if (has(p.d_b)) put(p.d_b, offset_of(p.d_b, at) + h * p.d_b.head, d_b);
+                if (active && has(p.d_a)) put(p.d_a, offset_of(p.d_a, now) + h * p.d_a.head, d_a);
+                if (active && has(p.d_b)) put(p.d_b, offset_of(p.d_b, now) + h * p.d_b.head, d_b);
+                retreat(now, p.seq);
             }
         }
         if (!partial) continue;
@@ -568,13 +577,15 @@ static __device__ __forceinline__ void backward_gates(const bwd_params &p, int64
 
 /* ---- kernels -------------------------------------------------------------------------------------------------------------- */
 
-template <class T, int W, int V>
-__global__ void __launch_bounds__(WARPS * 32, V == 4 ? 4 : 2) bwd_kernel(const bwd_params p)
+template <class T, int W, int V, bool PLAIN>
+__global__ void __launch_bounds__(WARPS * 32, V == 0 ? 2 : 4) bwd_kernel(const bwd_params p)
 {
     extern __shared__ __align__(16) char shared[];
-    const int units = p.first_unit[PARTS];
-    int unit = (int)(blockIdx.x % (unsigned)units), part = PART_Q;
-    const int64_t range = blockIdx.x / (unsigned)units;
+    /* The gates of all ranges first: they are few and each takes long, which must not be at the end. */
+    const int units = p.first_unit[PARTS] - 1;
+    const int64_t rest = (int64_t)blockIdx.x - p.ranges;
+    int unit = rest < 0 ? units : (int)(rest % units), part = PART_Q;
+    const int64_t range = rest < 0 ? (int64_t)blockIdx.x : rest / units;
     int64_t t0 = (range * WARPS + (threadIdx.x >> 5)) * p.piece, t1 = t0 + p.piece;
     if (t0 > p.seq.tokens) t0 = p.seq.tokens;
     if (t1 > p.seq.tokens) t1 = p.seq.tokens;
@@ -592,7 +603,7 @@ __global__ void __launch_bounds__(WARPS * 32, V == 4 ? 4 : 2) bwd_kernel(const b
         if (part == PART_Z)
             backward_gate_wide<T, V>(p, unit, t0, t1);
         else
-            backward_heads<T, W, V>(p, part, unit, t0, t1, shared, partial);
+            backward_heads<T, W, V, PLAIN>(p, part, unit, t0, t1, shared, partial);
     }
 }
 
@@ -655,17 +666,14 @@ __global__ void __launch_bounds__(SLICES * 32) finish_kernel(const finish_params
 
 using bwd_function = void (*)(bwd_params);
 
-/* By channels of a lane and width; `widest` knows which there are. */
-template <class T> static bwd_function bwd_of(int vec, int64_t width)
+/* By channels of a lane and width; `widest` knows which there are. Four channels of any type: with eight there would be half
+ * the warps, which is no faster. */
+template <class T> static bwd_function bwd_of(int vec, int64_t width, bool plain)
 {
-    if (vec == 0) return bwd_kernel<T, 0, 0>;
-    if constexpr (sizeof(T) == 2) {
-        static constexpr bwd_function wide[] = {bwd_kernel<T, 2, 8>, bwd_kernel<T, 3, 8>, bwd_kernel<T, 4, 8>};
-        return vec == 8 ? wide[width - 2] : bwd_kernel<T, 4, 4>;
-    } else {
-        static constexpr bwd_function wide[] = {bwd_kernel<T, 2, 4>, bwd_kernel<T, 3, 4>, bwd_kernel<T, 4, 4>};
-        return wide[width - 2];
-    }
+    static constexpr bwd_function all[] = {bwd_kernel<T, 2, 4, true>, bwd_kernel<T, 3, 4, true>,
+                                           bwd_kernel<T, 4, 4, true>};
+    if (vec == 4 && plain) return all[width - 2];
+    return vec == 4 && width == 4 ? bwd_kernel<T, 4, 4, false> : bwd_kernel<T, 0, 0, false>;
 }
 
 static bool wants_sums(const weft_gdn_pre_bwd_args *a)
@@ -696,7 +704,17 @@ template <class T> static int vec_of(const weft_call *call, const weft_gdn_pre_b
 {
     const weft_tensor *const all[] = {&a->q,      &a->k,      &a->v,      &a->d_query, &a->d_key, &a->d_value,
                                       &a->d_gate, &a->d_q.to, &a->d_k.to, &a->d_v.to,  &a->d_z.to};
-    return a->options.rounding == WEFT_GDN_THROUGH ? widest<T>(call, all) : 0;
+    return a->options.rounding == WEFT_GDN_THROUGH ? widest<T>(call, all, 4) : 0;
+}
+
+template <class T> static bool is_plain(const weft_gdn_pre_bwd_args *a)
+{
+    const weft_tensor *const up[] = {&a->d_query, &a->d_key, &a->d_value};
+    const weft_grad *const to[] = {&a->d_q, &a->d_k, &a->d_v};
+    bool plain = is_usual(&a->options, &a->bias) && !weft_has(&a->d_final_state) && !weft_has(&a->d_state.to);
+    for (int i = 0; i < 3; i++)
+        plain = plain && up[i]->dtype == number<T>::dtype && to[i]->to.dtype == number<T>::dtype && !to[i]->add;
+    return plain;
 }
 
 /* Bytes of shared memory of a block: the warps' rings, later their sums. */
@@ -706,8 +724,8 @@ static size_t shared_of(bwd_params &p, int vec, size_t act)
     if (vec == 0) return sums;
     for (int i = 0; i < 3; i++) {
         const size_t up = p.d_out[i].dtype == WEFT_F32 ? 4 : act;
-        p.slot[i] = (int32_t)(32 * vec * (act + (size_t)p.repeat[i] * up));
-        if (RING * p.slot[i] > p.ring) p.ring = RING * p.slot[i];
+        const int32_t ring = (int32_t)(SLOTS * 32 * (size_t)vec * (act + (size_t)p.repeat[i] * up));
+        if (ring > p.ring) p.ring = ring;
     }
     const size_t rings = (size_t)WARPS * (size_t)p.ring;
     return rings > sums ? rings : sums;
@@ -732,7 +750,8 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
         p.repeat[i] = weft_has(d_out[i]) ? (int32_t)(d_out[i]->shape[2] / in[i]->shape[2]) : 0;
         p.head_step[i] = p.repeat[i] > 1 && o.head_map == WEFT_GDN_TILED ? (int32_t)in[i]->shape[2] : 1;
     }
-    int vec = vec_of<T>(call, a);
+    const bool plain = is_plain<T>(a);
+    int vec = plain || call->width == 4 ? vec_of<T>(call, a) : 0;
     size_t shared = shared_of(p, vec, sizeof(T));
     if (shared > most_shared(call)) shared = shared_of(p, vec = 0, sizeof(T));
     for (int i = 0; i < 4; i++) {
@@ -750,10 +769,11 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
     p.g_factor = o.g_log2 ? 1.4426950408889634f : 1.0f;
     p.l2norm = o.l2norm, p.g_chunk = o.g_chunk;
     p.value_heads = (int32_t)call->value_heads, p.channels = channels_of(call);
-    p.piece = r.tokens / WARPS;
+    p.piece = r.tokens / WARPS, p.ranges = r.count;
 
+    WEFT_TRY(look_at_offsets(call, p.seq));
     if (r.count > 0)
-        WEFT_TRY(launch(call, "backward", bwd_of<T>(vec, call->width),
+        WEFT_TRY(launch(call, "backward", bwd_of<T>(vec, call->width, plain),
                         {.grid = grid_of(p.first_unit[PARTS] * r.count), .block = WARPS * 32, .shared = shared},
                         p));
     if (weft_has(&a->d_state.to) && p.seq.count > 0)

@@ -25,6 +25,9 @@ weft_gdn_ranges weft_gdn_fwd_ranges(int64_t tokens, int64_t warps, int32_t sms);
 /* Backward: parameter gradients are summed range by range, so the number must not depend on the machine. */
 weft_gdn_ranges weft_gdn_bwd_ranges(int64_t tokens, int64_t channels);
 
+/* Decoding: groups of sequences, each of which the same warps go through one by one. */
+int64_t weft_gdn_step_groups(int64_t sequences, int64_t warps, int32_t sms);
+
 #ifdef __cplusplus
 }
 #endif
