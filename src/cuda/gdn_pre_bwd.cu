@@ -41,9 +41,15 @@ struct bwd_params {
         *partial; /* [ranges][(W + 1) C + 2 Hv]: d_weight by taps, d_bias, d_a_log, d_dt_bias; NULL: nobody asks */
 };
 
+/* Numbers of a range, and how far the next range's are: on a boundary of 16 bytes. */
+static __host__ __device__ __forceinline__ int64_t numbers_of(int64_t width, int64_t channels, int64_t heads)
+{
+    return (width + 1) * channels + 2 * heads;
+}
+
 static __host__ __device__ __forceinline__ int64_t partial_size(int64_t width, int64_t channels, int64_t heads)
 {
-    return ((width + 1) * channels + 2 * heads + 3) / 4 * 4; /* every range on a boundary of 16 bytes */
+    return (numbers_of(width, channels, heads) + 3) / 4 * 4;
 }
 
 static __device__ __forceinline__ int64_t first_head(const bwd_params &p, int part, int head)
@@ -637,17 +643,18 @@ __global__ void __launch_bounds__(SLICES * 32) finish_kernel(const finish_params
 {
     __shared__ double slices[SLICES][32];
     const int64_t size = partial_size(p.width, p.channels, p.heads), taps = (int64_t)p.width * p.channels;
+    const int64_t numbers = numbers_of(p.width, p.channels, p.heads);
     const int lane = threadIdx.x & 31, slice = threadIdx.x >> 5;
     const int64_t i = (int64_t)blockIdx.x * 32 + lane, each = (p.ranges + SLICES - 1) / SLICES;
     const int64_t end = (slice + 1) * each < p.ranges ? (slice + 1) * each : p.ranges;
     double sum = 0.0;
     wait_for_previous();
-    if (i < size)
+    if (i < numbers)
 #pragma unroll 8
         for (int64_t r = slice * each; r < end; r++) sum += (double)p.partial[r * size + i];
     slices[slice][lane] = sum;
     __syncthreads();
-    if (slice || i >= size) return;
+    if (slice || i >= numbers) return;
     for (int k = 1; k < SLICES; k++) sum += slices[k][lane];
     const float v = (float)sum;
     if (i < taps) {
@@ -657,7 +664,7 @@ __global__ void __launch_bounds__(SLICES * 32) finish_kernel(const finish_params
         if (has(p.d_bias)) put(p.d_bias, (i - taps) * p.d_bias.stride[0], v);
     } else if (i < taps + p.channels + p.heads) {
         if (has(p.d_a_log)) put(p.d_a_log, (i - taps - p.channels) * p.d_a_log.stride[0], v);
-    } else if (has(p.d_dt_bias) && i < taps + p.channels + 2 * p.heads) {
+    } else if (has(p.d_dt_bias)) {
         put(p.d_dt_bias, (i - taps - p.channels - p.heads) * p.d_dt_bias.stride[0], v);
     }
 }
@@ -790,7 +797,7 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
                              view_of(&a->d_a_log),
                              view_of(&a->d_dt_bias)};
     return launch(call, "sums", finish_kernel,
-                  {.grid = grid_of((partial_size(f.width, f.channels, f.heads) + 31) / 32),
+                  {.grid = grid_of((numbers_of(f.width, f.channels, f.heads) + 31) / 32),
                    .block = SLICES * 32,
                    .order = OVERLAP},
                   f);
