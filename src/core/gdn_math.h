@@ -8,6 +8,7 @@
  *     GM(name), GM_FN          the names of these functions, and their qualifiers
  *     GM_MOST, GM_EXP_ALL(x, n)   exp of n elements, at most GM_MOST of them, in place
  *     GM_SET(x) GM_EXP(x) GM_LOG1P(x) GM_FMA(a, b, c) GM_GT(a, b, x, y), which is a > b ? x : y
+ *     GM_RECIPROCAL(x)         1 / x for x from 1 to infinity, within an ulp
  * GM_LOG1P takes 0 to 1 and keeps the relative precision of small arguments. */
 
 /* s = sigmoid(u) and e = exp(-u) of n elements, n a constant. Far below zero e is infinite and s is 0; nothing here is NaN for
@@ -17,7 +18,7 @@ GM_FN void GM(sigmoids)(const real *u, real *s, real *e, const int n)
     for (int i = 0; i < n; i++) e[i] = -u[i];
     GM_EXP_ALL(e, n);
     for (int i = 0; i < n; i++) s[i] = e[i] + (scalar)1;
-    for (int i = 0; i < n; i++) s[i] = (scalar)1 / s[i];
+    for (int i = 0; i < n; i++) s[i] = GM_RECIPROCAL(s[i]);
 }
 
 GM_FN real GM(sigmoid)(real u, real *e)

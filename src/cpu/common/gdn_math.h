@@ -23,6 +23,7 @@ INLINE vf vf_log1p(vf x)
 #define GM_MOST EXP_MOST
 #define GM_LOG1P vf_log1p
 #define GM_FMA(a, b, c) vf_fma(a, b, c)
+#define GM_RECIPROCAL(x) ((scalar)1 / (x))
 #define GM_GT(a, b, x, y) vf_gt(a, b, x, y)
 #include "core/gdn_math.h"
 #undef real
