@@ -93,8 +93,16 @@ class Node(torch.autograd.Function):
         return *backward(ctx, *grads), None, None
 
 
-def define(schema: str, outputs: Callable, launch: Callable, save: Callable | None = None, backward=None) -> None:
-    """Registers an operator: `save(ctx, inputs, output)` keeps what `backward(ctx, *grads)` needs.
+def define(
+    schema: str,
+    outputs: Callable,
+    launch: Callable,
+    save: Callable | None = None,
+    backward: Callable | None = None,
+    mutates: tuple[int, ...] = (),
+) -> None:
+    """Registers an operator: `save(ctx, inputs, output)` keeps what `backward(ctx, *grads)` needs; `mutates` are the
+    positions of arguments that are written.
 
     The autograd kernel is written here and not left to torch.library.register_autograd, because the ways through the
     dispatcher are most of what a small call costs."""
@@ -110,6 +118,9 @@ def define(schema: str, outputs: Callable, launch: Callable, save: Callable | No
     def kernel(*args):
         results = outputs(*args)
         launch(results, *args)
+        for k in mutates:
+            if not args[k].is_inference():
+                torch.autograd.graph.increment_version(args[k])
         return results
 
     def autograd(*args):
