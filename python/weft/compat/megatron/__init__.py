@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's hyper connections over weft.
+"""Megatron-LM's hyper connections, and the front of its GatedDeltaNet, over weft.
 
     HyperConnectionModule                      for the layer spec of branch main: same parameters, same methods
     fused_*, native_*, learned_output_contract for branch dev (megatron.core.fusions.fused_mhc_kernels and
@@ -7,6 +7,10 @@
                                                puts them into the slots of dev's or dsv4's own module
     get_bias_dropout_add                       with dev's mhc_recompute_manager
     build_mhc_recompute_layer_plan, finalize_mhc_recompute_layer    as in weft.torch
+    fused_mega_pre_gated_delta_rule, fused_streamed_pre_gated_delta_rule, native_pre_gated_delta_rule
+                                               what GatedDeltaNet does between its projection and the gated delta rule;
+                                               pre_gated_delta_rule chooses by the value of pre_gated_delta_rule_impl
+    PreGatedDeltaRule                          the same as methods, for a class beside Megatron's GatedDeltaNet
 
 Where Megatron is installed the module derives from Megatron's, elsewhere from a small base here with the same
 constructor, so a checkpoint fits either.
@@ -33,6 +37,13 @@ from ._fused import (
     get_bias_dropout_add,
     learned_output_contract,
 )
+from ._gdn import (
+    PreGatedDeltaRule,
+    fused_mega_pre_gated_delta_rule,
+    fused_streamed_pre_gated_delta_rule,
+    native_pre_gated_delta_rule,
+    pre_gated_delta_rule,
+)
 from ._module import (
     HyperConnectionModule,
     SinkhornKnopp,
@@ -53,6 +64,7 @@ from ._switch import (
 
 __all__ = [
     "HyperConnectionModule",
+    "PreGatedDeltaRule",
     "SinkhornKnopp",
     "bind",
     "build_mhc_recompute_layer_plan",
@@ -60,18 +72,22 @@ __all__ = [
     "fused_h_aggregate",
     "fused_h_aggregate_into",
     "fused_h_post_bda",
+    "fused_mega_pre_gated_delta_rule",
     "fused_proj_rms",
     "fused_proj_rms_compute_h",
     "fused_sinkhorn",
+    "fused_streamed_pre_gated_delta_rule",
     "get_bias_dropout_add",
     "learned_output_contract",
     "native_fused_add_3",
     "native_h_aggregate",
     "native_h_aggregate_into",
     "native_h_post_bda",
+    "native_pre_gated_delta_rule",
     "native_proj_rms",
     "native_proj_rms_compute_h",
     "native_sinkhorn",
+    "pre_gated_delta_rule",
     "use_native",
     "uses_native",
 ]
