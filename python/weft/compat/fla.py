@@ -230,7 +230,7 @@ def _head_dim(channels: int) -> int:
     dim = next(d for d in range(min(channels, _MAX_DIM), 0, -1) if channels % d == 0)
     if channels // dim > _MAX_HEADS:
         raise NotImplementedError(
-            f"causal_conv1d: x: expected up to {_MAX_HEADS} groups of up to {_MAX_DIM} channels, got {channels} channels"
+            f"causal_conv1d: x: expected up to {_MAX_HEADS} groups of up to {_MAX_DIM} channels, got {channels}"
         )
     return dim
 
