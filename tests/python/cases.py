@@ -292,6 +292,9 @@ def _maker(name, n=4, c=6, lead=(2, 3), dtype=torch.float32, device="cpu", **kin
     return Maker(n, c, lead, dtype, device, **kind)
 
 
+GDN_HEADS = gdn_cases.Sizes(_maker("gdn_pre")).heads  # of the cases with these defaults
+
+
 def make(name: str, *, numerics=SHORT, **kind) -> Case:
     return CASES[name](_maker(name, **kind), numerics)
 
