@@ -451,7 +451,7 @@ static void bad_configurations(void **state)
     BAD(WEFT_RESIDUAL_MHC, "exit", c.exit = WEFT_EXIT_MIX);
     BAD(WEFT_RESIDUAL_MHC_SINGLE_PASS, "exit", c.exit = WEFT_EXIT_MEAN);
     BAD(WEFT_RESIDUAL_PLAIN, "exit", c.exit = WEFT_EXIT_LEARNED);
-    BAD(WEFT_RESIDUAL_MHC, "dtype", c.dtype = WEFT_BF16);
+    BAD(WEFT_RESIDUAL_MHC, "dtype", c.dtype = WEFT_F16);
     BAD(WEFT_RESIDUAL_MHC, "struct_size", c.struct_size = 8);
     BAD(WEFT_RESIDUAL_MHC, "rope_base", c.rope_base = 0);
     BAD(WEFT_RESIDUAL_MHC, "first_layer", c.first_layer = 1);

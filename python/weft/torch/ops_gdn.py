@@ -4,13 +4,17 @@
 The projection comes as six arguments q, k, v, z, b, a. One with four dimensions ([B, S, heads, dim]) is a section by
 itself. One with three is rows: it holds the columns of its section and those of the sections after it that are None, so
 one row of everything is q alone, and its gradient is one tensor, written once. `heads` is (key heads, value heads, key
-dim, value dim)."""
+dim, value dim).
+
+The library takes the six sections, which are views of these arguments, and of which argument depends on what is None: a
+plan, made of scalars alone, cannot say that. So gdn_pre and its kin put views in place of their arguments first
+(ops.define); the rule is a plan like any other."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from .ops import define, differentiate, given, maybe, none, run, wide
+from .ops import define, differentiate, maybe, planned, wanted, wide
 
 SECTIONS = ("q", "k", "v", "z", "b", "a")
 NUM_SECTIONS = len(SECTIONS)
@@ -73,6 +77,32 @@ def taps(weight: Tensor | None) -> Tensor | None:
     return weight.squeeze(1) if weight is not None and weight.dim() == 3 else weight
 
 
+def forward_views(heads: int):
+    """The arguments of a pass in the form that the library takes; argument number `heads` is that."""
+
+    def views(results, args, add):
+        sections, (weight, *rest) = cut(args[:NUM_SECTIONS], args[heads]), args[NUM_SECTIONS:]
+        return results, (*sections, taps(weight), *rest), add
+
+    return views
+
+
+def backward_views(heads: int):
+    """The same for a pass whose results are gradients of these arguments: None where one is not wanted."""
+    arguments = forward_views(heads)
+
+    def views(results, args, add):
+        grads = [t if w else None for t, w in zip(results, args[-1], strict=True)]
+        weight = grads[NUM_SECTIONS]
+        grads[:NUM_SECTIONS] = cut(args[:NUM_SECTIONS], args[heads], grads[:NUM_SECTIONS])
+        grads[NUM_SECTIONS] = taps(weight)
+        if any(weight is t for t in add):
+            add = (*add, grads[NUM_SECTIONS])  # its [C, W], where that is another view
+        return arguments(grads, args, add)
+
+    return views
+
+
 def upstream(grad: Tensor | None) -> Tensor | None:
     """A gradient as kernels can read it quickly: heads dense, tokens wherever they are."""
     if grad is None or (grad.stride(-1) == 1 and (grad.dim() < 4 or grad.stride(-2) == grad.shape[-1])):
@@ -92,10 +122,14 @@ def _results(q, heads, repeat, gate, wide_beta) -> tuple[Tensor, ...]:
         q.new_empty(unit),
         q.new_empty(unit),
         q.new_empty(value),
-        q.new_empty(value) if gate else none(q),
+        q.new_empty(value) if gate else maybe(False, q),
         q.new_empty((*lead, value_heads), dtype=full if wide_beta else q.dtype),
         q.new_empty((*lead, value_heads), dtype=full),
     )
+
+
+def pre_scalars(options) -> tuple[str, tuple]:
+    return ("options", tuple(options))
 
 
 def _pre_outputs(
@@ -103,27 +137,17 @@ def _pre_outputs(
 ):
     check_columns("gdn_pre_fwd", (q, k, v, z, b, a), heads)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = none(q)
+    final = maybe(False, q)
     if history:
         dtype = q.dtype if state is None else state.dtype
         final = q.new_empty((sequences, conv_channels(heads), history), dtype=dtype)
     return *_results(q, heads, repeat, gate, wide_beta), final
 
 
-def _pre(
-    out, q, k, v, z, b, a, weight, bias, a_log, dt_bias, state, cu_seqlens, heads, options, repeat, gate, wide_beta,
-    history,
-):  # fmt: skip
-    query, key, value, gate_out, beta, g, final = out
-    sections = cut((q, k, v, z, b, a), heads)
-    if not gate:
-        sections[Z] = None
-    run(
-        "gdn_pre_fwd",
-        (("options", tuple(options)),),
-        *(*sections, taps(weight), bias, a_log, dt_bias, cu_seqlens, state),
-        *(query, key, value, given(gate_out), beta, g, given(final)),
-    )
+def _pre_plan(heads, options, repeat, gate, wide_beta, history):
+    order = (0, 1, 2, 3 if gate else None, 4, 5, 6, 7, 8, 9, 11, 10)
+    order = (*order, ~0, ~1, ~2, ~3 if gate else None, ~4, ~5, ~6 if history else None)
+    return planned("gdn_pre_fwd", order, pre_scalars(options))
 
 
 def _pre_save(ctx, inputs, output):
@@ -147,24 +171,9 @@ def _pre_bwd_outputs(
     return tuple(maybe(w, q if t is None else t) for w, t in zip(want, tensors, strict=True))
 
 
-def _pre_bwd(
-    out, q, k, v, z, b, a, weight, bias, a_log, dt_bias, state, cu_seqlens, d_query, d_key, d_value, d_gate, d_beta,
-    d_g, d_final_state, heads, options, want, add=(),
-):  # fmt: skip
-    parts = (q, k, v, z, b, a)
-    sections = cut(parts, heads)
-    grads = [given(t) for t in out]
-    d_weight = taps(grads[NUM_SECTIONS])
-    if d_weight is not None and any(grads[NUM_SECTIONS] is t for t in add):
-        add = (*add, d_weight)  # its [C, W], where that is another view
-    run(
-        "gdn_pre_bwd",
-        (("options", tuple(options)),),
-        *(*sections[:Z], *sections[Z + 1 :], taps(weight), bias, a_log, dt_bias, cu_seqlens, state),
-        *(d_query, d_key, d_value, d_gate, d_beta, d_g, d_final_state),
-        *(*cut(parts, heads, grads[:NUM_SECTIONS]), d_weight, *grads[NUM_SECTIONS + 1 :]),
-        add=add,
-    )
+def _pre_bwd_plan(heads, options, want):
+    order = (0, 1, 2, 4, 5, 6, 7, 8, 9, 11, 10, *range(12, 19))
+    return planned("gdn_pre_bwd", (*order, *(~k for k in range(len(want)))), pre_scalars(options))
 
 
 _PROJECTION = (
@@ -177,16 +186,18 @@ _SIX = ", ".join(["Tensor"] * 6)
 define(
     f"gdn_pre({_PROJECTION}, Tensor? state, Tensor? cu_seqlens, {_SCALARS}, int history) -> ({_SIX}, Tensor)",
     _pre_outputs,
-    _pre,
+    _pre_plan,
     _pre_save,
     _pre_backward,
+    views=forward_views(12),
 )
 define(
     f"gdn_pre_bwd({_PROJECTION}, Tensor? state, Tensor? cu_seqlens, Tensor? d_query, Tensor? d_key, Tensor? d_value,"
     " Tensor? d_gate, Tensor? d_beta, Tensor? d_g, Tensor? d_final_state, int[] heads, float[] options, bool[] want)"
     f" -> ({_SIX}, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _pre_bwd_outputs,
-    _pre_bwd,
+    _pre_bwd_plan,
+    views=backward_views(19),
 )
 
 
@@ -198,26 +209,17 @@ def _step_outputs(
     return _results(q, heads, repeat, gate, wide_beta)
 
 
-def _step(
-    out, q, k, v, z, b, a, weight, bias, a_log, dt_bias, state, state_index, cu_seqlens, heads, options, repeat, gate,
-    wide_beta,
-):  # fmt: skip
-    query, key, value, gate_out, beta, g = out
-    sections = cut((q, k, v, z, b, a), heads)
-    if not gate:
-        sections[Z] = None
-    run(
-        "gdn_pre_step",
-        (("options", tuple(options)),),
-        *(*sections, taps(weight), bias, a_log, dt_bias, cu_seqlens, state_index, state),
-        *(query, key, value, given(gate_out), beta, g, state),
-    )
+def _step_plan(heads, options, repeat, gate, wide_beta):
+    order = (0, 1, 2, 3 if gate else None, 4, 5, 6, 7, 8, 9, 12, 11, 10)
+    order = (*order, ~0, ~1, ~2, ~3 if gate else None, ~4, ~5, 10)
+    return planned("gdn_pre_step", order, pre_scalars(options))
 
 
 define(
     f"gdn_pre_step({_PROJECTION}, Tensor(a!) state, Tensor? state_index, Tensor? cu_seqlens, {_SCALARS}) -> ({_SIX})",
     _step_outputs,
-    _step,
+    _step_plan,
+    views=forward_views(13),
     mutates=(10,),
 )
 
@@ -231,16 +233,15 @@ def rule_scalars(scale, head_map, chunk) -> tuple:
 def _rule_outputs(query, key, value, beta, g, state, cu_seqlens, scale, head_map, chunk, final_state):
     o = value.new_empty(value.shape)
     if not final_state:
-        return o, none(value)
+        return o, maybe(False, value)
     sequences = value.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (sequences, value.shape[2], query.shape[3], value.shape[3])
     return o, value.new_empty(shape, dtype=wide(value))
 
 
-def _rule(out, query, key, value, beta, g, state, cu_seqlens, scale, head_map, chunk, final_state):
-    o, final = out
-    tensors = (query, key, value, beta, g, cu_seqlens, state, o, given(final))
-    run("gdn_rule_fwd", rule_scalars(scale, head_map, chunk), *tensors)
+def _rule_plan(scale, head_map, chunk, final_state):
+    order = (0, 1, 2, 3, 4, 6, 5, ~0, ~1 if final_state else None)
+    return planned("gdn_rule_fwd", order, *rule_scalars(scale, head_map, chunk))
 
 
 def _rule_save(ctx, inputs, output):
@@ -264,11 +265,9 @@ def _rule_bwd_outputs(query, key, value, beta, g, state, cu_seqlens, d_o, d_fina
     return tuple(maybe(w, t) for w, t in zip(want, tensors, strict=True))
 
 
-def _rule_bwd(
-    out, query, key, value, beta, g, state, cu_seqlens, d_o, d_final_state, scale, head_map, chunk, want, add=()
-):
-    tensors = (query, key, value, beta, g, cu_seqlens, state, d_o, d_final_state, *map(given, out))
-    run("gdn_rule_bwd", rule_scalars(scale, head_map, chunk), *tensors, add=add)
+def _rule_bwd_plan(scale, head_map, chunk, want):
+    order = (0, 1, 2, 3, 4, 6, 5, 7, 8, *wanted(want))
+    return planned("gdn_rule_bwd", order, *rule_scalars(scale, head_map, chunk))
 
 
 _RULE = "Tensor query, Tensor key, Tensor value, Tensor beta, Tensor g, Tensor? state, Tensor? cu_seqlens"
@@ -276,7 +275,7 @@ _RULE = "Tensor query, Tensor key, Tensor value, Tensor beta, Tensor g, Tensor? 
 define(
     f"gdn_rule({_RULE}, float scale, int head_map, int chunk, bool final_state) -> (Tensor, Tensor)",
     _rule_outputs,
-    _rule,
+    _rule_plan,
     _rule_save,
     _rule_backward,
 )
@@ -284,5 +283,5 @@ define(
     f"gdn_rule_bwd({_RULE}, Tensor d_o, Tensor? d_final_state, float scale, int head_map, int chunk, bool[] want)"
     f" -> ({_SIX})",
     _rule_bwd_outputs,
-    _rule_bwd,
+    _rule_bwd_plan,
 )
