@@ -12,32 +12,10 @@
 #include "support/memory.h"
 #include "support/rng.h"
 
-typedef struct variant {
-    const char *name;
-    weft_residual residual;
-    weft_exit exit;
-    int bias;
-    double dropout;
-    int recompute, group;
-} variant;
-
-static const variant variants[] = {
-    {"residual", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 0, 0, 0, 0},
-    {"residual, bias, dropout", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 1, 0.3, 0, 0},
-    {"hc", WEFT_RESIDUAL_HC, WEFT_EXIT_MEAN, 0, 0, 0, 0},
-    {"hc, learned exit, bias, dropout", WEFT_RESIDUAL_HC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1},
-    {"mhc", WEFT_RESIDUAL_MHC, WEFT_EXIT_MEAN, 0, 0, 0, 0},
-    {"mhc, learned exit, bias, dropout", WEFT_RESIDUAL_MHC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1},
-    {"single pass", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 0, 0, 0, 0},
-    {"single pass, bias, dropout", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 1, 0.3, 1, 0},
-};
-enum { VARIANTS = sizeof variants / sizeof *variants };
-
 /* Odd: no vectors, 10 channels a head. Wide: vectors, tensor cores, 64 channels a head, no whole number of tiles. */
-static weft_model_config config_of(const variant *v, weft_dtype dtype, int wide)
+static weft_model_config config_of(const gpt_variant *v, weft_dtype dtype, int wide)
 {
-    weft_model_config c = gpt_config(v->residual, dtype);
-    c.exit = v->exit, c.bias = v->bias, c.dropout = v->dropout, c.recompute = v->recompute, c.group = v->group;
+    weft_model_config c = gpt_variant_config(v, dtype);
     c.context = 70, c.channels = 20;
     if (wide) {
         c.channels = 128, c.hidden = 96, c.vocab = 64;
@@ -87,11 +65,11 @@ static void f32_follows_the_reference(void **state)
     need_gpu();
     weft_blas blas;
     int has_blas = open_blas(&blas);
-    for (int k = 0; k < VARIANTS; k++)
+    for (int k = 0; k < GPT_VARIANTS; k++)
         for (int way = 0; way < 4; way++) {
             int wide = way & 1, with_blas = way >> 1;
             if (with_blas > has_blas) continue;
-            weft_model_config c = config_of(&variants[k], WEFT_F32, wide), full = c;
+            weft_model_config c = config_of(&gpt_variants[k], WEFT_F32, wide), full = c;
             gpt g, wanted;
             char name[64] = "";
             full.dtype = WEFT_F64;
@@ -99,10 +77,11 @@ static void f32_follows_the_reference(void **state)
             gpt_open(&wanted, &full, 2, 70, 0.1);
             g.blas = with_blas ? &blas : NULL;
             double got = gpt_step(&g), want = gpt_step(&wanted), worst = worst_tensor(&g, &wanted, 1e-6, name);
-            fprintf(stderr, "  f32 %-34s %s %s: loss off by %.1e, gradients by %.1e (%s)\n", variants[k].name,
+            fprintf(stderr, "  f32 %-34s %s %s: loss off by %.1e, gradients by %.1e (%s)\n", gpt_variants[k].name,
                     wide ? "wide" : "odd", with_blas ? "cublas" : "own", fabs(got - want), worst, name);
-            if (!(fabs(got - want) < 1e-5)) fail_msg("%s: loss %.9g, reference %.9g", variants[k].name, got, want);
-            if (!(worst < 1e-4)) fail_msg("%s: %s: gradient differs by %.2e", variants[k].name, name, worst);
+            if (!(fabs(got - want) < 1e-5))
+                fail_msg("%s: loss %.9g, reference %.9g", gpt_variants[k].name, got, want);
+            if (!(worst < 1e-4)) fail_msg("%s: %s: gradient differs by %.2e", gpt_variants[k].name, name, worst);
             gpt_close(&g);
             gpt_close(&wanted);
         }
@@ -118,9 +97,9 @@ static void bf16_follows_the_reference(void **state)
     weft_blas blas;
     int has_blas = open_blas(&blas);
     const double u = 0x1p-9;
-    for (int k = 0; k < VARIANTS; k++)
+    for (int k = 0; k < GPT_VARIANTS; k++)
         for (int wide = 0; wide < 2; wide++) {
-            weft_model_config c = config_of(&variants[k], WEFT_BF16, wide), full = c;
+            weft_model_config c = config_of(&gpt_variants[k], WEFT_BF16, wide), full = c;
             gpt g, wanted;
             char name[64] = "";
             full.dtype = WEFT_F64;
@@ -128,11 +107,11 @@ static void bf16_follows_the_reference(void **state)
             gpt_open(&wanted, &full, 2, 70, 0.1);
             g.blas = has_blas ? &blas : NULL;
             double got = gpt_step(&g), want = gpt_step(&wanted), worst = worst_tensor(&g, &wanted, u, name);
-            fprintf(stderr, "  bf16 %-34s %s: loss off by %.1e, gradients by %.1e (%s)\n", variants[k].name,
+            fprintf(stderr, "  bf16 %-34s %s: loss off by %.1e, gradients by %.1e (%s)\n", gpt_variants[k].name,
                     wide ? "wide" : "odd", fabs(got - want), worst, name);
             if (!(fabs(got - want) < 16 * u))
-                fail_msg("%s: loss %.9g, reference %.9g", variants[k].name, got, want);
-            if (!(worst < 60 * u)) fail_msg("%s: %s: gradient differs by %.2e", variants[k].name, name, worst);
+                fail_msg("%s: loss %.9g, reference %.9g", gpt_variants[k].name, got, want);
+            if (!(worst < 60 * u)) fail_msg("%s: %s: gradient differs by %.2e", gpt_variants[k].name, name, worst);
             gpt_close(&g);
             gpt_close(&wanted);
         }
@@ -147,7 +126,7 @@ static void attention_at_the_edges_of_tiles(void **state)
     static const int64_t lengths[] = {1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193, 257};
     const double u = 0x1p-9;
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
-        weft_model_config c = config_of(&variants[0], WEFT_BF16, 1), full;
+        weft_model_config c = config_of(&gpt_variants[0], WEFT_BF16, 1), full;
         gpt g, wanted;
         char name[64] = "";
         c.layers = 1, c.context = 300, c.hidden = 32;
@@ -175,13 +154,13 @@ static void recompute_changes_no_bit(void **state)
     int has_blas = open_blas(&blas);
     for (int k = WEFT_RESIDUAL_HC; k < WEFT_RESIDUAL_COUNT; k++)
         for (int way = 0; way < 4; way++) {
-            variant v = {"",
-                         (weft_residual)k,
-                         k == WEFT_RESIDUAL_MHC_SINGLE_PASS ? WEFT_EXIT_MIX : WEFT_EXIT_MEAN,
-                         1,
-                         0.3,
-                         0,
-                         0};
+            gpt_variant v = {"",
+                             (weft_residual)k,
+                             k == WEFT_RESIDUAL_MHC_SINGLE_PASS ? WEFT_EXIT_MIX : WEFT_EXIT_MEAN,
+                             1,
+                             0.3,
+                             0,
+                             0};
             weft_model_config c = config_of(&v, way & 1 ? WEFT_BF16 : WEFT_F32, way >> 1);
             gpt kept;
             c.layers = 5;

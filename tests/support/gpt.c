@@ -206,3 +206,21 @@ double gpt_step(gpt *g)
     if (runs_on_cuda(g)) well(device_get(g->gradients, g->device.gradients, array_bytes(g)));
     return loss;
 }
+
+const gpt_variant gpt_variants[GPT_VARIANTS] = {
+    {"residual", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 0, 0, 0, 0},
+    {"residual, bias, dropout", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 1, 0.3, 0, 0},
+    {"hc", WEFT_RESIDUAL_HC, WEFT_EXIT_MEAN, 0, 0, 0, 0},
+    {"hc, learned exit, bias, dropout", WEFT_RESIDUAL_HC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1},
+    {"mhc", WEFT_RESIDUAL_MHC, WEFT_EXIT_MEAN, 0, 0, 0, 0},
+    {"mhc, learned exit, bias, dropout", WEFT_RESIDUAL_MHC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1},
+    {"single pass", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 0, 0, 0, 0},
+    {"single pass, bias, dropout", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 1, 0.3, 1, 0},
+};
+
+weft_model_config gpt_variant_config(const gpt_variant *v, weft_dtype dtype)
+{
+    weft_model_config c = gpt_config(v->residual, dtype);
+    c.exit = v->exit, c.bias = v->bias, c.dropout = v->dropout, c.recompute = v->recompute, c.group = v->group;
+    return c;
+}

@@ -26,6 +26,20 @@ typedef struct gpt {
 
 /* A model of this kind that is small enough for finite differences. */
 weft_model_config gpt_config(weft_residual residual, weft_dtype dtype);
+/* Kinds with what goes with them. */
+typedef struct gpt_variant {
+    const char *name;
+    weft_residual residual;
+    weft_exit exit;
+    int bias;
+    double dropout;
+    int recompute, group;
+} gpt_variant;
+
+enum { GPT_VARIANTS = 8 };
+extern const gpt_variant gpt_variants[GPT_VARIANTS];
+weft_model_config gpt_variant_config(const gpt_variant *v, weft_dtype dtype);
+
 /* noise: how far parameters are moved from their first values. f64 runs on ref, everything else on the CPU. */
 void gpt_open(gpt *g, const weft_model_config *config, int64_t sequences, int64_t length, double noise);
 void gpt_open_on(gpt *g, weft_backend backend, const weft_model_config *config, int64_t sequences, int64_t length,
