@@ -23,6 +23,7 @@ static boundary_bwd_facts usual(void)
                                 .channels = 4096,
                                 .bf16 = true,
                                 .rows_are_wide = true,
+                                .gates_on_chip = true,
                                 .capability = 90,
                                 .shared = 232448 - 4096};
 }
@@ -39,6 +40,7 @@ static void every_path_has_its_reason(void **state)
     f[BOUNDARY_BWD_STREAMS].streams = 8;
     f[BOUNDARY_BWD_CHANNELS].channels = 4100;
     f[BOUNDARY_BWD_LAYOUT].rows_are_wide = false;
+    f[BOUNDARY_BWD_GATES].gates_on_chip = false;
     f[BOUNDARY_BWD_SIZE].tokens = (int64_t)1 << 31;
     EACH(i, f)
     {

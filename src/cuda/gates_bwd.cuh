@@ -11,6 +11,7 @@
 
 #include <cooperative_groups.h>
 
+#include "cuda/common/launch.cuh"
 #include "cuda/token_math.cuh"
 #include "cuda/token_rows.cuh"
 #include "cuda/token_sums.cuh"
@@ -34,12 +35,13 @@ struct gates_bwd_params {
 /* ---- sums over tokens ----------------------------------------------------------------------------------------------- */
 
 /* Value k of d_beta | d_alpha. */
-static __device__ __forceinline__ void put_sum(const gates_bwd_params &p, int rows, int k, float value)
+static __device__ __forceinline__ void put_sum(const view &d_alpha, const view &d_beta, int rows, int k,
+                                               float value)
 {
     if (k < rows) {
-        if (has(p.d_beta)) put(p.d_beta, k * p.d_beta.stride[0], value);
-    } else if (has(p.d_alpha)) {
-        put(p.d_alpha, (k - rows) * p.d_alpha.stride[0], value);
+        if (has(d_beta)) put(d_beta, k * d_beta.stride[0], value);
+    } else if (has(d_alpha)) {
+        put(d_alpha, (k - rows) * d_alpha.stride[0], value);
     }
 }
 
@@ -49,7 +51,7 @@ static __device__ __forceinline__ void fold_all(const gates_bwd_params &p, int r
     cooperative_groups::this_grid().sync();
     for (int k = blockIdx.x; k < rows + 3; k += gridDim.x) {
         const float s = fold_column(p.partial + k * p.slots, p.slots, room);
-        if (threadIdx.x == 0) put_sum(p, rows, k, s);
+        if (threadIdx.x == 0) put_sum(p.d_alpha, p.d_beta, rows, k, s);
     }
 }
 
@@ -63,19 +65,34 @@ template <int N> struct gates_token {
     float h[rows], ms, dz[rows + 3];
 };
 
-template <int N>
+/* What becomes of a token's d_h and d_ms beside the stores that the parameters ask for: nothing. Others hand them on in a
+ * form of their own, may begin before d_pre is there, and hear of the tokens behind the last in its chunk. */
+struct gates_bwd_plain {
+    static constexpr bool d_pre_is_late = false;
+    template <int N> __device__ void begin(int64_t) const
+    {
+    }
+    template <int N> __device__ void put(int64_t, const float (&)[2 * N + N * N], float) const
+    {
+    }
+    template <int N> __device__ void none(int64_t) const
+    {
+    }
+};
+
+template <int N, class SINK>
 static __device__ __forceinline__ void gates_bwd_load(const gates_bwd_params &p, int64_t token, gates_token<N> &t)
 {
     t.ms = get(p.ms, token * p.ms.stride[0]);
     if (t.piece == t.rows) load_row<t.rows>(t.h, p.h, token);
-    if (has(p.d_pre.v)) load_row<N>(t.dz, p.d_pre, token);
+    if (!SINK::d_pre_is_late && has(p.d_pre.v)) load_row<N>(t.dz, p.d_pre, token);
     if (has(p.d_post.v)) load_row<N>(t.dz + N, p.d_post, token);
     if (has(p.d_third.v)) load_row<N * N, N>(t.dz + 2 * N, p.d_third, token);
 }
 
-template <int N, bool SINKHORN>
+template <int N, bool SINKHORN, class SINK>
 static __device__ __forceinline__ void gates_bwd_token(const gates_bwd_params &p, const float *param, float *shared,
-                                                       int64_t token, gates_token<N> &t)
+                                                       int64_t token, gates_token<N> &t, const SINK &sink)
 {
     constexpr int R = t.rows, PIECE = t.piece;
     const float inv = mm_inv_rms(t.ms, p.numbers.rms_eps, p.numbers.rms_eps_kind);
@@ -86,6 +103,10 @@ static __device__ __forceinline__ void gates_bwd_token(const gates_bwd_params &p
         for (int k = 0; k < N * N; k++) z[k] = mm_gate_logit(t.h[2 * N + k], inv, param[R + 2], param[2 * N + k]);
         sinkhorn_bwd<N>(z, t.dz + 2 * N, shared, p.numbers);
         if (PIECE < R) asm volatile("" ::: "memory"); /* h is read again, not kept */
+    }
+    if constexpr (SINK::d_pre_is_late) {
+        wait_for_previous();
+        if (has(p.d_pre.v)) load_row<N>(t.dz, p.d_pre, token);
     }
     float d_inv = 0;
 #pragma unroll
@@ -98,19 +119,22 @@ static __device__ __forceinline__ void gates_bwd_token(const gates_bwd_params &p
         }
         if (has(p.d_h.v)) store_row<PIECE>(p.d_h, token, t.h + first, first);
     }
-    if (has(p.d_ms))
-        put(p.d_ms, token * p.d_ms.stride[0],
-            d_inv * mm_d_inv_rms(t.ms, inv, p.numbers.rms_eps, p.numbers.rms_eps_kind));
+    const float d_ms = d_inv * mm_d_inv_rms(t.ms, inv, p.numbers.rms_eps, p.numbers.rms_eps_kind);
+    if (has(p.d_ms)) put(p.d_ms, token * p.d_ms.stride[0], d_ms);
+    sink.template put<N>(token, t.h, d_ms);
 }
 
-/* A block of one group of threads has a chunk of tokens at a time; a block of two has both chunks there are. */
-template <int N, bool SINKHORN>
-static __global__ void __launch_bounds__(COEF_GROUPS *COEF_THREADS) gates_bwd_small(gates_bwd_params p)
+/* A block of one group of threads has a chunk of tokens at a time; a block of two has both chunks there are. Leaves the
+ * partial sums of its slots. */
+template <int N, bool SINKHORN, class SINK>
+static __device__ __forceinline__ void gates_bwd_slots(const gates_bwd_params &p, const SINK &sink,
+                                                       float *fold_room)
 {
     constexpr int R = 2 * N + N * N, M = R + 3, EACH = (M + COEF_THREADS - 1) / COEF_THREADS;
     constexpr int WARPS = COEF_THREADS / 32;
     extern __shared__ float4 dynamic[];
-    __shared__ float param[M], room[COEF_GROUPS * WARPS][M];
+    __shared__ float param[M];
+    float(*const room)[M] = (float(*)[M])fold_room;
     const int group = threadIdx.x / COEF_THREADS, groups = blockDim.x / COEF_THREADS;
     const bool sums = has(p.d_alpha) || has(p.d_beta);
     bool staged = false;
@@ -123,14 +147,17 @@ static __global__ void __launch_bounds__(COEF_GROUPS *COEF_THREADS) gates_bwd_sm
             gates_token<N> t;
 #pragma unroll
             for (int j = 0; j < M; j++) t.dz[j] = 0;
-            if (token < p.tokens) gates_bwd_load<N>(p, token, t);
+            if (token < p.tokens)
+                gates_bwd_load<N, SINK>(p, token, t), sink.template begin<N>(token);
+            else
+                sink.template none<N>(token);
             if (!staged) { /* the parameters come while the first token does */
                 stage_params(param, p.alpha, p.beta, R, 3);
                 __syncthreads();
                 staged = true;
             }
             if (token < p.tokens)
-                gates_bwd_token<N, SINKHORN>(p, param, (float *)dynamic + group * p.history, token, t);
+                gates_bwd_token<N, SINKHORN>(p, param, (float *)dynamic + group * p.history, token, t, sink);
             if (!sums) continue;
             __syncthreads();
             sum_warp<M>(t.dz, room[threadIdx.x >> 5]);
@@ -149,10 +176,21 @@ static __global__ void __launch_bounds__(COEF_GROUPS *COEF_THREADS) gates_bwd_sm
             if (p.slots > 1)
                 p.partial[k * p.slots + slot] = total[i];
             else
-                put_sum(p, R, k, total[i]);
+                put_sum(p.d_alpha, p.d_beta, R, k, total[i]);
         }
     }
-    if (sums && p.slots > 1) fold_all(p, R, &room[0][0]);
+}
+
+template <int N> struct gates_bwd_room {
+    static constexpr int floats = COEF_GROUPS * COEF_THREADS / 32 * (2 * N + N * N + 3);
+};
+
+template <int N, bool SINKHORN>
+static __global__ void __launch_bounds__(COEF_GROUPS *COEF_THREADS) gates_bwd_small(gates_bwd_params p)
+{
+    __shared__ float room[gates_bwd_room<N>::floats];
+    gates_bwd_slots<N, SINKHORN>(p, gates_bwd_plain(), room);
+    if ((has(p.d_alpha) || has(p.d_beta)) && p.slots > 1) fold_all(p, 2 * N + N * N, room);
 }
 
 /* Any number of streams, histories of any length: correct, not fast. */
@@ -227,7 +265,7 @@ template <bool SINKHORN> static __global__ void __launch_bounds__(COEF_THREADS) 
             if (p.slots > 1)
                 p.partial[k * p.slots + slot] = total[k];
             else
-                put_sum(p, rows, k, total[k]);
+                put_sum(p.d_alpha, p.d_beta, rows, k, total[k]);
         }
     }
     if (sums && p.slots > 1) fold_all(p, rows, room);

@@ -101,16 +101,16 @@ static inline weft_status gates_bwd_launch(const weft_call *call, const char *wh
 }
 
 template <bool SINKHORN>
-static weft_status gates_bwd_run(const weft_call *call, const char *what, const gates_bwd_call &a)
+static gates_bwd_params gates_bwd_params_of(const weft_call *call, const gates_bwd_call &a,
+                                            weft_cuda_coef_plan *plan)
 {
-    weft_cuda_coef_plan plan;
     gates_bwd_params p = {};
-    gates_bwd_lay_out<SINKHORN>(call, a, &plan, &p.rooms, &p.partial);
+    gates_bwd_lay_out<SINKHORN>(call, a, plan, &p.rooms, &p.partial);
     p.numbers = numbers_of(a.numerics);
     p.streams = (int32_t)call->streams;
     p.tokens = call->tokens;
-    p.chunks = plan.chunks;
-    p.slots = plan.slots;
+    p.chunks = plan->chunks;
+    p.slots = plan->slots;
     p.h = rows_of(a.h);
     p.ms = view_of(a.ms);
     p.alpha = view_of(a.alpha);
@@ -122,7 +122,29 @@ static weft_status gates_bwd_run(const weft_call *call, const char *what, const 
     p.d_ms = view_of(a.d_ms);
     p.d_alpha = view_of(a.d_alpha);
     p.d_beta = view_of(a.d_beta);
-    p.room = plan.room;
+    p.room = plan->room;
+    return p;
+}
+
+/* Of the kernels that keep matrices in registers. Without sums every chunk may as well be a slot of its own. */
+static inline launch_shape gates_bwd_shape(const weft_call *call, const weft_cuda_coef_plan *plan,
+                                           gates_bwd_params *p)
+{
+    launch_shape shape = {dim3(1), COEF_THREADS};
+    if (!has(p->d_alpha) && !has(p->d_beta)) p->slots = p->chunks;
+    shape.grid = dim3(grid_of(p->slots));
+    shape.shared = plan->shared;
+    p->history = (int64_t)(plan->shared / sizeof(float));
+    if (p->slots < p->chunks && p->chunks <= COEF_GROUPS && COEF_GROUPS * plan->shared <= most_shared(call))
+        shape.block *= COEF_GROUPS, shape.shared *= COEF_GROUPS;
+    return shape;
+}
+
+template <bool SINKHORN>
+static weft_status gates_bwd_run(const weft_call *call, const char *what, const gates_bwd_call &a)
+{
+    weft_cuda_coef_plan plan;
+    gates_bwd_params p = gates_bwd_params_of<SINKHORN>(call, a, &plan);
     if (call->tokens == 0) {
         /* One slot without tokens writes zeros; what is added to stays as it is. */
         if (p.d_alpha.add) p.d_alpha.dtype = WEFT_NONE;
@@ -132,19 +154,12 @@ static weft_status gates_bwd_run(const weft_call *call, const char *what, const 
     }
     const bool sums = has(p.d_alpha) || has(p.d_beta);
     if (!sums && !has(p.d_h.v) && !has(p.d_ms)) return WEFT_OK;
-    launch_shape shape = {dim3(1), COEF_THREADS};
     if (!plan.in_registers) {
-        shape.grid = dim3(grid_of(plan.blocks < p.slots ? plan.blocks : p.slots));
+        launch_shape shape = {dim3(grid_of(plan.blocks < p.slots ? plan.blocks : p.slots)), COEF_THREADS};
         shape.shared = 4 * (size_t)(call->rows + 3) * sizeof(float);
         return gates_bwd_launch(call, what, gates_bwd_any<SINKHORN>, shape, p);
     }
-    /* Without sums every chunk may as well be a slot of its own. */
-    if (!sums) p.slots = p.chunks;
-    shape.grid = dim3(grid_of(p.slots));
-    shape.shared = plan.shared;
-    p.history = (int64_t)(plan.shared / sizeof(float));
-    if (p.slots < p.chunks && p.chunks <= COEF_GROUPS && COEF_GROUPS * plan.shared <= most_shared(call))
-        shape.block *= COEF_GROUPS, shape.shared *= COEF_GROUPS;
+    const launch_shape shape = gates_bwd_shape(call, &plan, &p);
     const kernel_of<gates_bwd_params> small[] = {gates_bwd_small<2, SINKHORN>, gates_bwd_small<4, SINKHORN>,
                                                  gates_bwd_small<8, SINKHORN>};
     return gates_bwd_launch(call, what, by_streams(small, p.streams), shape, p);

@@ -37,28 +37,37 @@ struct boundary_work {
     const weft_mhc_boundary_bwd_args *a;
     boundary_bwd_plan plan;
     bool stored;              /* y is there and can be read in vectors */
-    weft_tensor pre;          /* [T, n]; absent where no gradient of u or v is there */
+    bool waits;               /* for sums over the whole token */
+    bool has_floats;          /* those of the records are there before that */
     weft_tensor d_pre;        /* fp32 [T, n]: the gradient of this site's pre, with the aggregate's part */
-    weft_tensor d_h, d_ms;    /* fp32 */
     uint4 *records;           /* [tiles * 16] */
     float2 *norm;             /* [T]: r and k, where there is a norm */
     float *psi;               /* [rows][n C], where phi is not like that itself */
     float *dpsi;              /* [splits][rows][n C], where d_phi or d_norm_weight is wanted */
     float *sums;              /* [slices][tiles * 16][sums of a token], where one of them is wanted */
     float *d_bias, *d_weight; /* [splits][C], where they are wanted */
-    void *room;               /* of the gates' kernels */
+    void *room;               /* of the gates */
+    float *gates;             /* in it: [rows + 3][gate_slots], where d_alpha or d_beta are to be added up */
+    int64_t gate_slots;
 };
 
 /* The copy engine can take boxes of this tensor; absent ones too. In a query, as if data were aligned. */
 bool weft_cuda_boundary_is_wide(const weft_call *call, const weft_tensor *t);
 
+/* The floats of the records alone. */
+weft_status weft_cuda_boundary_bwd_floats(const weft_call *call, const boundary_work *w);
 /* Sums over the whole token that must be known before the pass: the aggregate's part of d_pre, added to d_pre_out, and the
  * norm's r and k. Reads y and one gradient, 2nC + 2C bytes a token, or rebuilds y: 2nC + 4C. */
 weft_status weft_cuda_boundary_bwd_sums(const weft_call *call, const boundary_work *w);
+/* Gates and Sinkhorn: records, and partial sums of d_alpha and d_beta. */
+size_t weft_cuda_boundary_bwd_gates_bytes(const weft_call *call, const boundary_work *w);
+weft_status weft_cuda_boundary_bwd_gates(const weft_call *call, boundary_work *w);
 /* Compute capability that the pass was compiled for, 10 major + minor. For others than BOUNDARY_OLDEST to
  * BOUNDARY_NEWEST it is empty. */
 int32_t weft_cuda_boundary_bwd_code(void);
-/* Everything behind d_h. */
+/* Everything behind d_h, as far as it is no sum of partial sums. */
 weft_status weft_cuda_boundary_bwd_pass(const weft_call *call, const boundary_work *w);
+/* Partial sums of all launches before. */
+weft_status weft_cuda_boundary_bwd_fold(const weft_call *call, const boundary_work *w);
 
 #endif

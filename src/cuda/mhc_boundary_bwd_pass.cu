@@ -15,7 +15,7 @@
  * store what the others left in a tile, and add their sums over channels. The parts of d_x and dpsi that are products of
  * matrices run on tensor cores, fp32 factors as bf16 hi + lo, as in mhc_project_bwd.cu.
  *
- * `fold_kernel` adds the slices of the channels in order. The number of token ranges depends on the shape only. */
+ * mhc_boundary_bwd_fold.cu adds the slices of the channels in order. The number of token ranges depends on the shape only. */
 #include "core/status.h"
 #include "cuda/common/tma.cuh"
 #include "cuda/mhc_boundary_bwd.cuh"
@@ -553,46 +553,6 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
 #endif
 }
 
-/* ---- sums over channels --------------------------------------------------------------------------------------------------- */
-
-struct fold_args {
-    const float *sums; /* [slices][padded][count] */
-    int64_t tokens, padded;
-    int32_t slices, in_out;
-    view d_post, d_res, d_pre;
-};
-
-/* A thread per four numbers of a token. */
-template <int N, int COUNT> static __global__ void __launch_bounds__(128) fold_kernel(fold_args a)
-{
-    constexpr int QUADS = COUNT / 4;
-    const int64_t items = a.tokens * QUADS, apart = a.padded * QUADS;
-    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, token = i / QUADS;
-    wait_for_previous();
-    if (i >= items) return;
-    const float4 *from = (const float4 *)a.sums + i;
-    float4 total = *from;
-#pragma unroll 8
-    for (int s = 1; s < a.slices; s++) {
-        const float4 v = from[s * apart];
-        total.x = total.x + v.x, total.y = total.y + v.y, total.z = total.z + v.z, total.w = total.w + v.w;
-    }
-    const float values[4] = {total.x, total.y, total.z, total.w};
-#pragma unroll
-    for (int q = 0; q < 4; q++) {
-        const int e = (int)(i - token * QUADS) * 4 + q;
-        if (e < N) {
-            if (has(a.d_post)) put(a.d_post, token * a.d_post.stride[0] + e * a.d_post.stride[1], values[q]);
-        } else if (e < N + N * N) {
-            const int o = (e - N) / N, j = (e - N) % N, r = a.in_out ? j : o, c = a.in_out ? o : j;
-            if (has(a.d_res))
-                put(a.d_res, token * a.d_res.stride[0] + r * a.d_res.stride[1] + c * a.d_res.stride[2], values[q]);
-        } else if (e < 2 * N + N * N && has(a.d_pre)) {
-            put(a.d_pre, token * a.d_pre.stride[0] + (e - N - N * N) * a.d_pre.stride[1], values[q]);
-        }
-    }
-}
-
 /* ---- host --------------------------------------------------------------------------------------------------------------------- */
 
 static weft_status map_of(const weft_call *call, tma_encode *encode, CUtensorMap *map, const weft_tensor *t)
@@ -653,25 +613,12 @@ template <int N> static weft_status run(const weft_call *call, const boundary_wo
          {fused_kernel<N, false, true, false>, fused_kernel<N, false, true, true>}},
         {{fused_kernel<N, true, false, false>, fused_kernel<N, true, false, true>},
          {fused_kernel<N, true, true, false>, fused_kernel<N, true, true, true>}}};
-    WEFT_TRY(launch(call, "boundary backward", kernels[!plain][shifted][norm],
-                    {.grid = (unsigned)w->plan.blocks,
-                     .block = THREADS,
-                     .shared = (size_t)(plain ? sizes<N, false>::all : sizes<N, true>::all),
-                     .order = OVERLAP},
-                    p));
-    if (!p.sums) return WEFT_OK;
-    const fold_args fold = {.sums = p.sums,
-                            .tokens = call->tokens,
-                            .padded = w->plan.tiles * BOUNDARY_TILE,
-                            .slices = w->plan.slices,
-                            .in_out = a->numerics.apply == WEFT_APPLY_IN_OUT,
-                            .d_post = view_of(&a->d_post),
-                            .d_res = view_of(&a->d_res),
-                            .d_pre = view_of(&a->d_pre_in)};
-    constexpr int FEW = (N + N * N + 3) / 4 * 4, ALL = (2 * N + N * N + 3) / 4 * 4;
-    const int64_t items = call->tokens * (shifted ? ALL : FEW) / 4;
-    return launch(call, "sums over channels", shifted ? fold_kernel<N, ALL> : fold_kernel<N, FEW>,
-                  {.grid = (unsigned)((items + 127) / 128), .block = 128, .order = OVERLAP}, fold);
+    return launch(call, "boundary backward", kernels[!plain][shifted][norm],
+                  {.grid = (unsigned)w->plan.blocks,
+                   .block = THREADS,
+                   .shared = (size_t)(plain ? sizes<N, false>::all : sizes<N, true>::all),
+                   .order = OVERLAP},
+                  p);
 }
 
 int32_t weft_cuda_boundary_bwd_code(void)

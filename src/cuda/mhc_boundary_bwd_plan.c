@@ -18,6 +18,7 @@ boundary_bwd_path weft_boundary_bwd_path(const boundary_bwd_facts *f)
     if (f->streams != 2 && f->streams != 4) return BOUNDARY_BWD_STREAMS;
     if (f->channels % 8) return BOUNDARY_BWD_CHANNELS;
     if (!f->rows_are_wide) return BOUNDARY_BWD_LAYOUT;
+    if (!f->gates_on_chip) return BOUNDARY_BWD_GATES;
     if (f->tokens > most || f->channels > most / 80) return BOUNDARY_BWD_SIZE;
     if (weft_boundary_bwd_ring(f->streams).bytes > f->shared) return BOUNDARY_BWD_SMALL_GPU;
     return BOUNDARY_BWD_FUSED;
@@ -34,6 +35,8 @@ const char *weft_boundary_bwd_path_text(boundary_bwd_path path)
         [BOUNDARY_BWD_STREAMS] = "a chain, for there is no kernel for this number of streams",
         [BOUNDARY_BWD_CHANNELS] = "a chain, for the number of channels is not a multiple of 8",
         [BOUNDARY_BWD_LAYOUT] = "a chain, for rows cannot be copied 16 bytes at a time",
+        [BOUNDARY_BWD_GATES] =
+            "a chain, for shared memory does not hold the history of so many Sinkhorn iterations",
         [BOUNDARY_BWD_SIZE] = "a chain, for tokens or columns are more than a 32-bit number counts",
     };
     return path >= 0 && path < BOUNDARY_BWD_PATHS ? text[path] : NULL;

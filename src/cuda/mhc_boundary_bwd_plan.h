@@ -31,6 +31,7 @@ typedef enum boundary_bwd_path {
     BOUNDARY_BWD_STREAMS,
     BOUNDARY_BWD_CHANNELS,
     BOUNDARY_BWD_LAYOUT,
+    BOUNDARY_BWD_GATES,
     BOUNDARY_BWD_SIZE,
     BOUNDARY_BWD_PATHS
 } boundary_bwd_path;
@@ -39,6 +40,7 @@ typedef struct boundary_bwd_facts {
     int64_t tokens, streams, channels;
     bool bf16;          /* the streams, f, and the upstream gradients of y, u and v as far as there are any */
     bool rows_are_wide; /* the same tensors: channels side by side, everything else a multiple of 16 bytes apart */
+    bool gates_on_chip; /* Sinkhorn's history fits a block's shared memory */
     int32_t capability; /* that the kernels were compiled for, 10 major + minor */
     int64_t shared;     /* bytes of shared memory that a block may have */
 } boundary_bwd_facts;

@@ -41,6 +41,7 @@ static __global__ void __launch_bounds__(BLOCK, 2) sums_kernel(const __grid_cons
     weft_mask mask = {};
     if constexpr (REBUILD) mask = weft_mask_open(&a.dropout, a.channels);
     const float scale = (float)mask.scale;
+    let_next_begin();
     for (int64_t base = (int64_t)blockIdx.x * a.team.per_block; base < a.tokens; base += stride) {
         const int64_t token = base + p.slot;
         const int end = token < a.tokens ? (int)a.channels : 0;

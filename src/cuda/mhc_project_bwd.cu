@@ -9,7 +9,7 @@
  *     dpsi[j,k] = sum_t d_h[t,j] x[t,k]                                  x exact, d_h as hi + lo
  * `finish` adds the ranges of tokens in order and makes d_phi and d_norm_weight of them. The number of ranges depends on
  * tokens, columns and rows only. */
-#include "cuda/mhc_project.cuh"
+#include "cuda/mhc_project_finish.cuh"
 
 enum { STAGE_TOKENS = 32, STAGES = 4, WARPS = 8 };
 
@@ -404,38 +404,19 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && EXTRA == EXTRA_NONE ? 2
 /* ---- d_phi, d_norm_weight ---------------------------------------------------------------------------------------------- */
 
 /* A thread per column and, where every row stands for itself, per row. */
-__global__ void finish_kernel(const float *partial, int32_t splits, weights w, columns k, view d_phi, view d_norm)
+__global__ void finish_kernel(const __grid_constant__ finish_args a)
 {
     const int64_t column = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     wait_for_previous();
-    if (column >= k.count) return;
-    const int first = has(d_norm) ? 0 : (int)blockIdx.y, last = has(d_norm) ? w.rows : first + 1;
-    uint32_t stream, channel;
-    column_at(k, (uint32_t)column, stream, channel);
-    const float weight = has(w.norm) ? get(w.norm, stream * w.norm.stride[0] + channel * w.norm.stride[1]) : 1.0f;
-    float norm = 0.0f;
-    for (int row = first; row < last; row++) {
-        float dpsi = 0.0f;
-#pragma unroll 8
-        for (int s = 0; s < splits; s++) dpsi += partial[((int64_t)s * w.rows + row) * k.count + column];
-        if (has(d_phi))
-            put(d_phi, row * d_phi.stride[0] + stream * d_phi.stride[1] + channel * d_phi.stride[2], dpsi * weight);
-        if (has(d_norm))
-            norm =
-                fmaf(dpsi, get(w.phi, row * w.phi.stride[0] + stream * w.phi.stride[1] + channel * w.phi.stride[2]),
-                     norm);
-    }
-    if (has(d_norm)) put(d_norm, stream * d_norm.stride[0] + channel * d_norm.stride[1], norm);
+    if (column < a.k.count) finish_column(a, column, (int32_t)blockIdx.y);
 }
 
 weft_status weft_cuda_project_finish(const weft_call *call, const weft_mhc_project_bwd_args *a,
                                      const float *partial, int32_t splits, columns k)
 {
-    const weights w = {view_of(&a->phi), view_of(&a->norm_weight), (int32_t)call->rows};
-    const view d_phi = view_of(&a->d_phi), d_norm = view_of(&a->d_norm_weight);
-    dim3 grid((unsigned)((k.count + 127) / 128), has(d_norm) ? 1 : (unsigned)call->rows);
-    return launch(call, "sums over tokens", finish_kernel, {.grid = grid, .block = 128, .order = OVERLAP}, partial,
-                  splits, w, k, d_phi, d_norm);
+    const finish_args args = finish_args_of(call, a, partial, splits, k);
+    const dim3 grid((unsigned)((k.count + 127) / 128), (unsigned)finish_rows(&args));
+    return launch(call, "sums over tokens", finish_kernel, {.grid = grid, .block = 128, .order = OVERLAP}, args);
 }
 
 /* ---- launch ------------------------------------------------------------------------------------------------------------ */

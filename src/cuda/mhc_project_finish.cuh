@@ -1,0 +1,56 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * d_phi and d_norm_weight from partial sums of dpsi over ranges of tokens [M1]: for every kernel that makes them. */
+#ifndef WEFT_CUDA_MHC_PROJECT_FINISH_CUH
+#define WEFT_CUDA_MHC_PROJECT_FINISH_CUH
+
+#include "cuda/mhc_project.cuh"
+
+struct finish_args {
+    const float *partial; /* [splits][rows][columns] */
+    int32_t splits;
+    weights w;
+    columns k;
+    view d_phi, d_norm;
+};
+
+static inline finish_args finish_args_of(const weft_call *call, const weft_mhc_project_bwd_args *a,
+                                         const float *partial, int32_t splits, columns k)
+{
+    return {partial,
+            splits,
+            {view_of(&a->phi), view_of(&a->norm_weight), (int32_t)call->rows},
+            k,
+            view_of(&a->d_phi),
+            view_of(&a->d_norm_weight)};
+}
+
+/* Every row stands for itself but where d_norm_weight is wanted, a sum over them. */
+static inline int32_t finish_rows(const finish_args *a)
+{
+    return has(a->d_norm) ? 1 : a->w.rows;
+}
+
+/* A column, and one of finish_rows. */
+static __device__ __forceinline__ void finish_column(const finish_args &a, int64_t column, int32_t row)
+{
+    const int first = has(a.d_norm) ? 0 : row, last = has(a.d_norm) ? a.w.rows : first + 1;
+    const view &d_phi = a.d_phi, &d_norm = a.d_norm, &phi = a.w.phi, &weights = a.w.norm;
+    uint32_t stream, channel;
+    column_at(a.k, (uint32_t)column, stream, channel);
+    const float weight =
+        has(weights) ? get(weights, stream * weights.stride[0] + channel * weights.stride[1]) : 1.0f;
+    float norm = 0.0f;
+    for (int j = first; j < last; j++) {
+        float dpsi = 0.0f;
+#pragma unroll 8
+        for (int s = 0; s < a.splits; s++) dpsi += a.partial[((int64_t)s * a.w.rows + j) * a.k.count + column];
+        if (has(d_phi))
+            put(d_phi, j * d_phi.stride[0] + stream * d_phi.stride[1] + channel * d_phi.stride[2], dpsi * weight);
+        if (has(d_norm))
+            norm = fmaf(dpsi, get(phi, j * phi.stride[0] + stream * phi.stride[1] + channel * phi.stride[2]), norm);
+    }
+    if (has(d_norm)) put(d_norm, stream * d_norm.stride[0] + channel * d_norm.stride[1], norm);
+}
+
+#endif
