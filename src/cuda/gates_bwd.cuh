@@ -11,7 +11,6 @@
 
 #include <cooperative_groups.h>
 
-#include "cuda/common/launch.cuh"
 #include "cuda/token_math.cuh"
 #include "cuda/token_rows.cuh"
 #include "cuda/token_sums.cuh"
@@ -66,9 +65,9 @@ template <int N> struct gates_token {
 };
 
 /* What becomes of a token's d_h and d_ms beside the stores that the parameters ask for: nothing. Others hand them on in a
- * form of their own, may begin before d_pre is there, and hear of the tokens behind the last in its chunk. */
+ * form of their own, hear of the tokens behind the last in its chunk, and keep partial sums where there is one slot, too. */
 struct gates_bwd_plain {
-    static constexpr bool d_pre_is_late = false;
+    static constexpr bool keeps_sums = false;
     template <int N> __device__ void begin(int64_t) const
     {
     }
@@ -80,12 +79,12 @@ struct gates_bwd_plain {
     }
 };
 
-template <int N, class SINK>
+template <int N>
 static __device__ __forceinline__ void gates_bwd_load(const gates_bwd_params &p, int64_t token, gates_token<N> &t)
 {
     t.ms = get(p.ms, token * p.ms.stride[0]);
     if (t.piece == t.rows) load_row<t.rows>(t.h, p.h, token);
-    if (!SINK::d_pre_is_late && has(p.d_pre.v)) load_row<N>(t.dz, p.d_pre, token);
+    if (has(p.d_pre.v)) load_row<N>(t.dz, p.d_pre, token);
     if (has(p.d_post.v)) load_row<N>(t.dz + N, p.d_post, token);
     if (has(p.d_third.v)) load_row<N * N, N>(t.dz + 2 * N, p.d_third, token);
 }
@@ -103,10 +102,6 @@ static __device__ __forceinline__ void gates_bwd_token(const gates_bwd_params &p
         for (int k = 0; k < N * N; k++) z[k] = mm_gate_logit(t.h[2 * N + k], inv, param[R + 2], param[2 * N + k]);
         sinkhorn_bwd<N>(z, t.dz + 2 * N, shared, p.numbers);
         if (PIECE < R) asm volatile("" ::: "memory"); /* h is read again, not kept */
-    }
-    if constexpr (SINK::d_pre_is_late) {
-        wait_for_previous();
-        if (has(p.d_pre.v)) load_row<N>(t.dz, p.d_pre, token);
     }
     float d_inv = 0;
 #pragma unroll
@@ -148,7 +143,7 @@ static __device__ __forceinline__ void gates_bwd_slots(const gates_bwd_params &p
 #pragma unroll
             for (int j = 0; j < M; j++) t.dz[j] = 0;
             if (token < p.tokens)
-                gates_bwd_load<N, SINK>(p, token, t), sink.template begin<N>(token);
+                gates_bwd_load<N>(p, token, t), sink.template begin<N>(token);
             else
                 sink.template none<N>(token);
             if (!staged) { /* the parameters come while the first token does */
@@ -173,7 +168,7 @@ static __device__ __forceinline__ void gates_bwd_slots(const gates_bwd_params &p
         for (int i = 0; i < EACH; i++) {
             const int k = threadIdx.x + i * COEF_THREADS;
             if (k >= M) continue;
-            if (p.slots > 1)
+            if (SINK::keeps_sums || p.slots > 1)
                 p.partial[k * p.slots + slot] = total[i];
             else
                 put_sum(p.d_alpha, p.d_beta, R, k, total[i]);

@@ -2,14 +2,14 @@
  *
  * boundary's backward with a single pass over the streams at its end [M11]: who runs when.
  *
- *     floats         coefficients, where the next launch needs them                              mhc_boundary_bwd_gates.cu
+ *     records        gates and Sinkhorn, without what waits for the next launch                  mhc_boundary_bwd_gates.cu
  *     d_pre, r, k    sums over the whole token, where something waits for them                   mhc_boundary_bwd_sums.cu
- *     records        gates and Sinkhorn                                                          mhc_boundary_bwd_gates.cu
+ *     records        what d_pre, r and k change there                                            mhc_boundary_bwd_gates.cu
  *     the rest       one pass,                                                                   mhc_boundary_bwd_pass.cu
  *                    and sums of partial sums                                                    mhc_boundary_bwd_fold.cu
  *
- * In the shifted form without a norm nothing has to be known of y, and there are no sums. From the sums on each launch may
- * begin while the one before it drains; the first is an ordinary one, so nothing of an earlier call is left by then. */
+ * In the shifted form without a norm nothing has to be known of y, and the second and third are left out. The first is an
+ * ordinary launch, so nothing of an earlier call is left; each of the others may begin while the one before it drains. */
 #include "cuda/mhc_boundary_bwd.h"
 
 #include "core/status.h"
@@ -63,7 +63,6 @@ static boundary_work lay_out(weft_arena *arena, const weft_call *call, const wef
     const int64_t padded = w.plan.tiles * BOUNDARY_TILE;
     w.stored = weft_has(&a->y) && weft_cuda_boundary_is_wide(call, &a->y);
     w.waits = normed || (has_du && !shifted);
-    w.has_floats = w.waits && (normed || !w.stored);
     if (has_du && !shifted) w.d_pre = weft_dense2(floats(tokens * n), WEFT_F32, tokens, n);
     w.records =
         (uint4 *)weft_arena_take(arena, (size_t)(padded * weft_boundary_bwd_ring(n).record_bytes / BOUNDARY_TILE));
@@ -75,7 +74,11 @@ static boundary_work lay_out(weft_arena *arena, const weft_call *call, const wef
         w.sums = floats(w.plan.slices * padded * weft_boundary_bwd_sums(n, weft_has(&a->d_pre_in.to)));
     if (weft_has(&a->d_bias.to)) w.d_bias = floats(w.plan.splits * call->channels);
     if (weft_has(&a->d_sub_weight.to)) w.d_weight = floats(w.plan.splits * call->channels);
-    w.room = weft_arena_take(arena, weft_cuda_boundary_bwd_gates_bytes(call, &w));
+    if (weft_has(&a->d_alpha.to) || weft_has(&a->d_beta.to)) {
+        int64_t chunks;
+        weft_cuda_coef_cut(tokens, &chunks, &w.gate_slots);
+        w.gates = floats((call->rows + 3 + n + 1) * w.gate_slots);
+    }
     return w;
 }
 
@@ -91,12 +94,12 @@ size_t weft_cuda_boundary_bwd_bytes(const weft_call *call, const weft_mhc_bounda
 weft_status weft_cuda_boundary_bwd(const weft_call *call, const weft_mhc_boundary_bwd_args *a)
 {
     weft_arena arena = cuda_arena(call);
-    boundary_work w = lay_out(&arena, call, a);
+    const boundary_work w = lay_out(&arena, call, a);
     if (!weft_project_phi_is_psi(&a->phi, &a->norm_weight, LAYOUT_NC))
         WEFT_TRY(weft_cuda_project_spread(call, &a->phi, &a->norm_weight, columns_of(call, LAYOUT_NC), w.psi));
-    if (w.has_floats) WEFT_TRY(weft_cuda_boundary_bwd_floats(call, &w));
-    if (w.waits) WEFT_TRY(weft_cuda_boundary_bwd_sums(call, &w));
     WEFT_TRY(weft_cuda_boundary_bwd_gates(call, &w));
+    if (w.waits) WEFT_TRY(weft_cuda_boundary_bwd_sums(call, &w));
+    if (w.waits) WEFT_TRY(weft_cuda_boundary_bwd_late(call, &w));
     WEFT_TRY(weft_cuda_boundary_bwd_pass(call, &w));
     WEFT_TRY(weft_cuda_boundary_bwd_fold(call, &w));
     if (w.d_bias) WEFT_TRY(weft_cuda_post_add_bias(call, &a->d_bias, w.d_bias, w.plan.splits));

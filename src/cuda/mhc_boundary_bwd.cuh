@@ -38,7 +38,6 @@ struct boundary_work {
     boundary_bwd_plan plan;
     bool stored;              /* y is there and can be read in vectors */
     bool waits;               /* for sums over the whole token */
-    bool has_floats;          /* those of the records are there before that */
     weft_tensor d_pre;        /* fp32 [T, n]: the gradient of this site's pre, with the aggregate's part */
     uint4 *records;           /* [tiles * 16] */
     float2 *norm;             /* [T]: r and k, where there is a norm */
@@ -46,22 +45,21 @@ struct boundary_work {
     float *dpsi;              /* [splits][rows][n C], where d_phi or d_norm_weight is wanted */
     float *sums;              /* [slices][tiles * 16][sums of a token], where one of them is wanted */
     float *d_bias, *d_weight; /* [splits][C], where they are wanted */
-    void *room;               /* of the gates */
-    float *gates;             /* in it: [rows + 3][gate_slots], where d_alpha or d_beta are to be added up */
+    float
+        *gates; /* [rows + 3 + n + 1][gate_slots]: d_beta, d_alpha without what is late, then that; where wanted */
     int64_t gate_slots;
 };
 
 /* The copy engine can take boxes of this tensor; absent ones too. In a query, as if data were aligned. */
 bool weft_cuda_boundary_is_wide(const weft_call *call, const weft_tensor *t);
 
-/* The floats of the records alone. */
-weft_status weft_cuda_boundary_bwd_floats(const weft_call *call, const boundary_work *w);
+/* Gates and Sinkhorn: records, and partial sums of d_alpha and d_beta, without what waits for sums over the token. */
+weft_status weft_cuda_boundary_bwd_gates(const weft_call *call, const boundary_work *w);
 /* Sums over the whole token that must be known before the pass: the aggregate's part of d_pre, added to d_pre_out, and the
  * norm's r and k. Reads y and one gradient, 2nC + 2C bytes a token, or rebuilds y: 2nC + 4C. */
 weft_status weft_cuda_boundary_bwd_sums(const weft_call *call, const boundary_work *w);
-/* Gates and Sinkhorn: records, and partial sums of d_alpha and d_beta. */
-size_t weft_cuda_boundary_bwd_gates_bytes(const weft_call *call, const boundary_work *w);
-weft_status weft_cuda_boundary_bwd_gates(const weft_call *call, boundary_work *w);
+/* What waited for them. */
+weft_status weft_cuda_boundary_bwd_late(const weft_call *call, const boundary_work *w);
 /* Compute capability that the pass was compiled for, 10 major + minor. For others than BOUNDARY_OLDEST to
  * BOUNDARY_NEWEST it is empty. */
 int32_t weft_cuda_boundary_bwd_code(void);

@@ -16,7 +16,7 @@ struct fold_args {
     int32_t slices, in_out;
     view d_post, d_res, d_pre;
     finish_args phi;
-    const float *gates; /* [rows + 3][slots] */
+    const float *gates, *late; /* [rows + 3][slots]; [n + 1][slots] of d_beta of pre and d_alpha[0], or NULL */
     int64_t slots;
     view d_alpha, d_beta;
     /* Blocks for each of these, in this order; the rest are for the gates. */
@@ -79,9 +79,12 @@ static __global__ void __launch_bounds__(BLOCK) fold_kernel(const __grid_constan
         if (column < a.phi.k.count) finish_column(a.phi, column, (int32_t)(block / across));
         return;
     }
+    constexpr int ROWS = 2 * N + N * N;
     const int k = (int)(block - a.phi_blocks);
-    const float s = fold_column(a.gates + k * a.slots, a.slots, (float *)room);
-    if (threadIdx.x == 0) put_sum(a.d_alpha, a.d_beta, 2 * N + N * N, k, s);
+    const float *column = a.gates + k * a.slots;
+    if (a.late && (k < N || k == ROWS)) column = a.late + (k < N ? k : N) * a.slots;
+    const float s = fold_column(column, a.slots, (float *)room);
+    if (threadIdx.x == 0) put_sum(a.d_alpha, a.d_beta, ROWS, k, s);
 }
 
 template <int N> static weft_status run(const weft_call *call, const boundary_work *w)
@@ -102,6 +105,7 @@ template <int N> static weft_status run(const weft_call *call, const boundary_wo
                    .d_pre = view_of(&a->d_pre_in),
                    .phi = finish_args_of(call, &project, w->dpsi, w->plan.splits, k),
                    .gates = w->gates,
+                   .late = weft_has(&w->d_pre) ? w->gates + (call->rows + 3) * w->gate_slots : nullptr,
                    .slots = w->gate_slots,
                    .d_alpha = view_of(&a->d_alpha),
                    .d_beta = view_of(&a->d_beta)};

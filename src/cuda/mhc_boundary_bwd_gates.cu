@@ -3,9 +3,9 @@
  * The small tensors of boundary's single-pass backward [M11]: gates and Sinkhorn backwards, and what the pass needs of them
  * as records, one for each token.
  *
- * `gates_kernel` is launched while the sums over y are still on their way: of all that it reads only d_pre comes from
- * there, and by the time it is needed Sinkhorn's part is done. Sums over tokens stay in partial sums for
- * mhc_boundary_bwd_fold.cu, so no block waits for another. */
+ * Of all the upstream gradients only d_pre waits for sums over the streams. So `gates_kernel` does everything else first and
+ * runs beside the kernel that makes these sums; `late_kernel` adds what d_pre changes, which is linear in it. Sums over
+ * tokens stay in partial sums for mhc_boundary_bwd_fold.cu, and no block waits for another. */
 #include "core/status.h"
 #include "cuda/gates_run.cuh"
 #include "cuda/mhc_boundary_bwd.cuh"
@@ -45,36 +45,23 @@ static __device__ __forceinline__ void put_floats(uint4 *record, const record_fl
         *(float4 *)(record + R::floats_at + e / 4) = make_float4(v[e], v[e + 1], v[e + 2], v[e + 3]);
 }
 
-/* The floats alone, for sums that need them: a thread per token. */
-template <int N>
-static __global__ void __launch_bounds__(COEF_THREADS)
-    floats_kernel(uint4 *records, record_floats a, int64_t tokens)
-{
-    for (int64_t token = (int64_t)blockIdx.x * COEF_THREADS + threadIdx.x; token < tokens;
-         token += (int64_t)gridDim.x * COEF_THREADS)
-        put_floats<N>(records + token * boundary_record<N>::pieces, a, token);
-}
-
 /* Records instead of d_h and d_ms; those of tokens behind the last are zeros. */
 struct record_sink {
-    static constexpr bool d_pre_is_late = true;
+    static constexpr bool keeps_sums = true;
     uint4 *records;
     record_floats floats;
-    const float2 *norm;
     int64_t padded;
     float scale; /* 2 / K */
-    bool whole;  /* the floats as well */
 
     template <int N> __device__ void begin(int64_t token) const
     {
-        if (whole) put_floats<N>(records + token * boundary_record<N>::pieces, floats, token);
+        put_floats<N>(records + token * boundary_record<N>::pieces, floats, token);
     }
 
     template <int N> __device__ void put(int64_t token, const float (&d_h)[2 * N + N * N], float d_ms) const
     {
         typedef boundary_record<N> R;
         uint4 *const record = records + token * R::pieces;
-        const float2 rk = norm ? norm[token] : make_float2(0.0f, 0.0f);
 #pragma unroll
         for (int h = 0; h < R::row_tiles; h++) {
             uint4 hi, lo;
@@ -84,7 +71,7 @@ struct record_sink {
             split2(hi.w, lo.w, d_h[8 * h + 6], d_h[8 * h + 7]);
             record[h] = hi, record[R::row_tiles + h] = lo;
         }
-        *(float4 *)(record + R::rest_at) = make_float4(scale * d_ms, rk.x, rk.y, 0.0f);
+        *(float4 *)(record + R::rest_at) = make_float4(scale * d_ms, 0.0f, 0.0f, 0.0f);
     }
 
     template <int N> __device__ void none(int64_t token) const
@@ -105,64 +92,122 @@ static __global__ void __launch_bounds__(COEF_GROUPS *COEF_THREADS)
     gates_bwd_slots<N, true>(p, sink, room);
 }
 
+struct late_args {
+    token_rows h, d_pre; /* d_pre: absent where only r and k are late */
+    view ms, alpha, beta;
+    gate_numbers numbers;
+    uint4 *records;
+    const float2 *norm;
+    float scale;
+    int64_t tokens, chunks, slots;
+    float *partial; /* [N + 1][slots]: d_beta of pre, d_alpha[0]; or NULL */
+};
+
+template <int N>
+static __device__ __forceinline__ void put_late(const late_args &a, int64_t token, const float (&h)[N], float ms,
+                                                float (&dz)[N + 1])
+{
+    typedef boundary_record<N> R;
+    uint4 *const record = a.records + token * R::pieces;
+    float4 rest = *(const float4 *)(record + R::rest_at);
+    if (has(a.d_pre.v)) {
+        const float inv = mm_inv_rms(ms, a.numbers.rms_eps, a.numbers.rms_eps_kind), alpha = get(a.alpha, 0);
+        float d_h[N], d_inv = 0.0f;
+        load_row<N>(dz, a.d_pre, token);
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            d_h[i] =
+                gate_bwd(h[i], inv, alpha, get(a.beta, i * a.beta.stride[0]), 0, a.numbers, dz[i], d_inv, dz[N]);
+#pragma unroll
+        for (int i = 0; i < N; i += 2)
+            split2(((uint32_t *)record)[i / 2], ((uint32_t *)(record + R::row_tiles))[i / 2], d_h[i], d_h[i + 1]);
+        rest.x = fmaf(a.scale, d_inv * mm_d_inv_rms(ms, inv, a.numbers.rms_eps, a.numbers.rms_eps_kind), rest.x);
+    }
+    if (a.norm) rest.y = a.norm[token].x, rest.z = a.norm[token].y;
+    *(float4 *)(record + R::rest_at) = rest;
+}
+
+/* A thread per token; chunks and slots are those of gates_kernel. */
+template <int N>
+static __global__ void __launch_bounds__(COEF_THREADS) late_kernel(const __grid_constant__ late_args a)
+{
+    __shared__ float room[COEF_THREADS / 32][N + 1];
+    let_next_begin();
+    for (int64_t slot = blockIdx.x; slot < a.slots; slot += gridDim.x) {
+        float total = 0.0f;
+        for (int64_t chunk = slot; chunk < a.chunks; chunk += a.slots) {
+            const int64_t token = chunk * COEF_THREADS + threadIdx.x;
+            float h[N], ms = 0.0f, dz[N + 1] = {};
+            if (token < a.tokens) load_row<N>(h, a.h, token), ms = get(a.ms, token * a.ms.stride[0]);
+            wait_for_previous();
+            if (token < a.tokens) put_late<N>(a, token, h, ms, dz);
+            if (!a.partial) continue;
+            __syncthreads();
+            sum_warp<N + 1>(dz, room[threadIdx.x >> 5]);
+            __syncthreads();
+            if (threadIdx.x <= N) total += room[0][threadIdx.x] + room[1][threadIdx.x];
+        }
+        if (a.partial && threadIdx.x <= N) a.partial[threadIdx.x * a.slots + slot] = total;
+    }
+}
+
 /* ---- host --------------------------------------------------------------------------------------------------------------------- */
 
-static record_floats floats_of(const boundary_work *w)
+static weft_tensor upstream_of_pre(const boundary_work *w)
+{
+    const weft_tensor none = {};
+    return weft_has(&w->d_pre) ? none : w->a->d_pre_out;
+}
+
+weft_status weft_cuda_boundary_bwd_gates(const weft_call *call, const boundary_work *w)
 {
     const weft_mhc_boundary_bwd_args *a = w->a;
-    return {.post = rows_of(&a->post),
-            .res = rows_of(&a->res),
-            .pre_in = rows_of(&a->pre_in),
-            .h = rows_of(&a->h),
-            .ms = view_of(&a->ms),
-            .alpha = view_of(&a->alpha),
-            .beta = view_of(&a->beta),
-            .numbers = numbers_of(&a->numerics),
-            .in_out = a->numerics.apply == WEFT_APPLY_IN_OUT,
-            .own_pre = weft_has(&a->d_u) || weft_has(&a->d_v)};
-}
-
-static gates_bwd_call gates_of(const boundary_work *w)
-{
-    static const weft_grad none = {};
-    const weft_mhc_boundary_bwd_args *a = w->a;
-    return {&a->numerics,   &a->h,         &a->ms,
-            &a->alpha,      &a->beta,      weft_has(&w->d_pre) ? &w->d_pre : &a->d_pre_out,
-            &a->d_post_out, &a->d_res_out, &none,
-            &none,          &a->d_alpha,   &a->d_beta};
-}
-
-size_t weft_cuda_boundary_bwd_gates_bytes(const weft_call *call, const boundary_work *w)
-{
-    weft_call query = *call;
-    query.query = true;
-    return gates_bwd_workspace<true>(&query, gates_of(w));
-}
-
-weft_status weft_cuda_boundary_bwd_floats(const weft_call *call, const boundary_work *w)
-{
-    return launch(call, "coefficients", call->streams == 2 ? floats_kernel<2> : floats_kernel<4>,
-                  {.grid = grid_of((call->tokens + COEF_THREADS - 1) / COEF_THREADS), .block = COEF_THREADS},
-                  w->records, floats_of(w), call->tokens);
-}
-
-weft_status weft_cuda_boundary_bwd_gates(const weft_call *call, boundary_work *w)
-{
+    const weft_tensor d_pre = upstream_of_pre(w);
+    const weft_grad none = {};
     weft_cuda_coef_plan plan;
-    weft_exec exec = *call->exec;
-    weft_call link = *call;
-    exec.workspace = w->room;
-    link.exec = &exec;
-    gates_bwd_params p = gates_bwd_params_of<true>(&link, gates_of(w), &plan);
+    gates_bwd_params p =
+        gates_bwd_params_of<true>(call,
+                                  {&a->numerics, &a->h, &a->ms, &a->alpha, &a->beta, &d_pre, &a->d_post_out,
+                                   &a->d_res_out, &none, &none, &a->d_alpha, &a->d_beta},
+                                  &plan);
     launch_shape shape = gates_bwd_shape(call, &plan, &p);
+    p.partial = w->gates;
     const record_sink sink = {.records = w->records,
-                              .floats = floats_of(w),
-                              .norm = w->norm,
+                              .floats = {.post = rows_of(&a->post),
+                                         .res = rows_of(&a->res),
+                                         .pre_in = rows_of(&a->pre_in),
+                                         .h = rows_of(&a->h),
+                                         .ms = view_of(&a->ms),
+                                         .alpha = view_of(&a->alpha),
+                                         .beta = view_of(&a->beta),
+                                         .numbers = numbers_of(&a->numerics),
+                                         .in_out = a->numerics.apply == WEFT_APPLY_IN_OUT,
+                                         .own_pre = weft_has(&a->d_u) || weft_has(&a->d_v)},
                               .padded = w->plan.tiles * BOUNDARY_TILE,
-                              .scale = 2.0f / (float)(call->streams * call->channels),
-                              .whole = !w->has_floats};
-    shape.order = w->waits ? OVERLAP : AFTER;
-    if (p.slots > 1 && (has(p.d_alpha) || has(p.d_beta))) w->gates = p.partial, w->gate_slots = p.slots;
+                              .scale = 2.0f / (float)(call->streams * call->channels)};
     return launch(call, "gradient of the coefficients", call->streams == 2 ? gates_kernel<2> : gates_kernel<4>,
                   shape, p, sink);
+}
+
+weft_status weft_cuda_boundary_bwd_late(const weft_call *call, const boundary_work *w)
+{
+    const weft_mhc_boundary_bwd_args *a = w->a;
+    int64_t chunks, slots;
+    weft_cuda_coef_cut(call->tokens, &chunks, &slots);
+    if (!w->gates) slots = chunks;
+    const late_args p = {.h = rows_of(&a->h),
+                         .d_pre = rows_of(&w->d_pre),
+                         .ms = view_of(&a->ms),
+                         .alpha = view_of(&a->alpha),
+                         .beta = view_of(&a->beta),
+                         .numbers = numbers_of(&a->numerics),
+                         .records = w->records,
+                         .norm = w->norm,
+                         .scale = 2.0f / (float)(call->streams * call->channels),
+                         .tokens = call->tokens,
+                         .chunks = chunks,
+                         .slots = slots,
+                         .partial = w->gates ? w->gates + (call->rows + 3) * slots : nullptr};
+    return launch(call, "gradient of pre", call->streams == 2 ? late_kernel<2> : late_kernel<4>,
+                  {.grid = grid_of(slots), .block = COEF_THREADS, .order = OVERLAP}, p);
 }

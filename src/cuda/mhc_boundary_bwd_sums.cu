@@ -42,6 +42,7 @@ static __global__ void __launch_bounds__(BLOCK, 2) sums_kernel(const __grid_cons
     if constexpr (REBUILD) mask = weft_mask_open(&a.dropout, a.channels);
     const float scale = (float)mask.scale;
     let_next_begin();
+    if constexpr (REBUILD || NORM) wait_for_previous(); /* for the floats of the records */
     for (int64_t base = (int64_t)blockIdx.x * a.team.per_block; base < a.tokens; base += stride) {
         const int64_t token = base + p.slot;
         const int end = token < a.tokens ? (int)a.channels : 0;
@@ -153,6 +154,8 @@ static __global__ void __launch_bounds__(BLOCK, 2) sums_kernel(const __grid_cons
         }
         put_coefs<N>(a.d_pre, token, 0, N, d_pre, p.lane, a.team.lanes);
     }
+    /* This kernel runs beside the one before it, and only its end waits for it: who waits for this one waits for both. */
+    if (blockIdx.x == gridDim.x - 1) wait_for_previous();
 }
 
 template <int N> static weft_status run(const weft_call *call, const boundary_work *w)
@@ -179,7 +182,7 @@ template <int N> static weft_status run(const weft_call *call, const boundary_wo
     return launch(call, "sums over y",
                   norm ? (w->stored ? sums_kernel<N, false, true> : sums_kernel<N, true, true>)
                        : (w->stored ? sums_kernel<N, false, false> : sums_kernel<N, true, false>),
-                  {dim3((unsigned)plan.grid), (unsigned)plan.block}, task);
+                  {.grid = dim3((unsigned)plan.grid), .block = (unsigned)plan.block, .order = OVERLAP}, task);
 }
 
 weft_status weft_cuda_boundary_bwd_sums(const weft_call *call, const boundary_work *w)
