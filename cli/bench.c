@@ -176,6 +176,7 @@ static timing run_operator(bench *b, const weft_op_info *op)
         return t;
     }
     const char *wrong = give_memory(b, &p, &t);
+    if (!wrong && weft_op_plan(op, &b->exec, p.args, &t.plan) != WEFT_OK) wrong = weft_last_error();
     if (!wrong) wrong = b->memory.device ? bench_device_run(b, &p, &t) : run_on_host(b, &p, &t);
     if (wrong && wrong != t.problem) snprintf(t.problem, sizeof t.problem, "%s", wrong);
     problem_free(&p);
@@ -191,6 +192,7 @@ typedef struct suite {
     int count;
     const int64_t (*shape)[2]; /* tokens, channels */
     int gdn;                   /* its shapes are those of gdn_shapes instead */
+    int64_t backward_from;     /* tokens; with fewer only forward is measured */
 } suite;
 
 /* Models of 16/32 and 16/64 heads and a rank of eight of the latter, dense and packed; decoding. */
@@ -218,13 +220,20 @@ static const int64_t small_shapes[][2] = {
     {128, 5120}, {512, 5120}, {1, 7168},  {8, 7168},   {32, 7168},  {128, 7168}, {512, 7168},
 };
 
+/* Operators that stand for a chain: training, then decoding and a short prompt. */
+static const int64_t fused_shapes[][2] = {
+    {4 * 8192, 4096}, {4 * 8192, 7168}, {1 * 8192, 4096}, {8 * 2048, 2560}, {1, 5120}, {16, 5120}, {128, 5120},
+};
+
 static const suite suites[] = {
     {0},
     {" mhc_project mhc_coef mhc_scale mhc_sinkhorn mhc_aggregate mhc_post ", WEFT_PRESET_TRANSFORMER_ENGINE,
-     sizeof te_shapes / sizeof te_shapes[0], te_shapes, 0},
+     sizeof te_shapes / sizeof te_shapes[0], te_shapes, 0, 0},
     {" mhc_project mhc_coef mhc_aggregate mhc_post mhc_expand mhc_contract ", WEFT_PRESET_DEEPSEEK_V4,
-     sizeof small_shapes / sizeof small_shapes[0], small_shapes, 0},
-    {" gdn_pre ", WEFT_PRESET_DEEPSEEK_V4, sizeof gdn_shapes / sizeof gdn_shapes[0], NULL, 1},
+     sizeof small_shapes / sizeof small_shapes[0], small_shapes, 0, 0},
+    {" gdn_pre ", WEFT_PRESET_DEEPSEEK_V4, sizeof gdn_shapes / sizeof gdn_shapes[0], NULL, 1, 0},
+    {" mhc_boundary mhc_pre mhc_head ", WEFT_PRESET_DEEPSEEK_V4, sizeof fused_shapes / sizeof fused_shapes[0],
+     fused_shapes, 0, 512},
 };
 
 static int stem_of(const weft_op_info *op)
@@ -240,6 +249,7 @@ static int is_measured(const bench *b, const suite *s, const char *filter, const
     if (s->gdn && is_gdn(op) && is_step(op) != b->decoding) return 0;
     if (filter || !s->ops) return run_selected(filter, op);
     snprintf(key, sizeof key, " %.*s ", stem_of(op), op->name);
+    if (b->spec.tokens < s->backward_from && !strcmp(op->name + stem_of(op), "_bwd")) return 0;
     return strstr(s->ops, key) != NULL;
 }
 
@@ -272,7 +282,7 @@ static void print_timing(const bench *b, const weft_op_info *op, const timing *t
     if (is_gdn(op))
         printf(", \"key_heads\": %lld, \"value_heads\": %lld, \"packed\": %lld", (long long)b->key_heads,
                (long long)b->value_heads, (long long)b->sequences);
-    if (gpu) printf(", \"gpu\": \"%s\", \"cache\": \"%s\"", b->gpu.name, t->cache);
+    if (gpu) printf(", \"gpu\": \"%s\", \"cache\": \"%s\", \"plan\": \"%s\"", b->gpu.name, t->cache, t->plan);
     printf("}\n");
 }
 
@@ -352,7 +362,7 @@ int command_bench(int argc, char **argv)
     static const char *const layouts[] = {"nc", "cn", NULL};
     static const char *const isas[] = {"best", "base", "avx2", "avx512", "amx", NULL};
     static const weft_dtype dtype_of[] = {WEFT_BF16, WEFT_F32, WEFT_F16};
-    static const char *const suite_names[] = {"none", "te", "small", "gdn", NULL};
+    static const char *const suite_names[] = {"none", "te", "small", "gdn", "fused", NULL};
     int backend = 1, dtype = 0, layout = 0, isa = 0, json = 0, chosen_suite = 0;
     int64_t tokens = 16384, channels = 2048, streams = 4, threads = 0;
     double seconds = 0.5;
@@ -400,7 +410,8 @@ int command_bench(int argc, char **argv)
          .to = &chosen_suite,
          .choices = suite_names,
          .help = "a list of shapes and operators: te (thirteen training shapes), small (1 to 512 tokens), "
-                 "gdn (heads 16/32, 16/64 and 2/8, dense, packed and decoding)"},
+                 "gdn (heads 16/32, 16/64 and 2/8, dense, packed and decoding), "
+                 "fused (boundary, pre and head, training and 1 to 128 tokens)"},
         {.name = "preset",
          .kind = OPTION_TEXT,
          .to = &preset_name,

@@ -28,6 +28,7 @@ typedef struct bench {
 typedef struct timing {
     double seconds, best, bytes; /* median and fastest run */
     const char *cache;           /* GPU: "warm" or "flushed" */
+    const char *plan;            /* of weft_op_plan */
     char problem[700];           /* "" or why there is no time */
 } timing;
 

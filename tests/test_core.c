@@ -152,6 +152,27 @@ static void calls_by_description(void **state)
     assert_int_equal(weft_op_workspace(weft_mhc_replay_layer_info(), &exec, args, &bytes), WEFT_ERR_ARGUMENT);
 }
 
+/* Asks as weft_op_workspace does: data is not looked at, everything else is. */
+static void plans(void **state)
+{
+    (void)state;
+    const weft_op_info *op = weft_op_find("mhc_expand_fwd");
+    weft_exec exec = on_ref();
+    weft_mhc_expand_fwd_args args = {.struct_size = sizeof args,
+                                     .u = weft_dense2(NULL, WEFT_F32, 3, 4),
+                                     .x = weft_dense3(NULL, WEFT_F32, 3, 2, 4)};
+    const char *plan = NULL;
+    assert_int_equal(weft_op_plan(op, &exec, &args, &plan), WEFT_OK);
+    assert_non_null(plan);
+    assert_true(strlen(plan) > 10);
+    assert_int_equal(weft_op_plan(op, &exec, &args, NULL), WEFT_ERR_ARGUMENT);
+    assert_non_null(strstr(weft_last_error(), "plan"));
+    assert_int_equal(weft_op_plan(weft_mhc_replay_layer_info(), &exec, &args, &plan), WEFT_ERR_ARGUMENT);
+    args.x.shape[2] = 5;
+    assert_int_equal(weft_op_plan(op, &exec, &args, &plan), WEFT_ERR_ARGUMENT);
+    assert_non_null(strstr(weft_last_error(), "mhc_expand_fwd"));
+}
+
 /* weft_last_error is about the last call: it goes away with a success. */
 static void last_error(void **state)
 {
@@ -174,6 +195,7 @@ int main(void)
         cmocka_unit_test(dense_tensors),
         cmocka_unit_test(descriptions),
         cmocka_unit_test(calls_by_description),
+        cmocka_unit_test(plans),
         cmocka_unit_test(last_error),
     };
     return suite_run("core", tests);

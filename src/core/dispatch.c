@@ -43,6 +43,14 @@ static const weft_kernel *const cuda_tables[WEFT_OP_COUNT] = {
 };
 #endif
 
+/* Operators whose calls take different ways, and what tells which. */
+typedef const char *plan_text(const weft_call *call, const void *args);
+static plan_text *const cuda_plans[WEFT_OP_COUNT] = {
+#if WEFT_HAVE_CUDA
+    [WEFT_OP_mhc_boundary_bwd] = weft_cuda_mhc_boundary_bwd_plan,
+#endif
+};
+
 static const weft_kernel *const *tables_of(const weft_call *call)
 {
     if (call->exec->backend == WEFT_BACKEND_REF) return ref_tables;
@@ -229,6 +237,20 @@ static weft_status workspace(weft_op op, const weft_exec *exec, const void *args
     return WEFT_OK;
 }
 
+static weft_status plan(weft_op op, const weft_exec *exec, const void *args, const char **text)
+{
+    weft_call call;
+    args_copy copy;
+    const weft_kernel *kernel;
+    weft_clear_error();
+    if (text == NULL)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: plan: expected a pointer, got NULL", weft_op_name(op));
+    WEFT_TRY(enter(op, exec, args, true, &call, &copy, &kernel));
+    plan_text *tell = exec->backend == WEFT_BACKEND_CUDA ? cuda_plans[op] : NULL;
+    *text = tell ? tell(&call, &copy) : "the only way that this backend has";
+    return WEFT_OK;
+}
+
 /* ---- the public functions --------------------------------------------------------------------------------------- */
 
 #define WEFT_OP(name)                                                                                              \
@@ -294,4 +316,12 @@ weft_status weft_op_workspace(const weft_op_info *info, const weft_exec *exec, c
         return weft_fail(WEFT_ERR_ARGUMENT,
                          "weft_op_workspace: op: expected an operator from weft_op_at, got another");
     return workspace((weft_op)op, exec, args, bytes);
+}
+
+weft_status weft_op_plan(const weft_op_info *info, const weft_exec *exec, const void *args, const char **text)
+{
+    int op = index_of(info);
+    if (op < 0)
+        return weft_fail(WEFT_ERR_ARGUMENT, "weft_op_plan: op: expected an operator from weft_op_at, got another");
+    return plan((weft_op)op, exec, args, text);
 }

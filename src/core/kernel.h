@@ -57,6 +57,9 @@ typedef struct weft_kernel {
 #include "core/ops.def"
 #undef WEFT_OP
 
+/* Which way a call takes, for the operators that have several on the CUDA backend. */
+const char *weft_cuda_mhc_boundary_bwd_plan(const weft_call *call, const void *args);
+
 /* The CUDA backend's part of validation (src/cuda/device.c), in builds that have it. */
 int weft_cuda_available(void);
 /* The device of the call exists and is new enough; fills in what the call says of it. */

@@ -109,5 +109,11 @@ static size_t bwd_workspace(const weft_call *call, const void *args)
     return larger(links, weft_cuda_boundary_bwd_bytes(call, a));
 }
 
+const char *weft_cuda_mhc_boundary_bwd_plan(const weft_call *call, const void *args)
+{
+    const weft_mhc_boundary_bwd_args *a = (const weft_mhc_boundary_bwd_args *)args;
+    return weft_boundary_bwd_path_text(weft_cuda_boundary_bwd_path(call, a));
+}
+
 const weft_kernel weft_cuda_mhc_boundary_fwd[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {}};
 const weft_kernel weft_cuda_mhc_boundary_bwd[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {}};

@@ -8,7 +8,7 @@
 #include "cuda/mhc_boundary_bwd.cuh"
 #include "cuda/mhc_project_finish.cuh"
 
-enum { BLOCK = 128 };
+enum { BLOCK = 128, COLUMNS = 4 /* of d_phi, for each thread */ };
 
 struct fold_args {
     const float *sums; /* [slices][padded][count] */
@@ -63,6 +63,12 @@ static __device__ __forceinline__ void fold_slices(const fold_args &a, int64_t b
     }
 }
 
+/* Blocks for a row. */
+static __host__ __device__ __forceinline__ int64_t phi_across(const columns &k)
+{
+    return (k.count + BLOCK * COLUMNS - 1) / (BLOCK * COLUMNS);
+}
+
 template <int N, int COUNT>
 static __global__ void __launch_bounds__(BLOCK) fold_kernel(const __grid_constant__ fold_args a)
 {
@@ -75,8 +81,8 @@ static __global__ void __launch_bounds__(BLOCK) fold_kernel(const __grid_constan
     }
     block -= a.sums_blocks;
     if (block < a.phi_blocks) {
-        const int64_t across = (a.phi.k.count + BLOCK - 1) / BLOCK, column = block % across * BLOCK + threadIdx.x;
-        if (column < a.phi.k.count) finish_column(a.phi, column, (int32_t)(block / across));
+        const int64_t across = phi_across(a.phi.k), column = (block % across * BLOCK + threadIdx.x) * COLUMNS;
+        if (column < a.phi.k.count) finish_columns<COLUMNS>(a.phi, column, (int32_t)(block / across));
         return;
     }
     constexpr int ROWS = 2 * N + N * N;
@@ -109,9 +115,9 @@ template <int N> static weft_status run(const weft_call *call, const boundary_wo
                    .slots = w->gate_slots,
                    .d_alpha = view_of(&a->d_alpha),
                    .d_beta = view_of(&a->d_beta)};
-    const int64_t quads = call->tokens * (shifted ? ALL : FEW) / 4, across = (k.count + BLOCK - 1) / BLOCK;
+    const int64_t quads = call->tokens * (shifted ? ALL : FEW) / 4;
     if (w->sums) p.sums_blocks = (quads + 31) / 32;
-    if (w->dpsi) p.phi_blocks = across * finish_rows(&p.phi);
+    if (w->dpsi) p.phi_blocks = phi_across(k) * finish_rows(&p.phi);
     const int64_t blocks = p.sums_blocks + p.phi_blocks + (w->gates ? 2 * N + N * N + 3 : 0);
     if (blocks == 0) return WEFT_OK;
     return launch(call, "partial sums", shifted ? fold_kernel<N, ALL> : fold_kernel<N, FEW>,

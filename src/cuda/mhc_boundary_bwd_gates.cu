@@ -127,28 +127,34 @@ static __device__ __forceinline__ void put_late(const late_args &a, int64_t toke
     *(float4 *)(record + R::rest_at) = rest;
 }
 
+/* Slots of a block. The pass needs a multiprocessor to itself and is to begin before this kernel ends, so its blocks are few
+ * and large. */
+enum { LATE_SLOTS = 8, LATE_THREADS = LATE_SLOTS * COEF_THREADS };
+
 /* A thread per token; chunks and slots are those of gates_kernel. */
 template <int N>
-static __global__ void __launch_bounds__(COEF_THREADS) late_kernel(const __grid_constant__ late_args a)
+static __global__ void __launch_bounds__(LATE_THREADS) late_kernel(const __grid_constant__ late_args a)
 {
-    __shared__ float room[COEF_THREADS / 32][N + 1];
+    __shared__ float room[LATE_SLOTS][COEF_THREADS / 32][N + 1];
+    const int group = (int)threadIdx.x / COEF_THREADS, thread = (int)threadIdx.x % COEF_THREADS;
+    const int64_t slot = (int64_t)blockIdx.x * LATE_SLOTS + group;
+    float total = 0.0f;
     let_next_begin();
-    for (int64_t slot = blockIdx.x; slot < a.slots; slot += gridDim.x) {
-        float total = 0.0f;
-        for (int64_t chunk = slot; chunk < a.chunks; chunk += a.slots) {
-            const int64_t token = chunk * COEF_THREADS + threadIdx.x;
-            float h[N], ms = 0.0f, dz[N + 1] = {};
-            if (token < a.tokens) load_row<N>(h, a.h, token), ms = get(a.ms, token * a.ms.stride[0]);
-            wait_for_previous();
-            if (token < a.tokens) put_late<N>(a, token, h, ms, dz);
-            if (!a.partial) continue;
-            __syncthreads();
-            sum_warp<N + 1>(dz, room[threadIdx.x >> 5]);
-            __syncthreads();
-            if (threadIdx.x <= N) total += room[0][threadIdx.x] + room[1][threadIdx.x];
-        }
-        if (a.partial && threadIdx.x <= N) a.partial[threadIdx.x * a.slots + slot] = total;
+    /* As many rounds for every slot: some are behind the last chunk. */
+    for (int64_t first = 0; first < a.chunks; first += a.slots) {
+        const int64_t chunk = first + slot, token = chunk * COEF_THREADS + thread;
+        const bool inside = slot < a.slots && token < a.tokens;
+        float h[N], ms = 0.0f, dz[N + 1] = {};
+        if (inside) load_row<N>(h, a.h, token), ms = get(a.ms, token * a.ms.stride[0]);
+        wait_for_previous();
+        if (inside) put_late<N>(a, token, h, ms, dz);
+        if (!a.partial) continue;
+        __syncthreads();
+        sum_warp<N + 1>(dz, room[group][thread >> 5]);
+        __syncthreads();
+        if (thread <= N) total += room[group][0][thread] + room[group][1][thread];
     }
+    if (a.partial && slot < a.slots && thread <= N) a.partial[thread * a.slots + slot] = total;
 }
 
 /* ---- host --------------------------------------------------------------------------------------------------------------------- */
@@ -194,7 +200,6 @@ weft_status weft_cuda_boundary_bwd_late(const weft_call *call, const boundary_wo
     const weft_mhc_boundary_bwd_args *a = w->a;
     int64_t chunks, slots;
     weft_cuda_coef_cut(call->tokens, &chunks, &slots);
-    if (!w->gates) slots = chunks;
     const late_args p = {.h = rows_of(&a->h),
                          .d_pre = rows_of(&w->d_pre),
                          .ms = view_of(&a->ms),
@@ -209,5 +214,6 @@ weft_status weft_cuda_boundary_bwd_late(const weft_call *call, const boundary_wo
                          .slots = slots,
                          .partial = w->gates ? w->gates + (call->rows + 3) * slots : nullptr};
     return launch(call, "gradient of pre", call->streams == 2 ? late_kernel<2> : late_kernel<4>,
-                  {.grid = grid_of(slots), .block = COEF_THREADS, .order = OVERLAP}, p);
+                  {.grid = grid_of((slots + LATE_SLOTS - 1) / LATE_SLOTS), .block = LATE_THREADS, .order = OVERLAP},
+                  p);
 }

@@ -408,7 +408,7 @@ __global__ void finish_kernel(const __grid_constant__ finish_args a)
 {
     const int64_t column = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     wait_for_previous();
-    if (column < a.k.count) finish_column(a, column, (int32_t)blockIdx.y);
+    if (column < a.k.count) finish_columns<1>(a, column, (int32_t)blockIdx.y);
 }
 
 weft_status weft_cuda_project_finish(const weft_call *call, const weft_mhc_project_bwd_args *a,

@@ -31,26 +31,39 @@ static inline int32_t finish_rows(const finish_args *a)
     return has(a->d_norm) ? 1 : a->w.rows;
 }
 
-/* A column, and one of finish_rows. */
-static __device__ __forceinline__ void finish_column(const finish_args &a, int64_t column, int32_t row)
+/* W columns, neighbours in one stream, and one of finish_rows. More than one: channels innermost, a multiple of W. */
+template <int W>
+static __device__ __forceinline__ void finish_columns(const finish_args &a, int64_t column, int32_t row)
 {
     const int first = has(a.d_norm) ? 0 : row, last = has(a.d_norm) ? a.w.rows : first + 1;
     const view &d_phi = a.d_phi, &d_norm = a.d_norm, &phi = a.w.phi, &weights = a.w.norm;
     uint32_t stream, channel;
     column_at(a.k, (uint32_t)column, stream, channel);
-    const float weight =
-        has(weights) ? get(weights, stream * weights.stride[0] + channel * weights.stride[1]) : 1.0f;
-    float norm = 0.0f;
+    float norm[W] = {};
     for (int j = first; j < last; j++) {
-        float dpsi = 0.0f;
+        float dpsi[W] = {};
 #pragma unroll 8
-        for (int s = 0; s < a.splits; s++) dpsi += a.partial[((int64_t)s * a.w.rows + j) * a.k.count + column];
-        if (has(d_phi))
-            put(d_phi, j * d_phi.stride[0] + stream * d_phi.stride[1] + channel * d_phi.stride[2], dpsi * weight);
-        if (has(d_norm))
-            norm = fmaf(dpsi, get(phi, j * phi.stride[0] + stream * phi.stride[1] + channel * phi.stride[2]), norm);
+        for (int s = 0; s < a.splits; s++) {
+            float v[W];
+            load_shared(v, a.partial + ((int64_t)s * a.w.rows + j) * a.k.count + column);
+#pragma unroll
+            for (int e = 0; e < W; e++) dpsi[e] += v[e];
+        }
+#pragma unroll
+        for (int e = 0; e < W; e++) {
+            const uint32_t c = channel + e;
+            const float weight =
+                has(weights) ? get(weights, stream * weights.stride[0] + c * weights.stride[1]) : 1.0f;
+            if (has(d_phi))
+                put(d_phi, j * d_phi.stride[0] + stream * d_phi.stride[1] + c * d_phi.stride[2], dpsi[e] * weight);
+            if (has(d_norm))
+                norm[e] = fmaf(dpsi[e], get(phi, j * phi.stride[0] + stream * phi.stride[1] + c * phi.stride[2]),
+                               norm[e]);
+        }
     }
-    if (has(d_norm)) put(d_norm, stream * d_norm.stride[0] + channel * d_norm.stride[1], norm);
+#pragma unroll
+    for (int e = 0; e < W; e++)
+        if (has(d_norm)) put(d_norm, stream * d_norm.stride[0] + (channel + e) * d_norm.stride[1], norm[e]);
 }
 
 #endif
