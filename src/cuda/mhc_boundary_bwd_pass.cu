@@ -300,8 +300,19 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
         char *const tile = b.shared + slot * S::tile, *const record = b.shared + S::records + slot * S::record;
         barrier_wait(b.at.full + slot * 8, phase);
 
-        /* The projection's part of g: halves of A are 8 columns of d_h, hi then lo; hi hi, lo hi, then hi lo. */
+        /* d_y and the projection's part of g: halves of A are 8 columns of d_h, hi then lo; hi hi, lo hi, then hi lo. */
         float acc[2 * N][4] = {};
+        if (p.has_d_y) {
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    const quad v = get_quad(tile + at + half * 8 * TMA_ROW + S::d_y + j * S::row_box);
+#pragma unroll
+                    for (int q = 0; q < 2; q++)
+                        widen2(acc[2 * j + q][2 * half], acc[2 * j + q][2 * half + 1], v.word[q], bf16());
+                }
+        }
         {
             uint32_t a[2 * NT][2];
 #pragma unroll
@@ -341,13 +352,9 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
             const int own = tile_token + token + half * 8;
             token_coefs<N> k;
             get_record<N>(k, record + (token + half * 8) * PIECES * 16);
-            quad x[N], d_y[N], f = get_quad(my_row + S::f), row = {};
+            quad x[N], out[N], f = get_quad(my_row + S::f), row = {};
 #pragma unroll
-            for (int j = 0; j < N; j++) {
-                x[j] = get_quad(mine + S::x + j * S::row_box);
-                d_y[j] = quad{};
-                if (p.has_d_y) d_y[j] = get_quad(mine + S::d_y + j * S::row_box);
-            }
+            for (int j = 0; j < N; j++) x[j] = get_quad(mine + S::x + j * S::row_box);
             if (NORM || p.has_row) row = get_quad(my_row + S::row);
             const bool inside = own < p.tokens && channel < p.channels;
             uint32_t kept = 0; /* four bits for each stream */
@@ -412,13 +419,11 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
                     d_weight[q] = sum;
                 }
 #pragma unroll
-                for (int o = 0; o < N; o++) {
-                    widen2(gs[o][0], gs[o][1], d_y[o].word[q], bf16());
+                for (int o = 0; o < N; o++)
 #pragma unroll
                     for (int e = 0; e < 2; e++)
-                        gs[o][e] = fmaf(k.pre[o], du[e], gs[o][e]) +
-                                   fmaf(k.scale, ys[o][e], half ? acc[2 * o + q][2 + e] : acc[2 * o + q][e]);
-                }
+                        gs[o][e] = fmaf(k.pre[o], du[e],
+                                        fmaf(k.scale, ys[o][e], half ? acc[2 * o + q][2 + e] : acc[2 * o + q][e]));
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
 #pragma unroll
@@ -437,7 +442,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
                     }
                 }
 #pragma unroll
-                for (int j = 0; j < N; j++) d_y[j].word[q] = narrow2(d_x[j][0], d_x[j][1], bf16());
+                for (int j = 0; j < N; j++) out[j].word[q] = narrow2(d_x[j][0], d_x[j][1], bf16());
                 f.word[q] = narrow2(d_f[0], d_f[1], bf16());
                 if constexpr (FULL_) {
                     const float2 sum = d_bias[q];
@@ -448,7 +453,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 if constexpr (!AT_ONCE) put_quad(mine + S::x + j * S::row_box, x[j]);
-                put_quad(mine + S::d_y + j * S::row_box, d_y[j]);
+                put_quad(mine + S::d_y + j * S::row_box, out[j]);
             }
             put_quad(my_row + S::f, f);
         }
