@@ -101,10 +101,13 @@ static void shared_memory_is_enough(void **state)
     assert_true(four.tile_bytes % 1024 == 0 && two.tile_bytes % 1024 == 0);
     assert_true(four.bytes <= 232448 - 4096 && two.bytes < four.bytes);
     assert_true(four.bytes >= (int64_t)BOUNDARY_STAGES * (four.tile_bytes + four.record_bytes));
-    assert_int_equal(weft_boundary_bwd_sums(4, false), 20);
-    assert_int_equal(weft_boundary_bwd_sums(4, true), 24);
-    assert_int_equal(weft_boundary_bwd_sums(2, false), 8);
-    assert_int_equal(weft_boundary_bwd_sums(2, true), 8);
+    assert_int_equal(weft_boundary_bwd_sums(4, true, false), 20);
+    assert_int_equal(weft_boundary_bwd_sums(4, true, true), 24);
+    assert_int_equal(weft_boundary_bwd_sums(2, true, false), 8);
+    assert_int_equal(weft_boundary_bwd_sums(2, true, true), 8);
+    assert_int_equal(weft_boundary_bwd_sums(4, false, true), 4);
+    assert_int_equal(weft_boundary_bwd_sums(2, false, true), 4);
+    assert_int_equal(weft_boundary_bwd_sums(4, false, false), 0);
 }
 
 int main(void)

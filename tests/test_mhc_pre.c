@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Everything in front of a sub-layer in one call [M10]. */
+#include "support/single_pass.h"
 #include "support/suite.h"
 
 static void reference_against_finite_differences(void **state)
@@ -39,6 +40,39 @@ static void backward_rounds_once(void **state)
     grid_rounding("mhc_pre_bwd");
 }
 
+/* ---- the single pass of CUDA's backward -------------------------------------------------------------------------- */
+
+static const char *const absent[] = {" d_v pre_in ",
+                                     " d_v ",
+                                     " d_v d_u ",
+                                     " d_v d_u pre_in ",
+                                     " d_u ",
+                                     " d_u pre_in ",
+                                     " ",
+                                     " pre_in ",
+                                     " d_x d_sub_weight ",
+                                     " d_phi d_alpha d_pre ",
+                                     " d_v pre_in d_x d_norm_weight "};
+static const single_pass single = {"mhc_pre_bwd", absent, sizeof absent / sizeof *absent};
+
+static void single_pass_against_the_chain(void **state)
+{
+    (void)state;
+    single_pass_compare(&single);
+}
+
+static void single_pass_is_taken(void **state)
+{
+    (void)state;
+    single_pass_taken(&single);
+}
+
+static void single_pass_is_reproducible(void **state)
+{
+    (void)state;
+    single_pass_reproducible(&single);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -48,6 +82,9 @@ int main(void)
         cmocka_unit_test(reference_against_its_chain),
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
+        cmocka_unit_test(single_pass_against_the_chain),
+        cmocka_unit_test(single_pass_is_taken),
+        cmocka_unit_test(single_pass_is_reproducible),
     };
     return suite_run("mhc_pre", tests);
 }

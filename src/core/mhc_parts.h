@@ -85,6 +85,37 @@ static inline weft_mhc_pre_bwd_args weft_boundary_pre_bwd(const weft_mhc_boundar
     return p;
 }
 
+/* The other way round: pre's backward as that of a boundary without x, f and their coefficients, whose y is the streams and
+ * whose d_x is the gradient of y. */
+static inline weft_mhc_boundary_bwd_args weft_pre_as_boundary(const weft_mhc_pre_bwd_args *a)
+{
+    weft_mhc_boundary_bwd_args b = {0};
+    b.numerics = a->numerics;
+    b.sub_eps = a->sub_eps;
+    b.y = a->x;
+    b.phi = a->phi;
+    b.norm_weight = a->norm_weight;
+    b.pre_in = a->pre_in;
+    b.sub_weight = a->sub_weight;
+    b.alpha = a->alpha;
+    b.beta = a->beta;
+    b.h = a->h;
+    b.ms = a->ms;
+    b.d_u = a->d_u;
+    b.d_v = a->d_v;
+    b.d_pre_out = a->d_pre;
+    b.d_post_out = a->d_post;
+    b.d_res_out = a->d_res;
+    b.d_x = a->d_x;
+    b.d_phi = a->d_phi;
+    b.d_norm_weight = a->d_norm_weight;
+    b.d_alpha = a->d_alpha;
+    b.d_beta = a->d_beta;
+    b.d_pre_in = a->d_pre_in;
+    b.d_sub_weight = a->d_sub_weight;
+    return b;
+}
+
 /* d_y is still to be set: the whole gradient of y. */
 static inline weft_mhc_post_bwd_args weft_boundary_post_bwd(const weft_mhc_boundary_bwd_args *a)
 {

@@ -30,7 +30,8 @@ bool weft_cuda_boundary_is_wide(const weft_call *call, const weft_tensor *t)
 
 boundary_bwd_path weft_cuda_boundary_bwd_path(const weft_call *call, const weft_mhc_boundary_bwd_args *a)
 {
-    const weft_tensor *activations[] = {&a->x, &a->f, &a->d_y, &a->d_u, &a->d_v},
+    /* Without a post the streams are y, which otherwise need not be there. */
+    const weft_tensor *activations[] = {weft_has(&a->x) ? &a->x : &a->y, &a->f, &a->d_y, &a->d_u, &a->d_v},
                       *others[] = {&a->bias, &a->sub_weight};
     boundary_bwd_facts f = {
         .tokens = call->tokens,
@@ -71,7 +72,8 @@ static boundary_work lay_out(weft_arena *arena, const weft_call *call, const wef
     if (weft_has(&a->d_phi.to) || weft_has(&a->d_norm_weight.to))
         w.dpsi = floats(w.plan.splits * call->rows * columns);
     if (weft_has(&a->d_post.to) || weft_has(&a->d_res.to) || weft_has(&a->d_pre_in.to))
-        w.sums = floats(w.plan.slices * padded * weft_boundary_bwd_sums(n, weft_has(&a->d_pre_in.to)));
+        w.sums =
+            floats(w.plan.slices * padded * weft_boundary_bwd_sums(n, weft_has(&a->x), weft_has(&a->d_pre_in.to)));
     if (weft_has(&a->d_bias.to)) w.d_bias = floats(w.plan.splits * call->channels);
     if (weft_has(&a->d_sub_weight.to)) w.d_weight = floats(w.plan.splits * call->channels);
     if (weft_has(&a->d_alpha.to) || weft_has(&a->d_beta.to)) {

@@ -13,7 +13,7 @@ enum { BLOCK = 128, COLUMNS = 4 /* of d_phi, for each thread */ };
 struct fold_args {
     const float *sums; /* [slices][padded][count] */
     int64_t tokens, padded;
-    int32_t slices, in_out;
+    int32_t slices, in_out, first; /* first: number that a token's sums begin with, of post | res | pre_in */
     view d_post, d_res, d_pre;
     finish_args phi;
     const float *gates, *late; /* [rows + 3][slots]; [n + 1][slots] of d_beta of pre and d_alpha[0], or NULL */
@@ -50,7 +50,7 @@ static __device__ __forceinline__ void fold_slices(const fold_args &a, int64_t b
     const float values[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
     for (int q = 0; q < 4; q++) {
-        const int e = (int)(i - token * QUADS) * 4 + q;
+        const int e = a.first + (int)(i - token * QUADS) * 4 + q;
         if (e < N) {
             if (has(a.d_post)) put(a.d_post, token * a.d_post.stride[0] + e * a.d_post.stride[1], values[q]);
         } else if (e < N + N * N) {
@@ -100,12 +100,14 @@ template <int N> static weft_status run(const weft_call *call, const boundary_wo
         .phi = a->phi, .norm_weight = a->norm_weight, .d_phi = a->d_phi, .d_norm_weight = a->d_norm_weight};
     const columns k = columns_of(call, LAYOUT_NC);
     const bool shifted = weft_has(&a->d_pre_in.to);
-    constexpr int FEW = (N + N * N + 3) / 4 * 4, ALL = (2 * N + N * N + 3) / 4 * 4;
+    const bool post = weft_has(&a->x);
+    constexpr int POST = (N + N * N + 3) / 4 * 4, BOTH = (2 * N + N * N + 3) / 4 * 4, PRE = (N + 3) / 4 * 4;
     fold_args p = {.sums = w->sums,
                    .tokens = call->tokens,
                    .padded = w->plan.tiles * BOUNDARY_TILE,
                    .slices = w->plan.slices,
                    .in_out = a->numerics.apply == WEFT_APPLY_IN_OUT,
+                   .first = post ? 0 : N + N * N,
                    .d_post = view_of(&a->d_post),
                    .d_res = view_of(&a->d_res),
                    .d_pre = view_of(&a->d_pre_in),
@@ -115,12 +117,15 @@ template <int N> static weft_status run(const weft_call *call, const boundary_wo
                    .slots = w->gate_slots,
                    .d_alpha = view_of(&a->d_alpha),
                    .d_beta = view_of(&a->d_beta)};
-    const int64_t quads = call->tokens * (shifted ? ALL : FEW) / 4;
+    const int64_t quads = call->tokens * weft_boundary_bwd_sums(N, post, shifted) / 4;
     if (w->sums) p.sums_blocks = (quads + 31) / 32;
     if (w->dpsi) p.phi_blocks = phi_across(k) * finish_rows(&p.phi);
     const int64_t blocks = p.sums_blocks + p.phi_blocks + (w->gates ? 2 * N + N * N + 3 : 0);
     if (blocks == 0) return WEFT_OK;
-    return launch(call, "partial sums", shifted ? fold_kernel<N, ALL> : fold_kernel<N, FEW>,
+    return launch(call, "partial sums",
+                  !post     ? fold_kernel<N, PRE>
+                  : shifted ? fold_kernel<N, BOTH>
+                            : fold_kernel<N, POST>,
                   {.grid = (unsigned)blocks, .block = BLOCK, .order = OVERLAP}, p);
 }
 

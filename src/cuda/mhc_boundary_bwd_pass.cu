@@ -74,8 +74,9 @@ struct fused_args {
 /* How many numbers a token's sums over channels are, to a multiple of four, and where they lie between two warps: in place
  * of the warp's y, where a token has two pieces of 16 bytes for each stream. Either half of the numbers takes one of them;
  * tokens 8 to 15 swap the halves of a piece, or they would meet tokens 0 to 7 in the same banks. */
-template <int N, bool SHIFTED> struct sum_room {
-    static constexpr int used = N + N * N + (SHIFTED ? N : 0), count = (used + 3) / 4 * 4, half = count / 2;
+template <int N, bool SHIFTED, bool POST> struct sum_room {
+    static constexpr int used = (POST ? N + N * N : 0) + (SHIFTED ? N : 0), count = (used + 3) / 4 * 4,
+                         half = count / 2;
     static_assert(half <= N * 4, "a piece for each stream");
     static __device__ __forceinline__ uint32_t at(int warp, int token, int part, int k)
     {
@@ -109,7 +110,7 @@ struct tiles_of_block {
 };
 
 /* One thread: tiles in. */
-template <int N, bool FULL_>
+template <int N, bool FULL_, bool POST>
 static __device__ __forceinline__ void bring(const fused_args &p, const tiles_of_block &b)
 {
     typedef sizes<N, FULL_> S;
@@ -123,14 +124,14 @@ static __device__ __forceinline__ void bring(const fused_args &p, const tiles_of
     auto load_tile = [&](int i, int slot) {
         const uint32_t barrier = b.at.full + slot * 8;
         const int token = (b.first + i) * BOUNDARY_TILE;
-        tma_expect(barrier, S::record + 2 * S::box + 2 * S::row_box + (p.has_d_y ? 2 * S::box : 0) +
+        tma_expect(barrier, S::record + 2 * S::box + (POST ? 2 * S::row_box : 0) + (p.has_d_y ? 2 * S::box : 0) +
                                 (p.has_row ? 2 * S::row_box : 0));
 #pragma unroll 1
         for (int k = 0; k < 2; k++) {
             const uint32_t to = tiles + slot * S::tile + k * S::row_box;
             const int c = channel + k * TMA_CHANNELS;
             tma_load(to + S::x + k * (S::box - S::row_box), &p.x, c, token, barrier);
-            tma_load(to + S::f, &p.f, c, token, barrier);
+            if (POST) tma_load(to + S::f, &p.f, c, token, barrier);
             if (p.has_d_y) tma_load(to + S::d_y + k * (S::box - S::row_box), &p.d_y, c, token, barrier);
             if (p.has_row) tma_load(to + S::row, &p.row, c, token, barrier);
         }
@@ -151,13 +152,13 @@ static __device__ __forceinline__ void bring(const fused_args &p, const tiles_of
 }
 
 /* The other serving warps, `server` from 0 on: tiles out, and the sums of the eight warps in their order. */
-template <int N, bool FULL_, bool SHIFTED>
+template <int N, bool FULL_, bool SHIFTED, bool POST>
 static __device__ __forceinline__ void clear(const fused_args &p, const tiles_of_block &b, int server)
 {
     typedef sizes<N, FULL_> S;
-    typedef sum_room<N, SHIFTED> room;
+    typedef sum_room<N, SHIFTED, POST> room;
     /* A lane adds four of a token's sums. */
-    constexpr int EACH = (room::half + 3) / 4, PIECES = BOUNDARY_TILE * 2 * EACH,
+    constexpr int EACH = room::half ? (room::half + 3) / 4 : 1, PIECES = BOUNDARY_TILE * 2 * EACH,
                   ITEMS = BOUNDARY_TILE * room::count / 2;
     static_assert(PIECES <= (SERVERS - 1) * 32, "a piece for each lane");
     const int lane = threadIdx.x & 31, channel = b.slice * BOUNDARY_SLICE, piece = server * 32 + lane;
@@ -175,12 +176,12 @@ static __device__ __forceinline__ void clear(const fused_args &p, const tiles_of
             for (int h = 0; h < 2; h++) {
                 const int c = channel + h * TMA_CHANNELS, first = (b.first + i) * BOUNDARY_TILE;
                 if (p.store_d_x) tma_store(&p.d_x, from + S::d_y + h * S::box, c, first);
-                if (p.store_d_f) tma_store(&p.d_f, from + S::f + h * S::row_box, c, first);
+                if (POST && p.store_d_f) tma_store(&p.d_f, from + S::f + h * S::row_box, c, first);
             }
             tma_commit();
         }
         __syncwarp();
-        if (p.sums && piece < PIECES) {
+        if (room::count && p.sums && piece < PIECES) {
             const uint32_t from = S::x + room::piece_at(token, part, k);
             float4 total = *(const float4 *)(tile + from);
 #pragma unroll
@@ -225,7 +226,7 @@ template <int M> static __device__ __forceinline__ void share_sums(float (&v)[M]
 }
 
 /* Two channels of gradients that the copy engine does not store. */
-template <int N>
+template <int N, bool POST>
 static __device__ __forceinline__ void put_pairs(const fused_args &p, int64_t token, int channel,
                                                  const float (&d_x)[N][2], const float (&d_f)[2])
 {
@@ -235,7 +236,7 @@ static __device__ __forceinline__ void put_pairs(const fused_args &p, int64_t to
 #pragma unroll
         for (int j = 0; j < N; j++)
             if (has(to)) put(to, token * to.stride[0] + j * to.stride[1] + (channel + e) * to.stride[2], d_x[j][e]);
-        if (has(row)) put(row, token * row.stride[0] + (channel + e) * row.stride[1], d_f[e]);
+        if (POST && has(row)) put(row, token * row.stride[0] + (channel + e) * row.stride[1], d_f[e]);
     }
 }
 
@@ -252,14 +253,15 @@ static __device__ __forceinline__ void put_sums(float *to, const float2 *from, b
 }
 
 /* One of the eight warps. */
-template <int N, bool FULL_, bool SHIFTED, bool NORM>
+template <int N, bool FULL_, bool SHIFTED, bool NORM, bool POST>
 static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_block &b, const weft_mask &mask)
 {
     typedef sizes<N, FULL_> S;
-    typedef sum_room<N, SHIFTED> room;
+    typedef sum_room<N, SHIFTED, POST> room;
     constexpr int NT = boundary_record<N>::row_tiles, PIECES = boundary_record<N>::pieces, M = room::count;
     /* y is stored word by word where there is no register left to keep it in. */
-    constexpr bool AT_ONCE = SHIFTED && NORM;
+    constexpr bool AT_ONCE = POST && SHIFTED && NORM;
+    constexpr int PRE_AT = room::used - N; /* of d_pre_in among the sums */
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int64_t columns = (int64_t)N * p.channels;
     const int channel0 = b.slice * BOUNDARY_SLICE + warp * 16, channel = channel0 + t * 4;
@@ -302,7 +304,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
 
         /* d_y and the projection's part of g: halves of A are 8 columns of d_h, hi then lo; hi hi, lo hi, then hi lo. */
         float acc[2 * N][4] = {};
-        if (p.has_d_y) {
+        if (POST && p.has_d_y) {
 #pragma unroll
             for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -344,7 +346,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
 
         /* Lane t first works on the token whose sums lane t ^ 1 keeps, hands these over, and goes on from what it gets in
          * return: even lanes keep the first token's, odd lanes the second's. */
-        float sums[M];
+        float sums[M ? M : 1];
 #pragma unroll
         for (int turn = 0; turn < 2; turn++) {
             const int half = turn ? t & 1 : ~t & 1;
@@ -352,13 +354,18 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
             const int own = tile_token + token + half * 8;
             token_coefs<N> k;
             get_record<N>(k, record + (token + half * 8) * PIECES * 16);
-            quad x[N], out[N], f = get_quad(my_row + S::f), row = {};
+            quad x[N], out[N], f = {}, row = {};
+            if constexpr (POST) f = get_quad(my_row + S::f);
 #pragma unroll
-            for (int j = 0; j < N; j++) x[j] = get_quad(mine + S::x + j * S::row_box);
+            for (int j = 0; j < N; j++) {
+                x[j] = get_quad(mine + S::x + j * S::row_box);
+                out[j] = quad{};
+                if (!POST && p.has_d_y) out[j] = get_quad(mine + S::d_y + j * S::row_box);
+            }
             if (NORM || p.has_row) row = get_quad(my_row + S::row);
             const bool inside = own < p.tokens && channel < p.channels;
             uint32_t kept = 0; /* four bits for each stream */
-            if constexpr (FULL_)
+            if constexpr (FULL_ && POST)
                 if (mask.on) {
                     uint32_t keep[N];
                     keep_tile<N, 4>(keep, mask, own, channel);
@@ -374,7 +381,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
                 widen2(du[0], du[1], row.word[q], bf16());
 #pragma unroll
                 for (int j = 0; j < N; j++) widen2(xs[j][0], xs[j][1], x[j].word[q], bf16());
-                if constexpr (FULL_)
+                if constexpr (FULL_ && POST)
                     if (has(p.bias) && inside) {
                         float bias[2];
                         get_param<2>(bias, p.bias, channel + 2 * q);
@@ -383,17 +390,20 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
                 auto factor = [&](int o, int e) { return kept >> (4 * o + 2 * q + e) & 1 ? factor_kept : 0.0f; };
 #pragma unroll
                 for (int o = 0; o < N; o++) {
+                    ys[o][0] = xs[o][0], ys[o][1] = xs[o][1];
+                    if constexpr (POST) {
 #pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        ys[o][e] = k.post[o] * fb[e];
-                        if constexpr (FULL_)
-                            if (mask.on) ys[o][e] = ys[o][e] * factor(o, e);
+                        for (int e = 0; e < 2; e++) {
+                            ys[o][e] = k.post[o] * fb[e];
+                            if constexpr (FULL_)
+                                if (mask.on) ys[o][e] = ys[o][e] * factor(o, e);
 #pragma unroll
-                        for (int j = 0; j < N; j++) ys[o][e] = fmaf(k.w[o][j], xs[j][e], ys[o][e]);
+                            for (int j = 0; j < N; j++) ys[o][e] = fmaf(k.w[o][j], xs[j][e], ys[o][e]);
+                        }
+                        x[o].word[q] = narrow2(ys[o][0], ys[o][1], bf16());
+                        widen2(ys[o][0], ys[o][1], x[o].word[q], bf16());
+                        if constexpr (AT_ONCE) *(uint32_t *)(mine + S::x + o * S::row_box + 4 * q) = x[o].word[q];
                     }
-                    x[o].word[q] = narrow2(ys[o][0], ys[o][1], bf16());
-                    widen2(ys[o][0], ys[o][1], x[o].word[q], bf16());
-                    if constexpr (AT_ONCE) *(uint32_t *)(mine + S::x + o * S::row_box + 4 * q) = x[o].word[q];
                 }
                 if constexpr (NORM) {
                     const float2 weight = ((const float2 *)(b.shared + S::weight))[(warp * 16 + t * 4 + 2 * q) / 2];
@@ -428,34 +438,44 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
                 for (int e = 0; e < 2; e++) {
 #pragma unroll
                     for (int o = 0; o < N; o++) {
-                        float gm = gs[o][e];
-                        if constexpr (FULL_)
-                            if (mask.on) gm = gm * factor(o, e);
-                        d_f[e] = o ? fmaf(k.post[o], gm, d_f[e]) : k.post[o] * gm;
-                        sums[o] = fmaf(gm, fb[e], sums[o]);
+                        if constexpr (SHIFTED) sums[PRE_AT + o] = fmaf(du[e], ys[o][e], sums[PRE_AT + o]);
+                        if constexpr (POST) {
+                            float gm = gs[o][e];
+                            if constexpr (FULL_)
+                                if (mask.on) gm = gm * factor(o, e);
+                            d_f[e] = o ? fmaf(k.post[o], gm, d_f[e]) : k.post[o] * gm;
+                            sums[o] = fmaf(gm, fb[e], sums[o]);
 #pragma unroll
-                        for (int j = 0; j < N; j++) {
-                            sums[N + o * N + j] = fmaf(xs[j][e], gs[o][e], sums[N + o * N + j]);
-                            d_x[j][e] = o ? fmaf(k.w[o][j], gs[o][e], d_x[j][e]) : k.w[o][j] * gs[o][e];
+                            for (int j = 0; j < N; j++) {
+                                sums[N + o * N + j] = fmaf(xs[j][e], gs[o][e], sums[N + o * N + j]);
+                                d_x[j][e] = o ? fmaf(k.w[o][j], gs[o][e], d_x[j][e]) : k.w[o][j] * gs[o][e];
+                            }
                         }
-                        if constexpr (SHIFTED) sums[N + N * N + o] = fmaf(du[e], ys[o][e], sums[N + N * N + o]);
+                    }
+                }
+                if constexpr (!POST) {
+#pragma unroll
+                    for (int j = 0; j < N; j++) {
+                        widen2(d_x[j][0], d_x[j][1], out[j].word[q], bf16());
+                        d_x[j][0] = d_x[j][0] + gs[j][0], d_x[j][1] = d_x[j][1] + gs[j][1];
                     }
                 }
 #pragma unroll
                 for (int j = 0; j < N; j++) out[j].word[q] = narrow2(d_x[j][0], d_x[j][1], bf16());
-                f.word[q] = narrow2(d_f[0], d_f[1], bf16());
-                if constexpr (FULL_) {
+                if constexpr (POST) f.word[q] = narrow2(d_f[0], d_f[1], bf16());
+                if constexpr (FULL_ && POST) {
                     const float2 sum = d_bias[q];
                     d_bias[q] = make_float2(sum.x + d_f[0], sum.y + d_f[1]);
-                    if (inside) put_pairs<N>(p, own, channel + 2 * q, d_x, d_f);
                 }
+                if constexpr (FULL_)
+                    if (inside) put_pairs<N, POST>(p, own, channel + 2 * q, d_x, d_f);
             }
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                if constexpr (!AT_ONCE) put_quad(mine + S::x + j * S::row_box, x[j]);
+                if constexpr (POST && !AT_ONCE) put_quad(mine + S::x + j * S::row_box, x[j]);
                 put_quad(mine + S::d_y + j * S::row_box, out[j]);
             }
-            put_quad(my_row + S::f, f);
+            if constexpr (POST) put_quad(my_row + S::f, f);
         }
         __syncwarp();
 
@@ -478,9 +498,9 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
                 for (int q = 0; q < NT; q++) mma16(dpsi[o][q], a[0], a[1], a[2], a[3], dh[q][2], dh[q][3]);
             }
         }
-        share_sums(sums, t); /* while the tensor cores are busy */
+        if constexpr (M > 0) share_sums(sums, t); /* while the tensor cores are busy */
         __syncwarp();
-        if (p.sums) {
+        if (M && p.sums) {
 #pragma unroll
             for (int e = 0; e < room::half; e += 2)
                 *(float2 *)(tile + S::x + room::at(warp, token + (t & 1) * 8, t >> 1, e)) =
@@ -506,15 +526,16 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
     const int64_t own = (int64_t)b.split * p.channels + channel;
     if constexpr (NORM)
         if (p.d_weight) put_sums(p.d_weight + own, d_weight, channel < p.channels);
-    if constexpr (FULL_)
+    if constexpr (FULL_ && POST)
         if (p.d_bias) put_sums(p.d_bias + own, d_bias, channel < p.channels);
 }
 
 #endif
 
 /* FULL: also bias, dropout, d_u beside d_v, and gradients of any dtype and layout. SHIFTED: also the gradient of pre_in.
- * NORM: the gradient comes through the sub-layer's norm. */
-template <int N, bool FULL_, bool SHIFTED, bool NORM>
+ * NORM: the gradient comes through the sub-layer's norm. POST: behind a post, as in boundary; else y is what is read, its
+ * gradient is what is written, and d_y is what was there before. */
+template <int N, bool FULL_, bool SHIFTED, bool NORM, bool POST>
 static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_constant__ fused_args p)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
@@ -534,7 +555,7 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
             barrier_init(b.at.free + s * 8, (SERVERS - 1) * 32);
         }
         tma_barriers_ready();
-        if constexpr (FULL_) mask = weft_mask_open(&p.dropout, p.channels);
+        if constexpr (FULL_ && POST) mask = weft_mask_open(&p.dropout, p.channels);
     }
     if (NORM && threadIdx.x < BOUNDARY_SLICE) {
         const int c = b.slice * BOUNDARY_SLICE + (int)threadIdx.x;
@@ -546,12 +567,12 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
         set_registers<SERVING_REGISTERS, false>();
         const int server = (int)(threadIdx.x >> 5) - WARPS;
         if (server < SERVERS - 1)
-            clear<N, FULL_, SHIFTED>(p, b, server);
+            clear<N, FULL_, SHIFTED, POST>(p, b, server);
         else if ((threadIdx.x & 31) == 0)
-            bring<N, FULL_>(p, b);
+            bring<N, FULL_, POST>(p, b);
     } else {
         set_registers<WORKING_REGISTERS, true>();
-        work<N, FULL_, SHIFTED, NORM>(p, b, mask);
+        work<N, FULL_, SHIFTED, NORM, POST>(p, b, mask);
     }
     let_next_begin();
 #endif
@@ -568,15 +589,17 @@ static weft_status map_of(const weft_call *call, tma_encode *encode, CUtensorMap
     return tma_map(call, encode, map, &tensor, BOUNDARY_TILE);
 }
 
-/* The copy engine can store this gradient. */
-static bool is_stored(const weft_call *call, const weft_grad *g)
+/* The copy engine can store this gradient; one that is added to, only where `base` says that the kernel reads it. */
+static bool is_stored(const weft_call *call, const weft_grad *g, bool base)
 {
-    return weft_has(&g->to) && !g->add && g->to.dtype == WEFT_BF16 && weft_cuda_boundary_is_wide(call, &g->to);
+    return weft_has(&g->to) && (base || !g->add) && g->to.dtype == WEFT_BF16 &&
+           weft_cuda_boundary_is_wide(call, &g->to);
 }
 
-template <int N> static weft_status args_of(const weft_call *call, const boundary_work *w, fused_args *p)
+static weft_status args_of(const weft_call *call, const boundary_work *w, fused_args *p)
 {
     const weft_mhc_boundary_bwd_args *a = w->a;
+    const bool post = weft_has(&a->x);
     const weft_tensor *row = weft_has(&a->d_v) ? &a->d_v : &a->d_u;
     tma_encode *encode = NULL;
     *p = fused_args{};
@@ -587,14 +610,16 @@ template <int N> static weft_status args_of(const weft_call *call, const boundar
     p->dropout = a->dropout;
     p->tokens = call->tokens, p->channels = (int32_t)call->channels;
     p->slices = w->plan.slices, p->tiles = (int32_t)w->plan.tiles, p->split_tiles = (int32_t)w->plan.split_tiles;
-    p->has_d_y = weft_has(&a->d_y), p->has_row = weft_has(row);
-    p->store_d_x = is_stored(call, &a->d_x), p->store_d_f = is_stored(call, &a->d_f);
+    p->store_d_x = is_stored(call, &a->d_x, !post), p->store_d_f = is_stored(call, &a->d_f, false);
     if (!p->store_d_x) p->d_x_any = view_of(&a->d_x);
     if (!p->store_d_f) p->d_f_any = view_of(&a->d_f);
+    /* Without a post what is added to comes with the tiles, too. */
+    const weft_tensor none = {}, *d_y = post ? &a->d_y : p->store_d_x && a->d_x.add ? &a->d_x.to : &none;
+    p->has_d_y = weft_has(d_y), p->has_row = weft_has(row);
     WEFT_TRY(tma_open(call, &encode));
-    WEFT_TRY(map_of(call, encode, &p->x, &a->x));
+    WEFT_TRY(map_of(call, encode, &p->x, post ? &a->x : &a->y));
     WEFT_TRY(map_of(call, encode, &p->f, &a->f));
-    WEFT_TRY(map_of(call, encode, &p->d_y, &a->d_y));
+    WEFT_TRY(map_of(call, encode, &p->d_y, d_y));
     WEFT_TRY(map_of(call, encode, &p->row, row));
     if (p->store_d_x) WEFT_TRY(map_of(call, encode, &p->d_x, &a->d_x.to));
     if (p->store_d_f) WEFT_TRY(map_of(call, encode, &p->d_f, &a->d_f.to));
@@ -604,20 +629,20 @@ template <int N> static weft_status args_of(const weft_call *call, const boundar
     return WEFT_OK;
 }
 
-template <int N> static weft_status run(const weft_call *call, const boundary_work *w)
+template <int N, bool POST> static weft_status run(const weft_call *call, const boundary_work *w)
 {
     const weft_mhc_boundary_bwd_args *a = w->a;
     const bool shifted = weft_has(&a->d_pre_in.to), norm = weft_has(&a->d_v);
     fused_args p;
-    WEFT_TRY(args_of<N>(call, w, &p));
+    WEFT_TRY(args_of(call, w, &p));
     const bool plain =
         !has(p.d_x_any) && !has(p.d_f_any) && !has(p.bias) && !p.d_bias && !has(p.d_u) && !(a->dropout.p > 0);
     void (*const kernels[2][2][2])(fused_args) = {
-        {{fused_kernel<N, false, false, false>, fused_kernel<N, false, false, true>},
-         {fused_kernel<N, false, true, false>, fused_kernel<N, false, true, true>}},
-        {{fused_kernel<N, true, false, false>, fused_kernel<N, true, false, true>},
-         {fused_kernel<N, true, true, false>, fused_kernel<N, true, true, true>}}};
-    return launch(call, "boundary backward", kernels[!plain][shifted][norm],
+        {{fused_kernel<N, false, false, false, POST>, fused_kernel<N, false, false, true, POST>},
+         {fused_kernel<N, false, true, false, POST>, fused_kernel<N, false, true, true, POST>}},
+        {{fused_kernel<N, true, false, false, POST>, fused_kernel<N, true, false, true, POST>},
+         {fused_kernel<N, true, true, false, POST>, fused_kernel<N, true, true, true, POST>}}};
+    return launch(call, POST ? "boundary backward" : "pre backward", kernels[!plain][shifted][norm],
                   {.grid = (unsigned)w->plan.blocks,
                    .block = THREADS,
                    .shared = (size_t)(plain ? sizes<N, false>::all : sizes<N, true>::all),
@@ -628,11 +653,13 @@ template <int N> static weft_status run(const weft_call *call, const boundary_wo
 int32_t weft_cuda_boundary_bwd_code(void)
 {
     cudaFuncAttributes code = {};
-    if (cudaFuncGetAttributes(&code, fused_kernel<4, false, false, false>) != cudaSuccess) (void)cudaGetLastError();
+    if (cudaFuncGetAttributes(&code, fused_kernel<4, false, false, false, true>) != cudaSuccess)
+        (void)cudaGetLastError();
     return code.ptxVersion;
 }
 
 weft_status weft_cuda_boundary_bwd_pass(const weft_call *call, const boundary_work *w)
 {
-    return call->streams == 2 ? run<2>(call, w) : run<4>(call, w);
+    if (!weft_has(&w->a->x)) return call->streams == 2 ? run<2, false>(call, w) : run<4, false>(call, w);
+    return call->streams == 2 ? run<2, true>(call, w) : run<4, true>(call, w);
 }

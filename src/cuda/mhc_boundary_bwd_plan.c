@@ -60,10 +60,10 @@ boundary_bwd_ring weft_boundary_bwd_ring(int64_t streams)
     return r;
 }
 
-int32_t weft_boundary_bwd_sums(int64_t streams, bool shifted)
+int32_t weft_boundary_bwd_sums(int64_t streams, bool post, bool shifted)
 {
     const int64_t n = streams;
-    return (int32_t)ceil_div(n + n * n + (shifted ? n : 0), 4) * 4;
+    return (int32_t)ceil_div((post ? n + n * n : 0) + (shifted ? n : 0), 4) * 4;
 }
 
 /* Candidates by the number of partial sums, each a copy of phi, for a nominal GPU of 132 multiprocessors with a block on

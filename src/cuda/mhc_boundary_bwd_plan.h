@@ -58,8 +58,9 @@ typedef struct boundary_bwd_ring {
 
 boundary_bwd_ring weft_boundary_bwd_ring(int64_t streams);
 
-/* Floats of a token's sums over channels: gradients of post and res, with `shifted` of pre_in; to a multiple of four. */
-int32_t weft_boundary_bwd_sums(int64_t streams, bool shifted);
+/* Floats of a token's sums over channels: with `post` gradients of post and res, with `shifted` of pre_in; to a multiple of
+ * four. */
+int32_t weft_boundary_bwd_sums(int64_t streams, bool post, bool shifted);
 
 typedef struct boundary_bwd_plan {
     int32_t slices; /* of the channels */

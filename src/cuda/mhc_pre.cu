@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Everything in front of a sub-layer [M10], as a chain of launches: projection, coefficients, aggregate, norm. What one
- * link hands to the next and the caller does not ask for lies in the workspace. The plan of a single pass belongs here:
- * it would be another row in the tables below. */
+ * link hands to the next and the caller does not ask for lies in the workspace. Backward takes the single pass of boundary's
+ * backward where it can. */
 #include "cuda/mhc_pre.h"
 
+#include "core/mhc_parts.h"
 #include "cuda/common/chain.h"
 #include "cuda/convert.h"
+#include "cuda/mhc_boundary_bwd.h"
 #include "cuda/mhc_project.cuh"
 
 /* ---- forward ------------------------------------------------------------------------------------------------------------ */
@@ -176,12 +178,27 @@ size_t weft_cuda_pre_bwd_bytes(const weft_call *call, const weft_mhc_pre_bwd_arg
 
 static weft_status bwd(const weft_call *call, const void *args)
 {
-    return weft_cuda_pre_bwd(call, (const weft_mhc_pre_bwd_args *)args, NULL);
+    const weft_mhc_pre_bwd_args *a = (const weft_mhc_pre_bwd_args *)args;
+    const weft_mhc_boundary_bwd_args single = weft_pre_as_boundary(a);
+    return weft_cuda_boundary_bwd_path(call, &single) == BOUNDARY_BWD_FUSED ? weft_cuda_boundary_bwd(call, &single)
+                                                                            : weft_cuda_pre_bwd(call, a, NULL);
 }
 
+/* Whether data are aligned is not known here, so there is room for either. */
 static size_t bwd_workspace(const weft_call *call, const void *args)
 {
-    return weft_cuda_pre_bwd_bytes(call, (const weft_mhc_pre_bwd_args *)args);
+    const weft_mhc_pre_bwd_args *a = (const weft_mhc_pre_bwd_args *)args;
+    const weft_mhc_boundary_bwd_args single = weft_pre_as_boundary(a);
+    const size_t links = weft_cuda_pre_bwd_bytes(call, a);
+    if (weft_cuda_boundary_bwd_path(call, &single) != BOUNDARY_BWD_FUSED) return links;
+    const size_t pass = weft_cuda_boundary_bwd_bytes(call, &single);
+    return pass > links ? pass : links;
+}
+
+const char *weft_cuda_mhc_pre_bwd_plan(const weft_call *call, const void *args)
+{
+    const weft_mhc_boundary_bwd_args single = weft_pre_as_boundary((const weft_mhc_pre_bwd_args *)args);
+    return weft_boundary_bwd_path_text(weft_cuda_boundary_bwd_path(call, &single));
 }
 
 const weft_kernel weft_cuda_mhc_pre_fwd[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {}};
