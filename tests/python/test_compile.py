@@ -38,14 +38,17 @@ def model(device, layers=2, dropout=0.0, **options) -> nn.Module:
 
 
 def uncarried(stack):
-    """The stack with gradients of x summed by autograd, as a compiled graph has them."""
+    """The stack with the first gradients of x summed by autograd, as a compiled graph has them."""
 
     def forward(x):
-        x = stack.expand(x)
+        x, before, coef, f = stack.expand(x), None, None, None
         for layer in stack.layers:
-            coef = layer.connection(x)
-            x = layer.connection.merge(x, layer.sublayer(coef.u), coef, dropout=layer.dropout)
-        return stack.contract(x)
+            if before is None:
+                coef = layer.connection(x)
+            else:
+                coef, x = layer.connection.follow(before, x, f, coef)
+            before, f = layer.connection, layer.sublayer(coef.u)
+        return stack.contract(before.merge(x, f, coef))
 
     return forward
 
@@ -76,9 +79,10 @@ def test_every_function_compiles(name, device):
     same(torch.autograd.grad(traced, wrt, upstream), torch.autograd.grad(eager, wrt, upstream), f"gradients of {name}")
 
 
+@pytest.mark.parametrize("rebuild", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_stack_compiles(backend, device):
-    stack = model(device)
+def test_stack_compiles(backend, rebuild, device):
+    stack = model(device, layers=3, rebuild=rebuild)
     x = torch.randn(2, 5, C, device=device)
     compiled = torch.compile(stack, fullgraph=True, backend=backend)
     got, want = (step(f, stack.parameters(), x) for f in (compiled, uncarried(stack)))
@@ -86,9 +90,28 @@ def test_stack_compiles(backend, device):
         same(got, want, "stack")
         return
     # Inductor writes GELU and the sums of gradients anew, in another order: fp32 roundoff of terms of the size of the
-    # largest, over the few dozen operations of two layers.
+    # largest, over the few dozen operations of three layers.
     for g, w in zip(got, want, strict=True):
         assert (g - w).abs().max() <= 64 * 2**-24 * w.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_stack_keeps_fewer_streams(backend, device):
+    """With rebuild=True x_1, x_3 and x_5 of six layers are made again in the backward graph too."""
+    counts = []
+    for rebuild in (False, True):
+        torch._dynamo.reset()
+        stack, kept = model(device, layers=6, rebuild=rebuild), []
+
+        def pack(t, kept=kept):
+            kept.extend([t] if t.shape[-2:] == (N, C) else [])
+            return t
+
+        compiled = torch.compile(stack, fullgraph=True, backend=backend)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            compiled(torch.randn(2, 5, C, device=device, requires_grad=True))
+        counts.append(len({t.data_ptr() for t in kept}))
+    assert counts == [6, 3]
 
 
 def test_main_grad_and_carry_fall_back_in_a_graph(device):
@@ -166,7 +189,7 @@ def test_export(device):
     tokens = torch.export.Dim("tokens", min=2, max=4096)
     program = torch.export.export(stack, (x,), dynamic_shapes=({1: tokens},))
     names = {str(node.target) for node in program.graph.nodes}
-    assert "weft.mhc_pre.default" in names and "weft.mhc_post.default" in names
+    assert {f"weft.mhc_{op}.default" for op in ("pre", "boundary", "post")} <= names
     for count in (6, 9):
         x = torch.randn(2, count, C, device=device)
         same(program.module()(x), stack(x), f"{count} tokens")
@@ -186,7 +209,7 @@ def test_export_saves_and_loads(tmp_path):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint(reentrant, dropout, device):
     """Bitwise, dropout's masks included: the step is drawn again from the restored generator."""
-    stack = model(device, dropout=dropout)
+    stack = model(device, dropout=dropout, join=False)
     x = torch.randn(3, 4, C, device=device)
 
     def checkpointed(x):
@@ -201,6 +224,15 @@ def test_checkpoint(reentrant, dropout, device):
         assert not torch.equal(want[0], step(stack, list(stack.parameters()), x, seed=12)[0])
 
 
+@pytest.mark.parametrize("rebuild", [False, True])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_of_a_stack(reentrant, rebuild, device):
+    stack = model(device, layers=4, dropout=0.3, rebuild=rebuild)
+    x = torch.randn(3, 4, C, device=device)
+    want = step(stack, list(stack.parameters()), x)
+    same(step_backward(lambda x: checkpoint(stack, x, use_reentrant=reentrant), stack, x), want, "checkpointed")
+
+
 def step_backward(function, module, x) -> list:
     """As `step`, by backward(): a reentrant checkpoint knows no torch.autograd.grad."""
     x = x.detach().requires_grad_()
@@ -212,9 +244,10 @@ def step_backward(function, module, x) -> list:
     return [y, x.grad, *(p.grad for p in module.parameters())]
 
 
-def test_save_on_cpu(device):
+@pytest.mark.parametrize("rebuild", [False, True])
+def test_save_on_cpu(rebuild, device):
     """Saved tensors that come back as other tensors."""
-    stack = model(device, dropout=0.3)
+    stack = model(device, layers=3, dropout=0.3, rebuild=rebuild)
     x = torch.randn(3, C, device=device)
 
     def offloaded(x):

@@ -5,6 +5,7 @@ from .functional import (
     Boundary,
     Pre,
     ReplayLayer,
+    Source,
     aggregate,
     boundary,
     coef,
@@ -21,7 +22,7 @@ from .functional import (
     sinkhorn,
 )
 from .grads import GradX
-from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer, HyperConnectionStack
+from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer
 from .numerics import Numerics
 from .recompute import CheckpointWithoutOutput, CheckpointWithoutOutputManager, RecomputePhase, bypass_recompute
 from .recompute_plan import (
@@ -32,6 +33,7 @@ from .recompute_plan import (
     stream_bytes,
 )
 from .rng import register_rng_tracker
+from .stack import HyperConnectionStack
 
 __all__ = [
     "Boundary",
@@ -48,6 +50,7 @@ __all__ = [
     "Pre",
     "RecomputePhase",
     "ReplayLayer",
+    "Source",
     "StreamBytes",
     "aggregate",
     "best_group",

@@ -58,6 +58,7 @@ class Definition(NamedTuple):
 
     op: Callable
     outputs: Callable
+    plan: Callable | None
     launch: Callable
     save: Callable | None
     backward: Callable | None
@@ -122,22 +123,24 @@ def launch_of(plan: Callable, tensors: int, needs: int, without: Callable | None
 def define(
     schema: str,
     outputs: Callable,
-    plan: Callable,
+    plan: Callable | None,
     save: Callable | None = None,
     backward: Callable | None = None,
     needs: int = -1,
     without: Callable | None = None,
+    launch: Callable | None = None,
 ) -> None:
     """Registers an operator: `plan(*scalars)` says what it does, `save(ctx, inputs, output)` keeps what
     `backward(ctx, *grads)` needs. Where argument `needs` is None the plan does not apply, and
-    `without(results, args, add)` returns the arguments of a call that comes to the same.
+    `without(results, args, add)` returns the arguments of a call that comes to the same. An operator that is more than
+    one call of the library has no plan: `launch(results, *args, add=())` makes the calls.
 
     The autograd kernel is written here and not left to torch.library.register_autograd, because the ways through the
     dispatcher are most of what a small call costs. For the same reason an operator is a kernel of the extension
     (python/kernel.c), and what is here serves the calls that it passes on."""
     name, _, arguments = schema.partition("(")
     tensors = arguments.partition("->")[0].count("Tensor")
-    launch = launch_of(plan, tensors, needs, without)
+    launch = launch or launch_of(plan, tensors, needs, without)
 
     def fake(*args):
         # A call with one tensor on meta is dispatched here, and would return memory that nobody fills.
@@ -161,10 +164,10 @@ def define(
 
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for otherwise, key in ((kernel, "CompositeExplicitAutograd"), (autograd, "Autograd")):
-        LIB.impl(name, _C.Kernel(tensors, needs, plan, outputs, otherwise), key)
+        LIB.impl(name, _C.Kernel(tensors, needs, plan, outputs, otherwise) if plan else otherwise, key)
     torch.library.register_fake(f"weft::{name}", fake, lib=LIB)
     op = getattr(torch.ops.weft, name).default
-    DEFINITIONS[name] = Definition(op, outputs, launch, save, backward)
+    DEFINITIONS[name] = Definition(op, outputs, plan, launch, save, backward)
 
 
 # ---- shapes of results -------------------------------------------------------------------------------------------
@@ -450,17 +453,19 @@ def _post_bwd_plan(numerics, p, token_base, want):
     return planned("mhc_post_bwd", order, *post_scalars(numerics, p, token_base), step=5)
 
 
+POST_TENSORS = "Tensor x, Tensor f, Tensor post, Tensor res, Tensor? bias, Tensor? step"
+POST_SCALARS = "float[] numerics, float p, int token_base"
+
 define(
-    "mhc_post(Tensor x, Tensor f, Tensor post, Tensor res, Tensor? bias, Tensor? step, float[] numerics, float p,"
-    " int token_base) -> Tensor",
+    f"mhc_post({POST_TENSORS}, {POST_SCALARS}) -> Tensor",
     _post_outputs,
     _post_plan,
     _post_save,
     _post_backward,
 )
 define(
-    "mhc_post_bwd(Tensor x, Tensor f, Tensor post, Tensor res, Tensor? bias, Tensor? step, Tensor d_y,"
-    " float[] numerics, float p, int token_base, bool[] want) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"mhc_post_bwd({POST_TENSORS}, Tensor d_y, {POST_SCALARS}, bool[] want)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _post_bwd_outputs,
     _post_bwd_plan,
 )

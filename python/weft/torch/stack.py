@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stack of layers as one module.
+
+Neighbours in it are joined: the merge of one and what stands in front of the next are one operator (`boundary`), which
+reads and writes the streams once instead of three times. A joined layer's own `forward` is not called. So a layer that
+somebody has put something on, hooks for instance, is not joined, and called as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from . import functional as F
+from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer
+from .stack_recompute import Group
+from .unmerged import Unmerged
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _not_itself(module: nn.Module, kind: type, *methods: str) -> str | None:
+    """Why the methods of a module are not those of `kind`, or None if they are."""
+    if not isinstance(module, kind):
+        return f"is {type(module).__name__}, not {kind.__name__}"
+    for name in methods:
+        if getattr(type(module), name) is not getattr(kind, name) or name in module.__dict__:
+            return f"has a {name} of its own"
+    return None
+
+
+def _not_plain(module: nn.Module) -> str | None:
+    """Why to call a module is more than to run its forward, or None if it is not."""
+    if any(getattr(module, hooks) for hooks in HOOKS):
+        return "has hooks"
+    return "is compiled by itself" if module._compiled_call_impl is not None else None
+
+
+def _not_joined(layers: nn.ModuleList, k: int) -> str | None:
+    """Why layer k is not joined with the layer before it, or None if it is."""
+    for at in (k - 1, k):
+        reason = _not_itself(layers[at], HyperConnectionLayer, "forward") or _not_plain(layers[at])
+        if reason:
+            return f"layer {at} {reason}"
+    before, site = layers[k - 1].connection, layers[k].connection
+    reason = _not_itself(before, HyperConnection, "merge")
+    if reason:
+        return f"connection of layer {k - 1} {reason}"
+    reason = _not_itself(site, HyperConnection, "forward", "follow") or _not_plain(site)
+    if reason:
+        return f"connection of layer {k} {reason}"
+    if (before.streams, before.channels) != (site.streams, site.channels):
+        return f"layer {k} has other streams or channels than layer {k - 1}"
+    if before.numerics != site.numerics:
+        return f"layer {k} has other numerics than layer {k - 1}"
+    return None
+
+
+class HyperConnectionStack(nn.Module):
+    """Sub-layers in n residual streams, with entry and exit: [..., C] to [..., C].
+
+    contract: "mean", "sum", "learned" (a Head), or None to return the streams; expand=False takes streams as input: for
+    the stages of a pipeline. Positional and keyword arguments of forward after the input are handed to every sub-layer.
+
+    shifted=True: a sub-layer's input is aggregated with the coefficients that the site before it predicted, that of the
+    first one is stream 0, and contract="pre" aggregates the output with those of the last site. The stages of a
+    pipeline then hand on pairs (streams, pre).
+
+    join=True makes one operator of the merge of a layer and what stands in front of the next, wherever it can; `joins`
+    tells where it cannot. join=False runs layer by layer.
+
+    rebuild=True keeps the streams in front of every second layer only, and makes the others again in backward, one at a
+    time. recompute=k keeps the streams and sub-layer inputs of every group of k sub-layers only until the group's
+    forward pass has ended, and rebuilds them in one call when its backward pass begins; what is kept is the input of
+    each group, the sub-layers' outputs and the coefficients. Results are bitwise the same with either."""
+
+    def __init__(
+        self,
+        sublayers: Iterable[nn.Module],
+        channels: int,
+        streams: int = 4,
+        *,
+        norm: bool = True,
+        dropout: float = 0.0,
+        contract: str | None = "mean",
+        expand: bool = True,
+        shifted: bool = False,
+        join: bool = True,
+        rebuild: bool = False,
+        recompute: int | None = None,
+        device=None,
+        dtype: torch.dtype = torch.float32,
+        **options,
+    ):
+        super().__init__()
+        if recompute is not None and (isinstance(recompute, bool) or int(recompute) != recompute or recompute < 1):
+            raise ValueError(f"HyperConnectionStack: recompute: expected None or 1 and more, got {recompute!r}")
+        if rebuild and (recompute or not join):
+            other = "recompute" if recompute else "join=False"
+            raise ValueError(f"HyperConnectionStack: rebuild: expected False with {other}, got True")
+        if contract == "pre" and not shifted:
+            raise ValueError('HyperConnectionStack: contract: expected shifted=True with "pre", got False')
+        make = {"device": device, "dtype": dtype}
+        self.layers = nn.ModuleList(
+            HyperConnectionLayer(sub, channels, streams, norm=norm, dropout=dropout, **make, **options)
+            for sub in sublayers
+        )
+        self.shifted, self.join, self.rebuild, self.recompute = shifted, join, rebuild, recompute
+        self.expand = Expand(streams) if expand else None
+        self.contract_by_pre = contract == "pre"
+        if contract is None or self.contract_by_pre:
+            self.contract = None
+        elif contract == "learned":
+            shared = {k: options[k] for k in ("precision", "main_grad") if k in options}
+            self.contract = Head(channels, streams, **make, **shared)
+        else:
+            self.contract = Contract(contract)
+
+    def joins(self) -> list[str | None]:
+        """For every layer but the first why it is not joined with the layer before it, as things are now, or None where
+        it is."""
+        everywhere = None
+        if not self.join:
+            everywhere = "join=False"
+        elif any(getattr(torch_module, "_global" + hooks) for hooks in HOOKS):
+            everywhere = "there are hooks for all modules"
+        return [everywhere or _not_joined(self.layers, k) for k in range(1, len(self.layers))]
+
+    def forward(self, x, *args, **kwargs):
+        pre = None
+        if self.expand is not None:
+            x = self.expand(x)
+        elif self.shifted:
+            x, pre = x
+        if self.shifted and pre is None:
+            pre = torch.zeros(x.shape[:-1], dtype=F.ops.wide(x), device=x.device)
+            pre[..., 0] = 1
+        x, pre = self._through(x, pre, args, kwargs)
+        if self.contract is not None:
+            return self.contract(x)
+        if self.contract_by_pre:
+            return F.aggregate(x, pre)
+        return (x, pre) if self.shifted else x
+
+    def _through(self, x: Tensor, pre: Tensor | None, args, kwargs) -> tuple[Tensor, Tensor | None]:
+        """The streams after all layers. `pre` is what the next layer's input is aggregated with; None: its own."""
+        count = len(self.layers)
+        joined = [False, *(reason is None for reason in self.joins()), False]
+        recompute = self.recompute if self.training and torch.is_grad_enabled() else None
+        if torch.compiler.is_compiling():
+            recompute = None
+        group = last = None
+        for k, layer in enumerate(self.layers):
+            if recompute and k % recompute == 0:
+                group = Group(min(recompute, count - k))
+            if not joined[k] and not joined[k + 1]:
+                x, pre = self._alone(layer, x, pre, group, args, kwargs)
+                continue
+            source = None
+            if joined[k]:
+                keep = not self.rebuild or last.source is not None
+                coef, x = last.follow(layer.connection, pre, keep)
+                source = None if keep else last.as_source()
+            else:
+                coef, x = layer.connection(x, pre, carry=True)
+            last = Unmerged.run(layer, x, coef, pre, args, kwargs, group, source)
+            pre = coef.pre if self.shifted else None
+            if not joined[k + 1]:
+                x = last.merge()
+        return x, pre
+
+    def _alone(self, layer: nn.Module, x: Tensor, pre: Tensor | None, group: Group | None, args, kwargs):
+        """A layer by a call, so that whatever somebody has put on it has its effect."""
+        own = {}
+        if group is not None:
+            own["recompute_group"] = group
+        if self.shifted:
+            return layer(x, *args, pre_in=pre, **own, **kwargs)
+        return layer(x, *args, **own, **kwargs), None

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer between its sub-layer and its merge. There a stack decides: merge with the streams, or merge and go on to the
+next layer in one operator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from . import functional as F
+
+if TYPE_CHECKING:
+    from .modules import HyperConnection, HyperConnectionLayer
+    from .stack_recompute import Group
+
+
+def branch(result) -> tuple[Tensor, Tensor | None]:
+    """A sub-layer's result: its output, or the pair (output, bias) of those that leave the bias to the merge."""
+    return result if isinstance(result, tuple) else (result, None)
+
+
+class Unmerged(NamedTuple):
+    """A layer whose sub-layer has run."""
+
+    layer: HyperConnectionLayer
+    x: Tensor
+    coef: F.Pre
+    used: Tensor  # the coefficients that u was aggregated with: the layer's own, or those of the site before
+    f: Tensor
+    bias: Tensor | None
+    step: Tensor | None  # of dropout; None: no dropout
+    group: Group | None  # of the recompute that the layer takes part in
+    source: F.Source | None = None  # what x was made of, where x is not kept for backward
+
+    @classmethod
+    def run(
+        cls, layer, x: Tensor, coef: F.Pre, pre_in: Tensor | None, args, kwargs, group=None, source=None
+    ) -> Unmerged:
+        """Runs a layer's sub-layer."""
+        written = None if group is None else coef.u._version
+        f, bias = branch(layer.sublayer(coef.u, *args, **kwargs))
+        if group is not None:
+            group.ran(coef.u, f, written)
+        step = F.draw_step(x) if layer.dropout and layer.connection.training else None
+        return cls(layer, x, coef, coef.pre if pre_in is None else pre_in, f, bias, step, group, source)
+
+    @property
+    def dropout(self) -> float:
+        return 0.0 if self.step is None else self.layer.dropout
+
+    def as_source(self) -> F.Source:
+        return F.Source(self.x, self.f, self.coef.post, self.coef.res, self.bias, self.dropout, self.step)
+
+    def merge(self) -> Tensor:
+        """The streams after the layer."""
+        y = self.layer.connection.merge(
+            self.x, self.f, self.coef, self.bias, dropout=self.dropout, dropout_step=self.step, source=self.source
+        )
+        return self._merged(y)
+
+    def follow(self, site: HyperConnection, pre_in: Tensor | None, keep: bool = True) -> tuple[F.Pre, Tensor]:
+        """The streams after the layer, and what stands in front of the next one, whose site is given."""
+        coef, y = site.follow(
+            self.layer.connection,
+            self.x,
+            self.f,
+            self.coef,
+            self.bias,
+            pre_in,
+            dropout=self.dropout,
+            dropout_step=self.step,
+            source=self.source,
+            keep=keep,
+        )
+        return coef, self._merged(y)
+
+    def _merged(self, y: Tensor) -> Tensor:
+        if self.group is not None:
+            self.group.add(self, y)
+        return y
