@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What mHC costs in a training step: forward and backward of a slice of a GPT with a plain residual, with weft, and with
-the same mathematics in PyTorch under torch.compile.
+"""What mHC costs in a training step: forward and backward of a slice of a GPT with a plain residual, with weft, and
+with the same mathematics in PyTorch under torch.compile.
 
     bench/step_torch.py [--channels 4096 --layers 3 ...] [--kinds plain,weft,native] [--json] [--plot FILE.svg]
 
@@ -11,6 +11,10 @@ Everything but the hyper-connections is the same code, eager, in all kinds. A st
 pass from a fixed random gradient into a gradient of the input and of all parameters. Times are medians over --repeats
 steps between CUDA events; the kinds take turns. Peak memory is what PyTorch's allocator had at most during a step,
 counting weights and gradients. Before timing, outputs and input gradients of the kinds are compared.
+
+Kinds: plain; weft, a stack whose layers are joined (mhc_boundary); weft_layers, layer by layer (mhc_pre, mhc_post);
+weft_rebuild, joined with every second stream tensor made again; weft_recompute, joined with groups of two sub-layers
+rebuilt; native.
 
 Without options the two slices of docs/performance.md are measured, 16384 tokens each, which needs a GPU with 40 GB."""
 
@@ -34,7 +38,13 @@ except ImportError:
 
 SLICES = ((4096, 3), (2048, 4))
 HEAD, EPS = 128, 1e-6
-KINDS = ("plain", "weft", "weft_recompute", "native")
+WEFT = {
+    "weft": {},
+    "weft_layers": {"join": False},
+    "weft_rebuild": {"rebuild": True},
+    "weft_recompute": {"recompute": 2},
+}
+KINDS = ("plain", *WEFT, "native")
 
 
 # ---- sub-layers: the same for every kind -------------------------------------------------------------------------
@@ -133,8 +143,7 @@ def build(kind, args, device, dtype):
         elif kind == "native":
             model = Native(subs, args.channels, args.streams, not args.no_compile)
         else:
-            group = 2 if kind == "weft_recompute" else None
-            model = wt.HyperConnectionStack(subs, args.channels, args.streams, sub_eps=EPS, recompute=group)
+            model = wt.HyperConnectionStack(subs, args.channels, args.streams, sub_eps=EPS, **WEFT[kind])
     model.to(dtype)
     generator = torch.Generator(device="cpu").manual_seed(7)
     for module in model.modules():  # coefficients that differ from token to token, the same in every kind
@@ -253,7 +262,14 @@ def table(rows):
 
 def plot(rows, path):
     """Bars of step times, one group a slice."""
-    colours = {"plain": "#9aa5b1", "weft": "#7fb685", "weft_recompute": "#b9cf7e", "native": "#e29578"}
+    colours = {
+        "plain": "#9aa5b1",
+        "weft": "#7fb685",
+        "weft_layers": "#8fc1c9",
+        "weft_rebuild": "#9fc77e",
+        "weft_recompute": "#b9cf7e",
+        "native": "#e29578",
+    }
     height, width = 60 + 26 * len(rows), 720
     most = max(r["ms"] for r in rows)
     parts = [

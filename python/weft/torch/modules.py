@@ -18,6 +18,16 @@ def _numerics(value: Numerics | str) -> Numerics:
     return Numerics.preset(value) if isinstance(value, str) else value
 
 
+def _not_itself(module: nn.Module, kind: type, *methods: str) -> str | None:
+    """Why the methods of a module are not those of `kind`, or None if they are."""
+    if not isinstance(module, kind):
+        return f"is {type(module).__name__}, not {kind.__name__}"
+    for name in methods:
+        if getattr(type(module), name) is not getattr(kind, name) or name in module.__dict__:
+            return f"has a {name} of its own"
+    return None
+
+
 class HyperConnection(nn.Module):
     """One site: the parameters in front of one sub-layer, `forward` (everything before the sub-layer) and `merge`
     (everything after it).
@@ -66,6 +76,10 @@ class HyperConnection(nn.Module):
         for weight in (self.norm_weight, self.sub_weight):
             if weight is not None:
                 nn.init.ones_(weight)
+
+    def is_itself(self) -> bool:
+        """Whether forward and merge compute what this class says, and no hook has the last word on their results."""
+        return _not_itself(self, HyperConnection, "forward", "merge") is None and not self._forward_hooks
 
     def extra_repr(self) -> str:
         return f"channels={self.channels}, streams={self.streams}, sub_norm={self.sub_norm}"

@@ -14,21 +14,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from . import functional as F
-from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer
+from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer, _not_itself
 from .stack_recompute import Group
 from .unmerged import Unmerged
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def _not_itself(module: nn.Module, kind: type, *methods: str) -> str | None:
-    """Why the methods of a module are not those of `kind`, or None if they are."""
-    if not isinstance(module, kind):
-        return f"is {type(module).__name__}, not {kind.__name__}"
-    for name in methods:
-        if getattr(type(module), name) is not getattr(kind, name) or name in module.__dict__:
-            return f"has a {name} of its own"
-    return None
 
 
 def _not_plain(module: nn.Module) -> str | None:
@@ -146,29 +136,32 @@ class HyperConnectionStack(nn.Module):
 
     def _through(self, x: Tensor, pre: Tensor | None, args, kwargs) -> tuple[Tensor, Tensor | None]:
         """The streams after all layers. `pre` is what the next layer's input is aggregated with; None: its own."""
-        count = len(self.layers)
         joined = [False, *(reason is None for reason in self.joins()), False]
         recompute = self.recompute if self.training and torch.is_grad_enabled() else None
         if torch.compiler.is_compiling():
             recompute = None
         group = last = None
         for k, layer in enumerate(self.layers):
-            if recompute and k % recompute == 0:
-                group = Group(min(recompute, count - k))
-            if not joined[k] and not joined[k + 1]:
-                x, pre = self._alone(layer, x, pre, group, args, kwargs)
-                continue
             source = None
             if joined[k]:
                 keep = not self.rebuild or last.source is not None
                 coef, x = last.follow(layer.connection, pre, keep)
                 source = None if keep else last.as_source()
-            else:
+            if recompute and k % recompute == 0:
+                if group is not None:
+                    group.end()
+                group = Group()
+            if not joined[k] and not joined[k + 1]:
+                x, pre = self._alone(layer, x, pre, group, args, kwargs)
+                continue
+            if not joined[k]:
                 coef, x = layer.connection(x, pre, carry=True)
             last = Unmerged.run(layer, x, coef, pre, args, kwargs, group, source)
             pre = coef.pre if self.shifted else None
             if not joined[k + 1]:
                 x = last.merge()
+        if group is not None:
+            group.end()
         return x, pre
 
     def _alone(self, layer: nn.Module, x: Tensor, pre: Tensor | None, group: Group | None, args, kwargs):

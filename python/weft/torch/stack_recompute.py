@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import functional as F
 from . import ops, ops_fused
 from .numerics import pack
 from .unmerged import Unmerged
@@ -26,47 +25,46 @@ def storage_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-class Group:
-    """A group of `size` layers in one forward pass. The first stream tensor and the last one stay; between them all is
-    rebuilt."""
+def place(tensor: Tensor) -> tuple:
+    """What two tensors have in common that are the same memory, unchanged."""
+    return tensor.untyped_storage().data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.storage_offset()
 
-    def __init__(self, size: int):
-        self._size = size
-        self._x: Tensor | None = None
+
+class Run:
+    """Layers of which each begins with the streams that the one before it ended with. The first stream tensor and the
+    last one stay; between them all is rebuilt."""
+
+    def __init__(self, x: Tensor, numerics: list[float]):
+        self._x, self._numerics = x.detach(), numerics
         self._rows: list[tuple] = []
         self._discarded: list[tuple[Tensor, int]] = []
-        self._numerics = None
+        self._output, self._place = x, None
 
-    def ran(self, u: Tensor, f: Tensor, written: int) -> None:
-        """A sub-layer has made f of u, whose version was `written` before."""
-        # It may have handed its input on as its output, which is what the replay starts from, or have written to it.
-        if f.untyped_storage().data_ptr() != u.untyped_storage().data_ptr() and u._version == written:
-            self._discard(u)
+    def goes_on_with(self, layer: Unmerged) -> bool:
+        return self._place == place(layer.x) and self._numerics == pack(layer.layer.connection.numerics)
 
     def add(self, layer: Unmerged, y: Tensor) -> None:
-        """The next layer has been merged, with streams y as the result. After the last one, the group lets go of what
-        can be rebuilt."""
+        if self._rows:
+            self._discard(self._output)
+        if layer.spares_u:
+            self._discard(layer.coef.u)
+        self._output, self._place = y, place(y)
         site = layer.layer.connection
-        if self._x is None:
-            self._x, self._numerics = layer.x.detach(), pack(site.numerics)
-        # Detached, or the group would keep the graph alive that keeps it.
+        # Detached, or the run would keep the graph alive that keeps it.
         u, f, pre, post, res = (
             t.detach() for t in (layer.coef.u, layer.f, layer.used, layer.coef.post, layer.coef.res)
         )
         scalars = {"dropout": ops.dropped(layer.dropout, 0), "sub_eps": site.sub_eps}
-        weights = kept(layer.bias), kept(site.sub_weight)
-        after = (F._as_streams(layer.x, f), post, res)
-        self._rows.append((scalars, site.sub_norm, u, pre, *after, *weights, layer.step, y.detach()))
-        if len(self._rows) == self._size:
-            self._close(y)
-        else:
-            self._discard(y)
+        after = f, kept(layer.bias), post, res
+        self._rows.append((scalars, site.sub_norm, u, pre, *after, kept(site.sub_weight), layer.step, y.detach()))
 
     def _discard(self, tensor: Tensor) -> None:
         if tensor.requires_grad:
             self._discarded.append((tensor.detach(), storage_bytes(tensor)))
 
-    def _close(self, output: Tensor) -> None:
+    def end(self) -> None:
+        """Lets go of what can be rebuilt, and rebuilds it when the gradient of the output has come."""
+        output, self._output = self._output, None
         if not output.requires_grad:
             return
         for tensor, _ in self._discarded:
@@ -81,7 +79,7 @@ class Group:
         last = len(self._rows) - 1
         rows = []
         rebuilt = {tensor.untyped_storage().data_ptr() for tensor, _ in self._discarded}
-        for k, (scalars, norm, u, pre, f, post, res, bias, weight, step, y) in enumerate(self._rows):
+        for k, (scalars, norm, u, pre, f, bias, post, res, weight, step, y) in enumerate(self._rows):
             if u.untyped_storage().data_ptr() not in rebuilt:
                 u = weight = None
             placed = ops_fused.placed(norm, u)
@@ -90,3 +88,29 @@ class Group:
             else:
                 rows.append((scalars, step, pre, f, bias, post, res, weight, *placed, y))
         _C.replay(tuple(self._numerics), torch.get_num_threads(), self._x, rows)
+
+
+class Group:
+    """One group in one forward pass: a run of layers, or more of them where somebody has changed the streams on the way
+    from one layer to the next."""
+
+    def __init__(self):
+        self._run: Run | None = None
+
+    def add(self, layer: Unmerged, y: Tensor) -> None:
+        """The next layer has been merged, with streams y as the result."""
+        site = layer.layer.connection
+        if not site.is_itself():  # nobody knows what it did
+            self.end()
+            return
+        if self._run is not None and not self._run.goes_on_with(layer):
+            self.end()
+        if self._run is None:
+            self._run = Run(layer.x, pack(site.numerics))
+        self._run.add(layer, y)
+
+    def end(self) -> None:
+        """The forward pass of the group has ended."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.end()

@@ -31,6 +31,7 @@ class Unmerged(NamedTuple):
     bias: Tensor | None
     step: Tensor | None  # of dropout; None: no dropout
     group: Group | None  # of the recompute that the layer takes part in
+    spares_u: bool  # the sub-layer has left its input as it was, and in memory of its own: it can be rebuilt
     source: F.Source | None = None  # what x was made of, where x is not kept for backward
 
     @classmethod
@@ -38,12 +39,17 @@ class Unmerged(NamedTuple):
         cls, layer, x: Tensor, coef: F.Pre, pre_in: Tensor | None, args, kwargs, group=None, source=None
     ) -> Unmerged:
         """Runs a layer's sub-layer."""
-        written = None if group is None else coef.u._version
-        f, bias = branch(layer.sublayer(coef.u, *args, **kwargs))
-        if group is not None:
-            group.ran(coef.u, f, written)
+        u = coef.u
+        written = None if group is None else u._version
+        f, bias = branch(layer.sublayer(u, *args, **kwargs))
+        spares_u = (
+            group is not None
+            and f.untyped_storage().data_ptr() != u.untyped_storage().data_ptr()
+            and u._version == written
+        )
         step = F.draw_step(x) if layer.dropout and layer.connection.training else None
-        return cls(layer, x, coef, coef.pre if pre_in is None else pre_in, f, bias, step, group, source)
+        f = F._as_streams(x, f)  # here, and so once: whoever keeps it keeps the same tensor
+        return cls(layer, x, coef, coef.pre if pre_in is None else pre_in, f, bias, step, group, spares_u, source)
 
     @property
     def dropout(self) -> float:
