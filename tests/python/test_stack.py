@@ -210,8 +210,8 @@ class Doubling(wt.HyperConnectionLayer):
 
 
 class Merging(wt.HyperConnection):
-    def merge(self, *args, **kwargs):
-        return 2 * super().merge(*args, **kwargs)
+    def merge(self, x, f, coef, bias=None, *, dropout=0.0):
+        return 2 * super().merge(x, f, coef, bias, dropout=dropout)
 
 
 class Wrapped(nn.Module):
@@ -420,6 +420,17 @@ def test_rebuild_lowers_the_memory_between_the_passes(device):
                 alive[rebuild] = meter.now()
         del y
     assert alive[False] - alive[True] == 4 * tokens * N * C * 4
+
+
+def test_rebuild_without_gradients_keeps_nothing():
+    """At most two stream tensors at a time, as without it."""
+    x, peaks = torch.randn(64, C), []
+    for rebuild in (False, True):
+        model = stack(layers=4, rebuild=rebuild)
+        with torch.no_grad(), Meter(but=[x, *model.parameters()]) as meter:
+            model(x)
+        peaks.append(meter.peak)
+    assert peaks[0] == peaks[1]
 
 
 def test_rebuild_through_a_retained_graph(device):

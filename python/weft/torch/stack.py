@@ -18,32 +18,27 @@ from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLay
 from .stack_recompute import Group
 from .unmerged import Unmerged
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+GLOBAL_HOOKS = tuple(f"_global_{when}_hooks" for when in ("forward_pre", "forward", "backward_pre", "backward"))
 
 
 def _not_plain(module: nn.Module) -> str | None:
     """Why to call a module is more than to run its forward, or None if it is not."""
-    if any(getattr(module, hooks) for hooks in HOOKS):
+    if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
         return "has hooks"
     return "is compiled by itself" if module._compiled_call_impl is not None else None
 
 
-def _not_joined(layers: nn.ModuleList, k: int) -> str | None:
-    """Why layer k is not joined with the layer before it, or None if it is."""
-    for at in (k - 1, k):
-        reason = _not_itself(layers[at], HyperConnectionLayer, "forward") or _not_plain(layers[at])
-        if reason:
-            return f"layer {at} {reason}"
-    before, site = layers[k - 1].connection, layers[k].connection
+def _not_joined(k: int, before: HyperConnection, site: HyperConnection) -> str | None:
+    """Why the site of layer k does not go together with the one before it, or None if it does."""
     reason = _not_itself(before, HyperConnection, "merge")
     if reason:
         return f"connection of layer {k - 1} {reason}"
     reason = _not_itself(site, HyperConnection, "forward", "follow") or _not_plain(site)
     if reason:
         return f"connection of layer {k} {reason}"
-    if (before.streams, before.channels) != (site.streams, site.channels):
+    if before.streams != site.streams or before.channels != site.channels:
         return f"layer {k} has other streams or channels than layer {k - 1}"
-    if before.numerics != site.numerics:
+    if before.numerics is not site.numerics and before.numerics != site.numerics:
         return f"layer {k} has other numerics than layer {k - 1}"
     return None
 
@@ -111,12 +106,23 @@ class HyperConnectionStack(nn.Module):
     def joins(self) -> list[str | None]:
         """For every layer but the first why it is not joined with the layer before it, as things are now, or None where
         it is."""
-        everywhere = None
+        count = len(self.layers)
         if not self.join:
-            everywhere = "join=False"
-        elif any(getattr(torch_module, "_global" + hooks) for hooks in HOOKS):
-            everywhere = "there are hooks for all modules"
-        return [everywhere or _not_joined(self.layers, k) for k in range(1, len(self.layers))]
+            return ["join=False"] * (count - 1)
+        if any(getattr(torch_module, hooks) for hooks in GLOBAL_HOOKS):
+            return ["there are hooks for all modules"] * (count - 1)
+        found: list[str | None] = []
+        site = alone = None
+        for k, layer in enumerate(self.layers):
+            before, was_alone = site, alone
+            alone = _not_itself(layer, HyperConnectionLayer, "forward") or _not_plain(layer)
+            if alone:
+                alone = f"layer {k} {alone}"
+            else:
+                site = layer.connection
+            if k > 0:
+                found.append(was_alone or alone or _not_joined(k, before, site))
+        return found
 
     def forward(self, x, *args, **kwargs):
         pre = None
@@ -137,14 +143,14 @@ class HyperConnectionStack(nn.Module):
     def _through(self, x: Tensor, pre: Tensor | None, args, kwargs) -> tuple[Tensor, Tensor | None]:
         """The streams after all layers. `pre` is what the next layer's input is aggregated with; None: its own."""
         joined = [False, *(reason is None for reason in self.joins()), False]
-        recompute = self.recompute if self.training and torch.is_grad_enabled() else None
-        if torch.compiler.is_compiling():
-            recompute = None
+        graph = torch.is_grad_enabled()
+        rebuild = self.rebuild and graph
+        recompute = self.recompute if graph and self.training and not torch.compiler.is_compiling() else None
         group = last = None
         for k, layer in enumerate(self.layers):
             source = None
             if joined[k]:
-                keep = not self.rebuild or last.source is not None
+                keep = not rebuild or last.source is not None or not layer.connection.is_itself()
                 coef, x = last.follow(layer.connection, pre, keep)
                 source = None if keep else last.as_source()
             if recompute and k % recompute == 0:

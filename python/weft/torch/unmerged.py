@@ -60,9 +60,9 @@ class Unmerged(NamedTuple):
 
     def merge(self) -> Tensor:
         """The streams after the layer."""
-        y = self.layer.connection.merge(
-            self.x, self.f, self.coef, self.bias, dropout=self.dropout, dropout_step=self.step, source=self.source
-        )
+        # What is not there is not passed: a site may have a merge of its own that knows nothing of it.
+        more = {k: v for k, v in (("dropout_step", self.step), ("source", self.source)) if v is not None}
+        y = self.layer.connection.merge(self.x, self.f, self.coef, self.bias, dropout=self.dropout, **more)
         return self._merged(y)
 
     def follow(self, site: HyperConnection, pre_in: Tensor | None, keep: bool = True) -> tuple[F.Pre, Tensor]:
