@@ -9,8 +9,9 @@ A slice is a stack of pre-norm attention and SwiGLU sub-layers without embedding
 scaled_dot_product_attention, an MLP of width floor(8C/384)*128, RMSNorm, no biases, bf16 weights and streams, fp32 phi.
 Everything but the hyper-connections is the same code, eager, in all kinds. A step is one forward pass and one backward
 pass from a fixed random gradient into a gradient of the input and of all parameters. Times are medians over --repeats
-steps between CUDA events; the kinds take turns. Peak memory is what PyTorch's allocator had at most during a step,
-counting weights and gradients. Before timing, outputs and input gradients of the kinds are compared.
+steps between CUDA events; the kinds take turns. With --graph a step is captured as a CUDA graph and replayed, so that
+the host has no part in it. Peak memory is what PyTorch's allocator had at most during a step outside a graph, counting
+weights and gradients. Before timing, outputs and input gradients of the kinds are compared.
 
 Kinds: plain; weft, a stack whose layers are joined (mhc_boundary); weft_layers, layer by layer (mhc_pre, mhc_post);
 weft_rebuild, joined with every second stream tensor made again; weft_recompute, joined with groups of two sub-layers
@@ -167,14 +168,25 @@ class Step:
         shape = (args.batch, args.length, args.channels)
         self.x = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
         self.grad = torch.randn(shape, generator=generator).to(device, dtype)
-        self.times = []
+        self.times, self.graph = [], None
 
     def run(self):
         self.x.grad = None
         self.model.zero_grad(set_to_none=True)
         y = self.model(self.x)
         y.backward(self.grad)
-        return y
+        return y.detach()  # nodes that live on belong to this stream, and a capture on another one cannot join it
+
+    def capture(self):
+        """From here on the step that is timed is a replay."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.run()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.run()
 
     def timed(self):
         if self.device.type != "cuda":
@@ -183,7 +195,7 @@ class Step:
             return 1e3 * (time.perf_counter() - start)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        self.run()
+        self.run() if self.graph is None else self.graph.replay()
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
@@ -215,24 +227,30 @@ def measure(args, device):
     for step in steps:  # correctness, and the warm-up that compiles
         for _ in range(3):
             y = step.run()
-        results[step.kind] = (y.detach().clone(), step.x.grad.clone())
+        results[step.kind] = (y.clone(), step.x.grad.clone())
     hyper = [k for k in args.kinds if k != "plain"]
     for kind in hyper[1:]:
         errors = [distance(a, b) for a, b in zip(results[kind], results[hyper[0]], strict=True)]
         if not all(e < 0.03 for e in errors):  # bf16 through the whole stack; NaN fails
             raise SystemExit(f"{kind} and {hyper[0]} differ: output {errors[0]:.2e}, input gradient {errors[1]:.2e}")
     results.clear()
+    peaks = [step.peak() for step in steps]
+    if args.graph:
+        for step in steps:
+            step.capture()
+            step.timed()
     for _ in range(args.repeats):
         for step in steps:
             step.times.append(step.timed())
     rows = []
     plain = next((statistics.median(s.times) for s in steps if s.kind == "plain"), None)
-    for step in steps:
-        ms, peak = statistics.median(step.times), step.peak()
+    for step, peak in zip(steps, peaks, strict=True):
+        ms = statistics.median(step.times)
         rows.append(
             {
                 "bench": "step_torch",
                 "kind": step.kind,
+                "graph": args.graph,
                 "channels": args.channels,
                 "layers": args.layers,
                 "streams": args.streams,
@@ -300,6 +318,7 @@ def main():
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--graph", action="store_true", help="replay CUDA graphs of the steps")
     parser.add_argument("--no-compile", action="store_true", help="native code eager")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true")
@@ -309,6 +328,8 @@ def main():
     unknown = set(args.kinds) - set(KINDS)
     if unknown:
         parser.error(f"--kinds: expected {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
+    if args.graph and not args.device.startswith("cuda"):
+        parser.error(f"--graph: expected a GPU, got --device {args.device}")
     slices = SLICES if args.channels is None else ((args.channels, args.layers or 2),)
     rows = []
     for args.channels, args.layers in slices:
