@@ -19,6 +19,7 @@ from test_modules import C, L, Mlp, N, stack, step
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as torch_module
+from weft.torch.unmerged import Entry
 
 KINDS = {
     "plain": {},
@@ -67,10 +68,9 @@ def calls_of(model, x) -> Counter:
 def test_operators_of_a_pass(layers, device):
     apart, joined = pair_of(device, layers)
     x = torch.randn(3, C, device=device)
-    ends = {"expand": 1, "contract": 1}
-    assert calls_of(apart, x) == Counter(ends | {"pre": layers, "post": layers})
+    assert calls_of(apart, x) == Counter(expand=1, pre=layers, post=layers, contract=1)
     least = min(layers, 1)
-    assert calls_of(joined, x) == Counter(ends | {"pre": least, "boundary": max(layers - 1, 0), "post": least})
+    assert calls_of(joined, x) == Counter(expand=1 - least, boundary=layers, post=least, contract=1)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
@@ -351,21 +351,94 @@ def test_hooks_on_sublayers_do_not_matter(device):
     assert model.joins() == [None] * (L - 1) and len(inputs) == L
 
 
+# ---- the entry -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (2,), (3, 1, 2), (0,)])
+def test_streams_of_an_entry(lead, device):
+    """They lie in memory like those of `expand`, and have its bits."""
+    model, x = stack(device, layers=1, contract=None), torch.randn(*lead, C, device=device)
+    site, begin = model.layers[0].connection, Entry.of(x, N)
+    (coef, streams), want = begin.follow(site, None), wt.expand(x, N)
+    same(streams, want, "streams")
+    assert streams.is_contiguous() and want.is_contiguous()
+    same(list(coef), list(site(want)), "what stands in front of the first layer")
+
+
+def test_an_entry_adds_nothing(device):
+    """What is not finite in one place of the input stays there: zeros are not multiplied with it."""
+    x = torch.randn(4, C, device=device)
+    x[1, 2], x[2, 3] = torch.inf, torch.nan
+    _, streams = Entry.of(x, N).follow(stack(device, layers=1).layers[0].connection, None)
+    same(streams.nan_to_num(7.0, 8.0), wt.expand(x, N).nan_to_num(7.0, 8.0), "streams")
+
+
+def change_entry_hook(model):
+    model.expand.register_forward_hook(lambda module, args, output: 2 * output)
+    return "the entry has hooks"
+
+
+def change_entry(model):
+    class Doubling(wt.Expand):
+        def forward(self, u):
+            return 2 * super().forward(u)
+
+    model.expand = Doubling(N)
+    return "the entry has a forward of its own"
+
+
+def change_first_layer(model):
+    model.layers[0].register_forward_pre_hook(lambda module, args: twice(args))
+    return "layer 0 has hooks"
+
+
+def change_first_site(model):
+    model.layers[0].connection.register_forward_pre_hook(lambda module, args: (twice(args[0]), *args[1:]))
+    return "connection of layer 0 has hooks"
+
+
+@pytest.mark.parametrize("change", [change_entry_hook, change_entry, change_first_layer, change_first_site])
+def test_an_entry_that_stays_apart(change, device):
+    apart, joined = pair_of(device)
+    assert joined.joins_entry() is None and apart.joins_entry() == "join=False"
+    x = torch.randn(3, C, device=device)
+    before = joined(x)
+    change(apart)
+    assert joined.joins_entry() is None
+    assert change(joined) == joined.joins_entry()
+    want, got = step(apart, x), step(joined, x)
+    same(got[0], want[0], "result")
+    close(got[1:], want[1:], "gradients")
+    assert not torch.equal(got[0], before), "the change had no effect"
+
+
+def test_stacks_without_an_entry():
+    assert stack(expand=False).joins_entry() == "expand=False"
+    assert stack(layers=0).joins_entry() == "there are no layers"
+
+
 # ---- rebuild ---------------------------------------------------------------------------------------------------------
 
 
-def kept_streams(model, x) -> int:
-    """Bytes of stream tensors that are saved for backward, storage by storage."""
+def saved_streams(model, x) -> list:
+    """Storages of the stream tensors that are saved for backward, less the zeros of an entry, which are not that
+    large."""
     saved = []
 
     def pack(t):
-        saved.extend([t] if t.shape[-2:] == (N, C) else [])
+        storage = t.untyped_storage()
+        saved.extend([storage] if t.shape[-2:] == (N, C) and storage.nbytes() >= t.nbytes else [])
         return t
 
     with saved_tensors_hooks(pack, lambda t: t):
         y = model(x)
     assert y.requires_grad
-    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in saved)}.values())
+    return saved
+
+
+def kept_streams(model, x) -> int:
+    """Bytes of these, storage by storage, once the forward pass has ended."""
+    return sum({s.data_ptr(): s.nbytes() for s in saved_streams(model, x) if s.nbytes()}.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -391,16 +464,17 @@ def test_rebuild_keeps_half_the_streams(layers, shifted, device):
     one = 10 * N * C * 4
     kept = {r: kept_streams(stack(device, layers, rebuild=r, shifted=shifted), x) for r in (False, True)}
     assert kept[False] == layers * one
-    assert kept[True] == (layers + 1) // 2 * one
+    assert kept[True] == layers // 2 * one
     with torch.no_grad():
-        assert calls_of(stack(device, layers, rebuild=True), x)["boundary"] == layers - 1
+        assert calls_of(stack(device, layers, rebuild=True), x)["boundary"] == layers
 
 
 def test_rebuild_around_a_layer_that_stays_apart(device):
-    """Chains of 3 and 2 joined layers, of which 2 and 1 streams are kept, and a layer that keeps its own."""
+    """Chains of 3 layers with the entry, and of 2, of which one tensor of streams each is kept, and a layer that keeps
+    its own."""
     model, x = stack(device, layers=6, rebuild=True), torch.randn(10, C, device=device, requires_grad=True)
     model.layers[3].register_forward_hook(lambda module, args, output: None)
-    assert kept_streams(model, x) == (2 + 1 + 1) * 10 * N * C * 4
+    assert kept_streams(model, x) == (1 + 1 + 1) * 10 * N * C * 4
 
 
 def test_rebuild_lowers_the_memory_between_the_passes(device):
@@ -487,14 +561,5 @@ def test_recompute_of_joined_layers(group, shifted, device):
     )
     x = torch.randn(tokens, C, device=device)
     same(step(model, x), step(plain, x), "results and gradients")
-    assert calls_of(model, x)["boundary"] == layers - 1
-    saved = []
-
-    def pack(t):
-        saved.extend([t.untyped_storage()] if t.shape[-2:] == (N, C) else [])
-        return t
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        model(x.requires_grad_())
-    alive = {s.data_ptr(): s.nbytes() for s in saved if s.nbytes()}
-    assert sum(alive.values()) == -(-layers // group) * tokens * N * C * 4
+    assert calls_of(model, x)["boundary"] == layers
+    assert kept_streams(model, x.requires_grad_()) == -(-layers // group) * tokens * N * C * 4

@@ -84,12 +84,15 @@ class HyperConnection(nn.Module):
     def extra_repr(self) -> str:
         return f"channels={self.channels}, streams={self.streams}, sub_norm={self.sub_norm}"
 
-    def forward(self, x: Tensor, pre_in: Tensor | None = None, carry: bool = False):
-        """Input u [..., C] of the sub-layer and coefficients, as a `Pre`; with carry=True also the x to merge with."""
+    def _check(self, x: Tensor) -> None:
         if x.shape[-2:] != (self.streams, self.channels):
             raise ValueError(
                 f"HyperConnection: x: expected [..., {self.streams}, {self.channels}], got {list(x.shape)}"
             )
+
+    def forward(self, x: Tensor, pre_in: Tensor | None = None, carry: bool = False):
+        """Input u [..., C] of the sub-layer and coefficients, as a `Pre`; with carry=True also the x to merge with."""
+        self._check(x)
         return F.pre(
             x,
             self.phi,
@@ -150,6 +153,7 @@ class HyperConnection(nn.Module):
     ) -> tuple[F.Pre, Tensor]:
         """`merge` of the site before this one and `forward` of this one in one call: a `Pre`, and the streams that it
         was made of. Both sites have the same numerics."""
+        self._check(x)
         y, *results = F.boundary(
             x,
             f,

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer between its sub-layer and its merge. There a stack decides: merge with the streams, or merge and go on to the
-next layer in one operator."""
+next layer in one operator. The input of a stack is such a layer, too."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from . import functional as F
@@ -85,3 +86,40 @@ class Unmerged(NamedTuple):
         if self.group is not None:
             self.group.add(self, y)
         return y
+
+
+def zero_streams(u: Tensor, streams: int) -> Tensor:
+    """Zeros [..., n, C] beside u [..., C], to be read. All of them lie in the same few bytes per token, so to read them
+    costs no memory traffic; strides are like those of streams that have memory of their own: positive, whole vectors,
+    and falling from left to right."""
+    unit = 8
+    strides = [1, unit, unit * streams]
+    for size in reversed(u.shape[1:-1]):
+        strides.append(strides[-1] * size)
+    lead = u.dim() - 1
+    tokens = u.numel() // max(u.shape[-1], 1)
+    memory = u.new_zeros(tokens * unit * streams + u.shape[-1])
+    return memory.as_strided((*u.shape[:-1], streams, u.shape[-1]), strides[: lead + 2][::-1])
+
+
+class Entry(NamedTuple):
+    """The input of a stack as a layer whose sub-layer has run: its streams are zero, and its output, the input, goes to
+    each of them as it is."""
+
+    made_of: F.Source
+    source: None = None  # its streams are zeros, and kept
+
+    @classmethod
+    def of(cls, u: Tensor, streams: int) -> Entry:
+        lead, make = u.shape[:-1], {"dtype": F.ops.wide(u), "device": u.device}
+        post = torch.ones(streams, **make).expand(*lead, streams)
+        res = torch.zeros(streams, streams, **make).expand(*lead, streams, streams)
+        return cls(F.Source(zero_streams(u, streams), u, post, res))
+
+    def as_source(self) -> F.Source:
+        return self.made_of
+
+    def follow(self, site: HyperConnection, pre_in: Tensor | None, keep: bool = True) -> tuple[F.Pre, Tensor]:
+        """The streams that the stack begins with, and what stands in front of its first layer, whose site is given."""
+        x, f, post, res, *_ = self.made_of
+        return site.follow(site, x, f, F.Pre(None, None, post, res), None, pre_in, keep=keep)
