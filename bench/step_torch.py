@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What mHC costs in a training step: forward and backward of a slice of a GPT with a plain residual, with weft, and with
-the same mathematics in PyTorch under torch.compile.
+"""What mHC costs in a training step: forward and backward of a slice of a GPT with a plain residual, with weft, and
+with the same mathematics in PyTorch under torch.compile.
 
     bench/step_torch.py [--channels 4096 --layers 3 ...] [--kinds plain,weft,native] [--json] [--plot FILE.svg]
 
@@ -9,8 +9,13 @@ A slice is a stack of pre-norm attention and SwiGLU sub-layers without embedding
 scaled_dot_product_attention, an MLP of width floor(8C/384)*128, RMSNorm, no biases, bf16 weights and streams, fp32 phi.
 Everything but the hyper-connections is the same code, eager, in all kinds. A step is one forward pass and one backward
 pass from a fixed random gradient into a gradient of the input and of all parameters. Times are medians over --repeats
-steps between CUDA events; the kinds take turns. Peak memory is what PyTorch's allocator had at most during a step,
-counting weights and gradients. Before timing, outputs and input gradients of the kinds are compared.
+steps between CUDA events; the kinds take turns. With --graph a step is captured as a CUDA graph and replayed, so that
+the host has no part in it. Peak memory is what PyTorch's allocator had at most during a step outside a graph, counting
+weights and gradients. Before timing, outputs and input gradients of the kinds are compared.
+
+Kinds: plain; weft, a stack whose layers are joined (mhc_boundary); weft_layers, layer by layer (mhc_pre, mhc_post);
+weft_rebuild, joined with every second stream tensor made again; weft_recompute, joined with groups of two sub-layers
+rebuilt; native.
 
 Without options the two slices of docs/performance.md are measured, 16384 tokens each, which needs a GPU with 40 GB."""
 
@@ -34,7 +39,13 @@ except ImportError:
 
 SLICES = ((4096, 3), (2048, 4))
 HEAD, EPS = 128, 1e-6
-KINDS = ("plain", "weft", "weft_recompute", "native")
+WEFT = {
+    "weft": {},
+    "weft_layers": {"join": False},
+    "weft_rebuild": {"rebuild": True},
+    "weft_recompute": {"recompute": 2},
+}
+KINDS = ("plain", *WEFT, "native")
 
 
 # ---- sub-layers: the same for every kind -------------------------------------------------------------------------
@@ -133,8 +144,7 @@ def build(kind, args, device, dtype):
         elif kind == "native":
             model = Native(subs, args.channels, args.streams, not args.no_compile)
         else:
-            group = 2 if kind == "weft_recompute" else None
-            model = wt.HyperConnectionStack(subs, args.channels, args.streams, sub_eps=EPS, recompute=group)
+            model = wt.HyperConnectionStack(subs, args.channels, args.streams, sub_eps=EPS, **WEFT[kind])
     model.to(dtype)
     generator = torch.Generator(device="cpu").manual_seed(7)
     for module in model.modules():  # coefficients that differ from token to token, the same in every kind
@@ -158,14 +168,25 @@ class Step:
         shape = (args.batch, args.length, args.channels)
         self.x = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
         self.grad = torch.randn(shape, generator=generator).to(device, dtype)
-        self.times = []
+        self.times, self.graph = [], None
 
     def run(self):
         self.x.grad = None
         self.model.zero_grad(set_to_none=True)
         y = self.model(self.x)
         y.backward(self.grad)
-        return y
+        return y.detach()  # nodes that live on belong to this stream, and a capture on another one cannot join it
+
+    def capture(self):
+        """From here on the step that is timed is a replay."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.run()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.run()
 
     def timed(self):
         if self.device.type != "cuda":
@@ -174,7 +195,7 @@ class Step:
             return 1e3 * (time.perf_counter() - start)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        self.run()
+        self.run() if self.graph is None else self.graph.replay()
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
@@ -206,24 +227,30 @@ def measure(args, device):
     for step in steps:  # correctness, and the warm-up that compiles
         for _ in range(3):
             y = step.run()
-        results[step.kind] = (y.detach().clone(), step.x.grad.clone())
+        results[step.kind] = (y.clone(), step.x.grad.clone())
     hyper = [k for k in args.kinds if k != "plain"]
     for kind in hyper[1:]:
         errors = [distance(a, b) for a, b in zip(results[kind], results[hyper[0]], strict=True)]
         if not all(e < 0.03 for e in errors):  # bf16 through the whole stack; NaN fails
             raise SystemExit(f"{kind} and {hyper[0]} differ: output {errors[0]:.2e}, input gradient {errors[1]:.2e}")
     results.clear()
+    peaks = [step.peak() for step in steps]
+    if args.graph:
+        for step in steps:
+            step.capture()
+            step.timed()
     for _ in range(args.repeats):
         for step in steps:
             step.times.append(step.timed())
     rows = []
     plain = next((statistics.median(s.times) for s in steps if s.kind == "plain"), None)
-    for step in steps:
-        ms, peak = statistics.median(step.times), step.peak()
+    for step, peak in zip(steps, peaks, strict=True):
+        ms = statistics.median(step.times)
         rows.append(
             {
                 "bench": "step_torch",
                 "kind": step.kind,
+                "graph": args.graph,
                 "channels": args.channels,
                 "layers": args.layers,
                 "streams": args.streams,
@@ -253,7 +280,14 @@ def table(rows):
 
 def plot(rows, path):
     """Bars of step times, one group a slice."""
-    colours = {"plain": "#9aa5b1", "weft": "#7fb685", "weft_recompute": "#b9cf7e", "native": "#e29578"}
+    colours = {
+        "plain": "#9aa5b1",
+        "weft": "#7fb685",
+        "weft_layers": "#8fc1c9",
+        "weft_rebuild": "#9fc77e",
+        "weft_recompute": "#b9cf7e",
+        "native": "#e29578",
+    }
     height, width = 60 + 26 * len(rows), 720
     most = max(r["ms"] for r in rows)
     parts = [
@@ -284,6 +318,7 @@ def main():
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--graph", action="store_true", help="replay CUDA graphs of the steps")
     parser.add_argument("--no-compile", action="store_true", help="native code eager")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true")
@@ -293,6 +328,8 @@ def main():
     unknown = set(args.kinds) - set(KINDS)
     if unknown:
         parser.error(f"--kinds: expected {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
+    if args.graph and not args.device.startswith("cuda"):
+        parser.error(f"--graph: expected a GPU, got --device {args.device}")
     slices = SLICES if args.channels is None else ((args.channels, args.layers or 2),)
     rows = []
     for args.channels, args.layers in slices:

@@ -159,6 +159,24 @@ def post_dropout(m: Maker, numerics) -> Case:
     )
 
 
+def _made(m: Maker, numerics) -> tuple[Tensor, Callable]:
+    """Streams that `post` made, with dropout, and a function that tells their source, in the memory order of x."""
+    step, _ = _step(m)
+    made_of = _after(m)
+    source = F.Source(**made_of, dropout=P, dropout_step=step, token_base=7)
+    x = F.post(**made_of, numerics=numerics, dropout=P, dropout_step=step, token_base=7)
+    return x, lambda x: source._replace(x=torch.empty_like(x).copy_(source.x))
+
+
+def post_rebuild(m: Maker, numerics) -> Case:
+    x, source = _made(m, numerics)
+    return Case(
+        lambda **t: F.post(**t, numerics=numerics, source=source(t["x"])),
+        lambda **t: oracle.post(**t, numerics=numerics),
+        {**_after(m), "x": x},
+    )
+
+
 def expand(m: Maker, numerics) -> Case:
     def expression(u):
         return u[..., None, :].expand(*u.shape[:-1], m.n, m.c).clone()
@@ -211,8 +229,13 @@ def pre_shifted(m: Maker, numerics) -> Case:
     return _pre(m, numerics, sub_norm=True, shifted=True)
 
 
-def _boundary(m: Maker, numerics, sub_norm: bool, shifted: bool, dropout: bool) -> Case:
+def _boundary(
+    m: Maker, numerics, sub_norm: bool, shifted: bool, dropout: bool, made: bool = False, keep: bool = True
+) -> Case:
     tensors = {**_after(m), **m.site(shifted), "sub_weight": m.gain(m.c) if sub_norm else None}
+    source = None
+    if made:
+        tensors["x"], source = _made(m, numerics)
     options = {"numerics": numerics, "sub_eps": SUB_EPS, "sub_norm": sub_norm}
     factors = None
     if dropout:
@@ -231,7 +254,10 @@ def _boundary(m: Maker, numerics, sub_norm: bool, shifted: bool, dropout: bool) 
     def snap_y(y):
         return oracle.snap(y, stored_y)
 
-    return Case(lambda **t: F.boundary(**t, **options), expression, tensors, m.coarse)
+    def function(**t):
+        return F.boundary(**t, **options, source=source and source(t["x"]), keep=keep)
+
+    return Case(function, expression, tensors, m.coarse)
 
 
 def boundary(m: Maker, numerics) -> Case:
@@ -244,6 +270,15 @@ def boundary_norm(m: Maker, numerics) -> Case:
 
 def boundary_shifted(m: Maker, numerics) -> Case:
     return _boundary(m, numerics, sub_norm=True, shifted=True, dropout=True)
+
+
+def boundary_rebuild(m: Maker, numerics) -> Case:
+    """x comes with what it was made of."""
+    return _boundary(m, numerics, sub_norm=True, shifted=True, dropout=True, made=True)
+
+
+def boundary_unkept(m: Maker, numerics) -> Case:
+    return _boundary(m, numerics, sub_norm=True, shifted=False, dropout=True, keep=False)
 
 
 def rmsnorm(m: Maker, numerics) -> Case:
@@ -261,6 +296,7 @@ CASES = {
         aggregate,
         post,
         post_dropout,
+        post_rebuild,
         expand,
         contract_mean,
         contract_sum,
@@ -271,6 +307,8 @@ CASES = {
         boundary,
         boundary_norm,
         boundary_shifted,
+        boundary_rebuild,
+        boundary_unkept,
         rmsnorm,
     )
 }

@@ -38,14 +38,17 @@ def model(device, layers=2, dropout=0.0, **options) -> nn.Module:
 
 
 def uncarried(stack):
-    """The stack with gradients of x summed by autograd, as a compiled graph has them."""
+    """A stack that takes streams, with the gradients of these summed by autograd, as a compiled graph has them."""
 
     def forward(x):
-        x = stack.expand(x)
+        before = coef = f = None
         for layer in stack.layers:
-            coef = layer.connection(x)
-            x = layer.connection.merge(x, layer.sublayer(coef.u), coef, dropout=layer.dropout)
-        return stack.contract(x)
+            if before is None:
+                coef = layer.connection(x)
+            else:
+                coef, x = layer.connection.follow(before, x, f, coef)
+            before, f = layer.connection, layer.sublayer(coef.u)
+        return stack.contract(before.merge(x, f, coef))
 
     return forward
 
@@ -76,28 +79,49 @@ def test_every_function_compiles(name, device):
     same(torch.autograd.grad(traced, wrt, upstream), torch.autograd.grad(eager, wrt, upstream), f"gradients of {name}")
 
 
+@pytest.mark.parametrize("rebuild", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_stack_compiles(backend, device):
-    stack = model(device)
+def test_stack_compiles(backend, rebuild, device):
+    stack = model(device, layers=3, rebuild=rebuild)
     x = torch.randn(2, 5, C, device=device)
     compiled = torch.compile(stack, fullgraph=True, backend=backend)
-    got, want = (step(f, stack.parameters(), x) for f in (compiled, uncarried(stack)))
+    got, want = (step(f, stack.parameters(), x) for f in (compiled, stack))
     if backend == "aot_eager":
         same(got, want, "stack")
         return
     # Inductor writes GELU and the sums of gradients anew, in another order: fp32 roundoff of terms of the size of the
-    # largest, over the few dozen operations of two layers.
+    # largest, over the few dozen operations of three layers.
     for g, w in zip(got, want, strict=True):
         assert (g - w).abs().max() <= 64 * 2**-24 * w.abs().max()
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_stack_keeps_fewer_streams(backend, device):
+    """With rebuild=True x_0, x_2 and x_4 of six layers are made again in the backward graph too."""
+    counts = []
+    for rebuild in (False, True):
+        torch._dynamo.reset()
+        stack, kept = model(device, layers=6, rebuild=rebuild), []
+
+        def pack(t, kept=kept):
+            whole = t.untyped_storage().nbytes() >= t.nbytes  # the entry's zeros are not
+            kept.extend([t] if t.shape[-2:] == (N, C) and whole else [])
+            return t
+
+        compiled = torch.compile(stack, fullgraph=True, backend=backend)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            compiled(torch.randn(2, 5, C, device=device, requires_grad=True))
+        counts.append(len({t.data_ptr() for t in kept}))
+    assert counts == [6, 3]
+
+
 def test_main_grad_and_carry_fall_back_in_a_graph(device):
     """A compiled graph returns its gradients: the options are for eager mode and change nothing here."""
-    stack = model(device, main_grad=True)
-    plain = model(device)
+    stack = model(device, main_grad=True, expand=False)
+    plain = model(device, expand=False)
     for p in stack.parameters():
         p.main_grad = torch.zeros_like(p)
-    x = torch.randn(3, C, device=device)
+    x = torch.randn(3, N, C, device=device)
     got = step(torch.compile(stack, fullgraph=True, backend="aot_eager"), stack.parameters(), x)
     same(got, step(uncarried(plain), plain.parameters(), x), "gradients returned")
     assert all(not p.main_grad.any() for p in stack.parameters())
@@ -166,7 +190,7 @@ def test_export(device):
     tokens = torch.export.Dim("tokens", min=2, max=4096)
     program = torch.export.export(stack, (x,), dynamic_shapes=({1: tokens},))
     names = {str(node.target) for node in program.graph.nodes}
-    assert "weft.mhc_pre.default" in names and "weft.mhc_post.default" in names
+    assert {f"weft.mhc_{op}.default" for op in ("boundary", "post", "contract")} <= names
     for count in (6, 9):
         x = torch.randn(2, count, C, device=device)
         same(program.module()(x), stack(x), f"{count} tokens")
@@ -186,7 +210,7 @@ def test_export_saves_and_loads(tmp_path):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint(reentrant, dropout, device):
     """Bitwise, dropout's masks included: the step is drawn again from the restored generator."""
-    stack = model(device, dropout=dropout)
+    stack = model(device, dropout=dropout, join=False)
     x = torch.randn(3, 4, C, device=device)
 
     def checkpointed(x):
@@ -201,6 +225,15 @@ def test_checkpoint(reentrant, dropout, device):
         assert not torch.equal(want[0], step(stack, list(stack.parameters()), x, seed=12)[0])
 
 
+@pytest.mark.parametrize("rebuild", [False, True])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_of_a_stack(reentrant, rebuild, device):
+    stack = model(device, layers=4, dropout=0.3, rebuild=rebuild)
+    x = torch.randn(3, 4, C, device=device)
+    want = step(stack, list(stack.parameters()), x)
+    same(step_backward(lambda x: checkpoint(stack, x, use_reentrant=reentrant), stack, x), want, "checkpointed")
+
+
 def step_backward(function, module, x) -> list:
     """As `step`, by backward(): a reentrant checkpoint knows no torch.autograd.grad."""
     x = x.detach().requires_grad_()
@@ -212,9 +245,10 @@ def step_backward(function, module, x) -> list:
     return [y, x.grad, *(p.grad for p in module.parameters())]
 
 
-def test_save_on_cpu(device):
+@pytest.mark.parametrize("rebuild", [False, True])
+def test_save_on_cpu(rebuild, device):
     """Saved tensors that come back as other tensors."""
-    stack = model(device, dropout=0.3)
+    stack = model(device, layers=3, dropout=0.3, rebuild=rebuild)
     x = torch.randn(3, C, device=device)
 
     def offloaded(x):
@@ -253,35 +287,57 @@ def test_mixed_dtypes_outside_autocast_are_refused(device):
 # ---- CUDA graphs -----------------------------------------------------------------------------------------------------
 
 
-@needs_gpu
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_cuda_graph_of_a_training_step(dropout):
-    """Replays have eager's bits; with dropout each has a mask of its own."""
-    device = torch.device("cuda", 0)
-    stack = model(device, dropout=dropout)
-    x = torch.randn(5, C, device=device)
+GRAPHS = {
+    "joined": {},
+    "dropout": {"dropout": 0.3},
+    "rebuild": {"rebuild": True},
+    "recompute": {"recompute": 2},
+    "layer by layer": {"join": False},
+    "shifted": {"shifted": True, "contract": "pre"},
+    "learned": {"contract": "learned", "dropout": 0.3, "rebuild": True},
+}
+
+
+def captured(run):
+    """A CUDA graph of what `run` does on the device, and its result, whose memory every replay writes again."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            stack.zero_grad(set_to_none=True)
-            stack(x).square().sum().backward()
+            run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    stack.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_cuda_graph_of_a_training_step(kind, dtype):
+    """Replays have eager's bits, for an input that is written between them too; with dropout each has a mask of its
+    own. Four layers, so that there are two of whatever a stack does in pairs."""
+    device = torch.device("cuda", 0)
+    stack = model(device, layers=4, **GRAPHS[kind]).to(dtype)
+    x = torch.randn(5, C, device=device, dtype=dtype)
+
+    def run():
+        stack.zero_grad(set_to_none=True)
         y = stack(x)
-        y.square().sum().backward()
-    results = []
-    for _ in range(2):
+        y.float().square().sum().backward()
+        return [y.detach(), *(p.grad for p in stack.parameters())]
+
+    graph, result = captured(run)
+    replays = []
+    for again in (x.clone(), x.clone(), torch.randn_like(x)):
+        x.copy_(again)
         graph.replay()
-        torch.cuda.synchronize()
-        results.append([y.clone(), *(p.grad.clone() for p in stack.parameters())])
-    if dropout:
-        assert not torch.equal(results[0][0], results[1][0]), "two replays with the same mask"
+        replays.append([t.clone() for t in result])
+    if stack.layers[0].dropout:
+        assert not torch.equal(replays[0][0], replays[1][0]), "two replays with the same mask"
+        assert all(torch.isfinite(t).all() for t in replays[2])
         return
-    same(results[1], results[0], "second replay")
-    stack.zero_grad(set_to_none=True)
-    eager = stack(x)
-    eager.square().sum().backward()
-    same(results[0], [eager.detach(), *(p.grad for p in stack.parameters())], "replay and eager")
+    same(replays[1], replays[0], "second replay")
+    assert not torch.equal(replays[2][0], replays[1][0]), "a replay that does not read its input"
+    same(replays[2], run(), "replay and eager")

@@ -18,7 +18,7 @@ from compare import same
 from torch import nn
 
 C, N, HEADS, VOCAB, TOKENS, BATCH, WORLD = 16, 4, 2, 32, 8, 4, 2
-RECOMPUTE = (None, 2)
+STACKS = {"plain": {}, "recompute": {"recompute": 2}, "rebuild": {"rebuild": True}}
 
 
 class Attention(nn.Module):
@@ -44,12 +44,12 @@ class Mlp(nn.Module):
 class Gpt(nn.Module):
     """Embedding, two blocks of attention and MLP in four residual streams, learned contraction, logits."""
 
-    def __init__(self, recompute=None):
+    def __init__(self, **options):
         super().__init__()
         torch.manual_seed(5)
         self.embed = nn.Embedding(VOCAB, C)
         subs = [Attention(), Mlp(), Attention(), Mlp()]
-        self.stack = wt.HyperConnectionStack(subs, C, N, contract="learned", alpha_init=0.3, recompute=recompute)
+        self.stack = wt.HyperConnectionStack(subs, C, N, contract="learned", alpha_init=0.3, **options)
         self.logits = nn.Linear(C, VOCAB, bias=False)
 
     def forward(self, tokens):
@@ -69,14 +69,27 @@ def wrap_ddp(model):
     return nn.parallel.DistributedDataParallel(model)
 
 
-def wrap_fsdp(model):
+def shard(model, parts):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (WORLD,))
-    for layer in model.stack.layers:
-        fully_shard(layer, mesh=mesh)
+    for part in parts:
+        fully_shard(part, mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+def wrap_fsdp_layers(model):
+    """Each by itself, so that they are not joined."""
+    return shard(model, model.stack.layers)
+
+
+def wrap_fsdp_sublayers(model):
+    """Layers are joined, since their connections are sharded with the model."""
+    return shard(model, [layer.sublayer for layer in model.stack.layers])
+
+
+JOINED = {wrap_ddp: True, wrap_fsdp_layers: False, wrap_fsdp_sublayers: True}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,10 +111,12 @@ def work(rank: int, wrap, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     try:
-        for recompute in RECOMPUTE:
-            model = Gpt(recompute)
-            result = training_step(model, wrap(model), batch().chunk(WORLD)[rank])
-            torch.save(result, f"{folder}/{recompute}-{rank}.pt")
+        for name, options in STACKS.items():
+            model = Gpt(**options)
+            wrapped = wrap(model)
+            assert all((reason is None) == JOINED[wrap] for reason in model.stack.joins())
+            result = training_step(model, wrapped, batch().chunk(WORLD)[rank])
+            torch.save(result, f"{folder}/{name}-{rank}.pt")
             del model, result
         dist.barrier()
     finally:
@@ -121,19 +136,19 @@ def single_process():
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
-@pytest.mark.parametrize("wrap", [wrap_ddp, wrap_fsdp], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrap", JOINED, ids=lambda wrap: wrap.__name__.removeprefix("wrap_"))
 def test_two_processes(wrap, tmp_path):
-    """With and without recompute, in the same pair of processes: to start one takes longer than the step."""
+    """Without and with recompute or rebuild, in one pair of processes: to start one takes longer than the step."""
     mp.spawn(work, (wrap, str(tmp_path)), nprocs=WORLD)
     logits, want, after = single_process()
-    for recompute in RECOMPUTE:
-        ranks = [torch.load(tmp_path / f"{recompute}-{k}.pt") for k in range(WORLD)]
+    for name in STACKS:
+        ranks = [torch.load(tmp_path / f"{name}-{k}.pt") for k in range(WORLD)]
         for k, (part, grads, updated) in enumerate(ranks):
             close_to(part, logits.chunk(WORLD)[k], "logits")
             assert grads.keys() == want.keys()
-            for name, gradient in grads.items():
-                assert gradient.abs().max() > 0, name
-                close_to(gradient, want[name], name)
+            for param, gradient in grads.items():
+                assert gradient.abs().max() > 0, param
+                close_to(gradient, want[param], param)
             close_to(updated, after.chunk(WORLD)[k], "logits after a step")
         same(list(ranks[1][1].values()), list(ranks[0][1].values()), "both processes")
 

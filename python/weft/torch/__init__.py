@@ -5,6 +5,7 @@ from .functional import (
     Boundary,
     Pre,
     ReplayLayer,
+    Source,
     aggregate,
     boundary,
     coef,
@@ -23,7 +24,7 @@ from .functional import (
 from .gdn import GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_pre, gdn_pre_step, gdn_rule
 from .gdn_modules import GatedDeltaFront
 from .grads import GradX
-from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer, HyperConnectionStack
+from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer
 from .numerics import Numerics
 from .recompute import CheckpointWithoutOutput, CheckpointWithoutOutputManager, RecomputePhase, bypass_recompute
 from .recompute_plan import (
@@ -34,6 +35,7 @@ from .recompute_plan import (
     stream_bytes,
 )
 from .rng import register_rng_tracker
+from .stack import HyperConnectionStack
 
 __all__ = [
     "Boundary",
@@ -55,6 +57,7 @@ __all__ = [
     "Pre",
     "RecomputePhase",
     "ReplayLayer",
+    "Source",
     "StreamBytes",
     "aggregate",
     "best_group",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import ops, ops_fused  # noqa: F401  (registers the operators)
+from . import ops, ops_fused, ops_rebuild  # noqa: F401  (registers the operators)
 from .grads import GradX, call, call_and_carry
 from .numerics import RMS_EPS_KINDS, Numerics, choice, pack
 
@@ -42,6 +42,19 @@ class Boundary(NamedTuple):
     pre: Tensor
     post: Tensor
     res: Tensor
+
+
+class Source(NamedTuple):
+    """What `post` made streams of: they need not be kept for backward as long as this is."""
+
+    x: Tensor
+    f: Tensor
+    post: Tensor
+    res: Tensor
+    bias: Tensor | None = None
+    dropout: float = 0.0
+    dropout_step: Tensor | None = None
+    token_base: int = 0
 
 
 class ReplayLayer(NamedTuple):
@@ -76,6 +89,18 @@ def _dropout(like: Tensor, p: float, training: bool, step: Tensor | None) -> tup
 def _as_streams(x: Tensor, f: Tensor) -> Tensor:
     """Under autocast a sub-layer's output comes in the autocast dtype; the streams keep theirs."""
     return f.to(x.dtype) if f.dtype != x.dtype and torch.is_autocast_enabled(x.device.type) else f
+
+
+def _lean(name: str, tensors: tuple, scalars: tuple, source: Source | None, params: tuple = (), options: tuple = ()):
+    """Calls operator `name` in its form that keeps fewer streams (ops_rebuild.py)."""
+    if source is None:
+        return call(f"{name}_rebuild", (*tensors, *(None,) * 6, *scalars, 0.0, 0, *options), params)
+    x, f, post, res, bias, p, step, token_base = source
+    if p and step is None:
+        raise ValueError(f"{name}: source: expected dropout_step beside dropout, got None")
+    # Detached: a source is there to be read, and its gradients come by way of the streams that were made of it.
+    made_of = (None if t is None else t.detach() for t in (x, _as_streams(x, f), post, res, bias, step))
+    return call(f"{name}_rebuild", (*tensors, *made_of, *scalars, float(p), token_base, *options), params)
 
 
 def project(
@@ -132,16 +157,24 @@ def post(
     dropout_step: Tensor | None = None,
     token_base: int = 0,
     grad_x: GradX | None = None,
+    source: Source | None = None,
 ) -> Tensor:
     """The streams after a sub-layer with output f [..., C]: y[o] = dropout(post[o] (f + bias)) + sum_i W(i, o) x[i],
     with W from res as `numerics.apply` says.
 
     Masks are not stored: they are a function of a step that is drawn from torch's generator (or given as an int64
     tensor), so checkpointing and graph replay behave. token_base is the global index of the first token, for shards of
-    a sequence that share a step."""
+    a sequence that share a step.
+
+    source is what a `post` or `boundary` with the same numerics made x of: backward then keeps the source, which that
+    call keeps too, and makes x again."""
     p, step = _dropout(x, dropout, training, dropout_step)
-    args = (x, _as_streams(x, f), post, res, bias, step, pack(numerics), p, token_base)
-    return call("mhc_post", args, (), grad_x, GradX.WRITER)
+    tensors, scalars = (x, _as_streams(x, f), post, res, bias, step), (pack(numerics), p, token_base)
+    if source is None or not torch.is_grad_enabled():
+        return call("mhc_post", (*tensors, *scalars), (), grad_x, GradX.WRITER)
+    if grad_x is not None:
+        raise ValueError("mhc_post: expected grad_x or source, got both")
+    return _lean("mhc_post", tensors, scalars, source)
 
 
 def expand(u: Tensor, streams: int) -> Tensor:
@@ -240,13 +273,21 @@ def boundary(
     token_base: int = 0,
     precision: str = "full",
     main_grad: bool = False,
+    source: Source | None = None,
+    keep: bool = True,
 ) -> Boundary:
-    """`post` of one sub-layer and `pre` of the next in one call; phi and what follows it belong to the next."""
+    """`post` of one sub-layer and `pre` of the next in one call; phi and what follows it belong to the next.
+
+    With keep=False backward does not keep y and rebuilds it; with a source, as for `post`, it does not keep x. Of a
+    chain of streams every second one can go that way: made with keep=False, and read with a source."""
     p, step = _dropout(x, dropout, training, dropout_step)
     tf32 = choice("mhc_boundary: precision", precision, PRECISIONS)
     tensors = (x, _as_streams(x, f), post, res, bias, phi, alpha, beta, norm_weight, sub_weight, pre_in, step)
-    args = (*tensors, pack(numerics), sub_norm, float(sub_eps), p, token_base, tf32)
-    return Boundary(*call("mhc_boundary", args, (5, 6, 7, 8, 9) if main_grad else ())[:5])
+    scalars = (pack(numerics), sub_norm, float(sub_eps), p, token_base, tf32)
+    params = (5, 6, 7, 8, 9) if main_grad else ()
+    if (source is None and keep) or not torch.is_grad_enabled():
+        return Boundary(*call("mhc_boundary", (*tensors, *scalars), params)[:5])
+    return Boundary(*_lean("mhc_boundary", tensors, scalars, source, params, (keep,))[:5])
 
 
 def rmsnorm(u: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyper-connections as modules: one site, one layer around any sub-layer, a stack of layers with its entry and exit."""
+"""Hyper-connections as modules: one site, one layer around any sub-layer, entry and exit of a stack (stack.py)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from . import functional as F
 from .numerics import Numerics, choice
-from .stack_recompute import Group, branch
+from .stack_recompute import Group
+from .unmerged import Unmerged
 
 
 def _numerics(value: Numerics | str) -> Numerics:
     return Numerics.preset(value) if isinstance(value, str) else value
+
+
+def _not_itself(module: nn.Module, kind: type, *methods: str) -> str | None:
+    """Why the methods of a module are not those of `kind`, or None if they are."""
+    if not isinstance(module, kind):
+        return f"is {type(module).__name__}, not {kind.__name__}"
+    for name in methods:
+        if getattr(type(module), name) is not getattr(kind, name) or name in module.__dict__:
+            return f"has a {name} of its own"
+    return None
 
 
 class HyperConnection(nn.Module):
@@ -67,15 +77,22 @@ class HyperConnection(nn.Module):
             if weight is not None:
                 nn.init.ones_(weight)
 
+    def is_itself(self) -> bool:
+        """Whether forward and merge compute what this class says, and no hook has the last word on their results."""
+        return _not_itself(self, HyperConnection, "forward", "merge") is None and not self._forward_hooks
+
     def extra_repr(self) -> str:
         return f"channels={self.channels}, streams={self.streams}, sub_norm={self.sub_norm}"
 
-    def forward(self, x: Tensor, pre_in: Tensor | None = None, carry: bool = False):
-        """Input u [..., C] of the sub-layer and coefficients, as a `Pre`; with carry=True also the x to merge with."""
+    def _check(self, x: Tensor) -> None:
         if x.shape[-2:] != (self.streams, self.channels):
             raise ValueError(
                 f"HyperConnection: x: expected [..., {self.streams}, {self.channels}], got {list(x.shape)}"
             )
+
+    def forward(self, x: Tensor, pre_in: Tensor | None = None, carry: bool = False):
+        """Input u [..., C] of the sub-layer and coefficients, as a `Pre`; with carry=True also the x to merge with."""
+        self._check(x)
         return F.pre(
             x,
             self.phi,
@@ -102,6 +119,7 @@ class HyperConnection(nn.Module):
         dropout: float = 0.0,
         dropout_step: Tensor | None = None,
         token_base: int = 0,
+        source: F.Source | None = None,
     ) -> Tensor:
         """The streams after the sub-layer, from its output f and the bias of its last linear, if that was left out."""
         return F.post(
@@ -115,7 +133,52 @@ class HyperConnection(nn.Module):
             training=self.training,
             dropout_step=dropout_step,
             token_base=token_base,
+            source=source,
         )
+
+    def follow(
+        self,
+        before: HyperConnection,
+        x: Tensor,
+        f: Tensor,
+        coef: F.Pre,
+        bias: Tensor | None = None,
+        pre_in: Tensor | None = None,
+        *,
+        dropout: float = 0.0,
+        dropout_step: Tensor | None = None,
+        token_base: int = 0,
+        source: F.Source | None = None,
+        keep: bool = True,
+    ) -> tuple[F.Pre, Tensor]:
+        """`merge` of the site before this one and `forward` of this one in one call: a `Pre`, and the streams that it
+        was made of. Both sites have the same numerics."""
+        self._check(x)
+        y, *results = F.boundary(
+            x,
+            f,
+            coef.post,
+            coef.res,
+            self.phi,
+            self.alpha,
+            self.beta,
+            bias,
+            self.norm_weight,
+            self.sub_weight,
+            pre_in,
+            numerics=self.numerics,
+            sub_norm=self.sub_norm,
+            sub_eps=self.sub_eps,
+            dropout=dropout,
+            training=before.training,
+            dropout_step=dropout_step,
+            token_base=token_base,
+            precision=self.precision,
+            main_grad=self.main_grad,
+            source=source,
+            keep=keep,
+        )
+        return F.Pre(*results), y
 
 
 class HyperConnectionLayer(nn.Module):
@@ -141,13 +204,14 @@ class HyperConnectionLayer(nn.Module):
         self.sublayer = sublayer
         self.dropout = dropout
 
-    def forward(self, x: Tensor, *args, recompute_group: Group | None = None, **kwargs) -> Tensor:
-        """recompute_group is for the stack that a layer is part of; other arguments go to the sub-layer."""
-        if recompute_group is not None:
-            return recompute_group.forward(self, x, args, kwargs)
-        coef, x = self.connection(x, carry=True)
-        f, bias = branch(self.sublayer(coef.u, *args, **kwargs))
-        return self.connection.merge(x, f, coef, bias, dropout=self.dropout)
+    def forward(
+        self, x: Tensor, *args, pre_in: Tensor | None = None, recompute_group: Group | None = None, **kwargs
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """With pre_in, the coefficients that the layer before predicted, the result is (streams, this layer's own).
+        recompute_group is for the stack that a layer is part of; other arguments go to the sub-layer."""
+        coef, x = self.connection(x, pre_in, carry=True)
+        y = Unmerged.run(self, x, coef, pre_in, args, kwargs, recompute_group).merge()
+        return y if pre_in is None else (y, coef.pre)
 
 
 class Expand(nn.Module):
@@ -210,65 +274,3 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.head(x, self.phi, self.alpha, self.beta, **self.options)
-
-
-class HyperConnectionStack(nn.Module):
-    """Sub-layers in n residual streams, with entry and exit: [..., C] to [..., C].
-
-    contract: "mean", "sum", "learned" (a Head), or None to return the streams; expand=False takes streams as input: for
-    the stages of a pipeline. recompute=k keeps the streams and sub-layer inputs of every group of k sub-layers only
-    until the group's forward pass has ended, and rebuilds them in one call when its backward pass begins; what is kept
-    is the input of each group, the sub-layers' outputs and the coefficients. Results are bitwise the same.
-    Positional and keyword arguments of forward after the input are handed to every sub-layer."""
-
-    def __init__(
-        self,
-        sublayers: Iterable[nn.Module],
-        channels: int,
-        streams: int = 4,
-        *,
-        norm: bool = True,
-        dropout: float = 0.0,
-        contract: str | None = "mean",
-        expand: bool = True,
-        recompute: int | None = None,
-        device=None,
-        dtype: torch.dtype = torch.float32,
-        **options,
-    ):
-        super().__init__()
-        if recompute is not None and (isinstance(recompute, bool) or int(recompute) != recompute or recompute < 1):
-            raise ValueError(f"HyperConnectionStack: recompute: expected None or 1 and more, got {recompute!r}")
-        make = {"device": device, "dtype": dtype}
-        self.layers = nn.ModuleList(
-            HyperConnectionLayer(sub, channels, streams, norm=norm, dropout=dropout, **make, **options)
-            for sub in sublayers
-        )
-        self.recompute = recompute
-        self.expand = Expand(streams) if expand else None
-        if contract is None:
-            self.contract = None
-        elif contract == "learned":
-            shared = {k: options[k] for k in ("precision", "main_grad") if k in options}
-            self.contract = Head(channels, streams, **make, **shared)
-        else:
-            self.contract = Contract(contract)
-
-    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        if self.expand is not None:
-            x = self.expand(x)
-        if self.recompute and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            x = self._forward_groups(x, args, kwargs)
-        else:
-            for layer in self.layers:
-                x = layer(x, *args, **kwargs)
-        return x if self.contract is None else self.contract(x)
-
-    def _forward_groups(self, x: Tensor, args, kwargs) -> Tensor:
-        count = len(self.layers)
-        for start in range(0, count, self.recompute):
-            group = Group(x)
-            for layer in self.layers[start : start + self.recompute]:
-                x = layer(x, *args, recompute_group=group, **kwargs)  # a call, so that the layer's hooks run
-            group.close(x)
-        return x

@@ -58,6 +58,7 @@ class Definition(NamedTuple):
 
     op: Callable
     outputs: Callable
+    plan: Callable | None
     launch: Callable
     save: Callable | None
     backward: Callable | None
@@ -124,27 +125,29 @@ def launch_of(plan: Callable, tensors: int, needs: int, without: Callable | None
 def define(
     schema: str,
     outputs: Callable,
-    plan: Callable,
+    plan: Callable | None,
     save: Callable | None = None,
     backward: Callable | None = None,
     needs: int = -1,
     without: Callable | None = None,
     views: Callable | None = None,
     mutates: tuple[int, ...] = (),
+    launch: Callable | None = None,
 ) -> None:
     """Registers an operator: `plan(*scalars)` says what it does, `save(ctx, inputs, output)` keeps what
     `backward(ctx, *grads)` needs. Where argument `needs` is None the plan does not apply, and
     `without(results, args, add)` returns the arguments of a call that comes to the same. Where the library takes views
     of arguments and results, `views(results, args, add)` returns all three with the views in their places. `mutates`
-    are the positions of arguments that are written.
+    are the positions of arguments that are written. An operator that is more than one call of the library has no plan:
+    `launch(results, *args, add=())` makes the calls.
 
     The autograd kernel is written here and not left to torch.library.register_autograd, because the ways through the
     dispatcher are most of what a small call costs. For the same reason an operator is a kernel of the extension
     (python/kernel.c), and what is here serves the calls that it passes on. That kernel knows neither views nor versions
-    of tensors, so an operator that has either is a kernel in Python."""
+    of tensors, and makes one call, so an operator that has either or makes more is a kernel in Python."""
     name, _, arguments = schema.partition("(")
     tensors = arguments.partition("->")[0].count("Tensor")
-    launch = launch_of(plan, tensors, needs, without, views)
+    launch = launch or launch_of(plan, tensors, needs, without, views)
 
     def fake(*args):
         # A call with one tensor on meta is dispatched here, and would return memory that nobody fills.
@@ -170,12 +173,12 @@ def define(
             return op(*args)
 
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    direct = views is None and not mutates
+    direct = plan is not None and views is None and not mutates
     for otherwise, key in ((kernel, "CompositeExplicitAutograd"), (autograd, "Autograd")):
         LIB.impl(name, _C.Kernel(tensors, needs, plan, outputs, otherwise) if direct else otherwise, key)
     torch.library.register_fake(f"weft::{name}", fake, lib=LIB)
     op = getattr(torch.ops.weft, name).default
-    DEFINITIONS[name] = Definition(op, outputs, launch, save, backward)
+    DEFINITIONS[name] = Definition(op, outputs, plan, launch, save, backward)
 
 
 # ---- shapes of results -------------------------------------------------------------------------------------------
@@ -461,17 +464,19 @@ def _post_bwd_plan(numerics, p, token_base, want):
     return planned("mhc_post_bwd", order, *post_scalars(numerics, p, token_base), step=5)
 
 
+POST_TENSORS = "Tensor x, Tensor f, Tensor post, Tensor res, Tensor? bias, Tensor? step"
+POST_SCALARS = "float[] numerics, float p, int token_base"
+
 define(
-    "mhc_post(Tensor x, Tensor f, Tensor post, Tensor res, Tensor? bias, Tensor? step, float[] numerics, float p,"
-    " int token_base) -> Tensor",
+    f"mhc_post({POST_TENSORS}, {POST_SCALARS}) -> Tensor",
     _post_outputs,
     _post_plan,
     _post_save,
     _post_backward,
 )
 define(
-    "mhc_post_bwd(Tensor x, Tensor f, Tensor post, Tensor res, Tensor? bias, Tensor? step, Tensor d_y,"
-    " float[] numerics, float p, int token_base, bool[] want) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"mhc_post_bwd({POST_TENSORS}, Tensor d_y, {POST_SCALARS}, bool[] want)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _post_bwd_outputs,
     _post_bwd_plan,
 )

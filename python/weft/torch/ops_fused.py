@@ -158,23 +158,22 @@ def _boundary_bwd_plan(numerics, sub_norm, sub_eps, p, token_base, precision, wa
     return planned("mhc_boundary_bwd", order, *scalars, precision=precision, step=11)
 
 
-_BOUNDARY_TENSORS = (
+BOUNDARY_TENSORS = (
     "Tensor x, Tensor f, Tensor post, Tensor res, Tensor? bias, Tensor phi, Tensor alpha, Tensor beta,"
     " Tensor? norm_weight, Tensor? sub_weight, Tensor? pre_in, Tensor? step"
 )
-_BOUNDARY_SCALARS = "float[] numerics, bool sub_norm, float sub_eps, float p, int token_base, int precision"
+BOUNDARY_SCALARS = "float[] numerics, bool sub_norm, float sub_eps, float p, int token_base, int precision"
 
 define(
-    f"mhc_boundary({_BOUNDARY_TENSORS}, {_BOUNDARY_SCALARS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"mhc_boundary({BOUNDARY_TENSORS}, {BOUNDARY_SCALARS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _boundary_outputs,
     _boundary_plan,
     _boundary_save,
     _boundary_backward,
 )
 define(
-    f"mhc_boundary_bwd({_BOUNDARY_TENSORS}, Tensor y, Tensor h, Tensor ms, Tensor? d_y, Tensor? d_u, Tensor? d_pre,"
-    f" Tensor? d_post, Tensor? d_res, {_BOUNDARY_SCALARS}, bool[] want) -> (Tensor, Tensor, Tensor, Tensor, Tensor,"
+    f"mhc_boundary_bwd({BOUNDARY_TENSORS}, Tensor? y, Tensor h, Tensor ms, Tensor? d_y, Tensor? d_u, Tensor? d_pre,"
+    f" Tensor? d_post, Tensor? d_res, {BOUNDARY_SCALARS}, bool[] want) -> (Tensor, Tensor, Tensor, Tensor, Tensor,"
     " Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _boundary_bwd_outputs,
     _boundary_bwd_plan,

@@ -11,14 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import functional as F
 from . import ops, ops_fused
 from .numerics import pack
-
-
-def branch(result) -> tuple[Tensor, Tensor | None]:
-    """A sub-layer's result: its output, or the pair (output, bias) of those that leave the bias to the merge."""
-    return result if isinstance(result, tuple) else (result, None)
+from .unmerged import Unmerged
 
 
 def kept(param: Tensor | None) -> Tensor | None:
@@ -30,45 +25,46 @@ def storage_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-class Group:
-    """One group in one forward pass. The first stream tensor and the last one stay; between them all is rebuilt."""
+def place(tensor: Tensor) -> tuple:
+    """What two tensors have in common that are the same memory, unchanged."""
+    return tensor.untyped_storage().data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.storage_offset()
 
-    def __init__(self, x: Tensor):
-        self._x = x.detach()
+
+class Run:
+    """Layers of which each begins with the streams that the one before it ended with. The first stream tensor and the
+    last one stay; between them all is rebuilt."""
+
+    def __init__(self, x: Tensor, numerics: list[float]):
+        self._x, self._numerics = x.detach(), numerics
         self._rows: list[tuple] = []
         self._discarded: list[tuple[Tensor, int]] = []
-        self._numerics = None
+        self._output, self._place = x, None
 
-    def forward(self, layer, x: Tensor, args, kwargs) -> Tensor:
-        """One layer's forward pass, remembered for the replay."""
-        site = layer.connection
-        coef, x = site(x, carry=True)
-        written = coef.u._version
-        f, bias = branch(layer.sublayer(coef.u, *args, **kwargs))
-        step = F.draw_step(x) if layer.dropout and layer.training else None
-        y = site.merge(x, f, coef, bias, dropout=layer.dropout, dropout_step=step)
-        # A sub-layer may hand its input on as its output, which is what the replay starts from, or write to it.
-        if f.untyped_storage().data_ptr() != coef.u.untyped_storage().data_ptr() and coef.u._version == written:
-            self._discard(coef.u)
-        self._numerics = pack(site.numerics)
-        scalars = {"dropout": ops.dropped(0.0 if step is None else layer.dropout, 0), "sub_eps": site.sub_eps}
-        weights = kept(bias), kept(site.sub_weight)
-        self._rows.append((scalars, site.sub_norm, coef, F._as_streams(x, f), *weights, step, y))
-        return y
+    def goes_on_with(self, layer: Unmerged) -> bool:
+        return self._place == place(layer.x) and self._numerics == pack(layer.layer.connection.numerics)
+
+    def add(self, layer: Unmerged, y: Tensor) -> None:
+        if self._rows:
+            self._discard(self._output)
+        if layer.spares_u:
+            self._discard(layer.coef.u)
+        self._output, self._place = y, place(y)
+        site = layer.layer.connection
+        # Detached, or the run would keep the graph alive that keeps it.
+        u, f, pre, post, res = (
+            t.detach() for t in (layer.coef.u, layer.f, layer.used, layer.coef.post, layer.coef.res)
+        )
+        scalars = {"dropout": ops.dropped(layer.dropout, 0), "sub_eps": site.sub_eps}
+        after = f, kept(layer.bias), post, res
+        self._rows.append((scalars, site.sub_norm, u, pre, *after, kept(site.sub_weight), layer.step, y.detach()))
 
     def _discard(self, tensor: Tensor) -> None:
         if tensor.requires_grad:
             self._discarded.append((tensor.detach(), storage_bytes(tensor)))
 
-    def close(self, output: Tensor) -> None:
-        """Lets go of what can be rebuilt, and rebuilds it when the gradient of `output` has come."""
-        for *_, y in self._rows[:-1]:
-            self._discard(y)
-        # Detached, or the group would keep the graph alive that keeps it.
-        self._rows = [
-            (scalars, norm, F.Pre(*(t.detach() for t in coef)), f.detach(), bias, weight, step, y.detach())
-            for scalars, norm, coef, f, bias, weight, step, y in self._rows
-        ]
+    def end(self) -> None:
+        """Lets go of what can be rebuilt, and rebuilds it when the gradient of the output has come."""
+        output, self._output = self._output, None
         if not output.requires_grad:
             return
         for tensor, _ in self._discarded:
@@ -83,12 +79,38 @@ class Group:
         last = len(self._rows) - 1
         rows = []
         rebuilt = {tensor.untyped_storage().data_ptr() for tensor, _ in self._discarded}
-        for k, (scalars, norm, coef, f, bias, weight, step, y) in enumerate(self._rows):
-            u = coef.u if coef.u.untyped_storage().data_ptr() in rebuilt else None
+        for k, (scalars, norm, u, pre, f, bias, post, res, weight, step, y) in enumerate(self._rows):
+            if u.untyped_storage().data_ptr() not in rebuilt:
+                u = weight = None
             placed = ops_fused.placed(norm, u)
-            weight = None if u is None else weight
             if k == last:
-                rows.append((scalars, step, coef.pre, None, None, None, None, weight, *placed, None))
+                rows.append((scalars, step, pre, None, None, None, None, weight, *placed, None))
             else:
-                rows.append((scalars, step, coef.pre, f, bias, coef.post, coef.res, weight, *placed, y))
+                rows.append((scalars, step, pre, f, bias, post, res, weight, *placed, y))
         _C.replay(tuple(self._numerics), torch.get_num_threads(), self._x, rows)
+
+
+class Group:
+    """One group in one forward pass: a run of layers, or more of them where somebody has changed the streams on the way
+    from one layer to the next."""
+
+    def __init__(self):
+        self._run: Run | None = None
+
+    def add(self, layer: Unmerged, y: Tensor) -> None:
+        """The next layer has been merged, with streams y as the result."""
+        site = layer.layer.connection
+        if not site.is_itself():  # nobody knows what it did
+            self.end()
+            return
+        if self._run is not None and not self._run.goes_on_with(layer):
+            self.end()
+        if self._run is None:
+            self._run = Run(layer.x, pack(site.numerics))
+        self._run.add(layer, y)
+
+    def end(self) -> None:
+        """The forward pass of the group has ended."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.end()
