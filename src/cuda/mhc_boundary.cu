@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Post of one sub-layer and pre of the next [M11], as a chain of launches. Backward keeps the whole gradient of y in an
+ * Post of one sub-layer and pre of the next [M11]: forward in a single pass where the plan allows it, else as a chain of
+ * launches, as backward is. Backward keeps the whole gradient of y in an
  * fp32 stream tensor in the workspace, and y itself where the caller dropped it. */
 #include "core/mhc_parts.h"
 #include "cuda/common/chain.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/mhc_pre.h"
 #include "cuda/mhc_project.cuh"
+#include "cuda/single_pass.h"
 
 static size_t larger(size_t a, size_t b)
 {
@@ -20,6 +22,8 @@ static weft_status fwd(const weft_call *call, const void *args)
     const weft_mhc_boundary_fwd_args *a = (const weft_mhc_boundary_fwd_args *)args;
     const weft_mhc_post_fwd_args post = weft_boundary_post_fwd(a);
     const weft_mhc_pre_fwd_args pre = weft_boundary_pre_fwd(a);
+    const weft_site_plan site = weft_cuda_site_fwd_plan(call, &post, &pre);
+    if (site.path == WEFT_SITE_SINGLE_PASS) return weft_cuda_site_fwd(call, &site, &post, &pre);
     WEFT_TRY(chain_run(call, weft_cuda_mhc_post_fwd, &post, call->exec->workspace));
     return chain_run(call, weft_cuda_mhc_pre_fwd, &pre, call->exec->workspace);
 }
@@ -29,7 +33,8 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
     const weft_mhc_boundary_fwd_args *a = (const weft_mhc_boundary_fwd_args *)args;
     const weft_mhc_post_fwd_args post = weft_boundary_post_fwd(a);
     const weft_mhc_pre_fwd_args pre = weft_boundary_pre_fwd(a);
-    return larger(chain_bytes(call, weft_cuda_mhc_post_fwd, &post), chain_bytes(call, weft_cuda_mhc_pre_fwd, &pre));
+    return larger(weft_cuda_site_fwd_bytes(call), larger(chain_bytes(call, weft_cuda_mhc_post_fwd, &post),
+                                                         chain_bytes(call, weft_cuda_mhc_pre_fwd, &pre)));
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------------------ */
