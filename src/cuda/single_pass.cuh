@@ -13,8 +13,9 @@
  *             what another one copied, so mixers wait for nobody.
  *   teller    one warp. Adds the sums of the mixers of a tile, leaves them in the ring of the group and counts the tile.
  *   fetcher   one warp. Fetches post's coefficients ahead.
- *   finishers 6 warps. When all slices of a token have been counted: adds them in order, makes the coefficients, reads the
- *             whole token once more and writes u, v. A token is one warp's.
+ *   finishers 13 warps. When all slices of a token have been counted: adds them in order, makes the gates, reads the whole
+ *             token once more and writes u, v. A token is one warp's.
+ *   mater     one warp. Sinkhorn of eight tokens at a time, a token each lane: nobody in this launch waits for it.
  *
  * Blocks of a group wait for each other, so all blocks are resident at once (a cooperative launch). Sums are added in an
  * order that follows from the number of channels alone. */
@@ -33,11 +34,12 @@ enum {
     MIXERS = 8,
     TELLER = MIXERS,
     FETCHER,
+    MATER,
     FIRST_FINISHER,
-    SITE_WARPS = 16,
+    SITE_WARPS = 20,
     FINISHERS = SITE_WARPS - FIRST_FINISHER,
-    COEF_SLOTS = 4, /* tiles whose coefficients of post are on chip */
-    EIGHT = 8       /* tokens that a warp works on at a time: half a tile */
+    COEF_SLOTS = 3, /* tiles whose coefficients of post are on chip */
+    EIGHT = 8       /* tokens that a mixer works on at a time, half a tile; tokens of the mater */
 };
 
 struct site_args {
@@ -84,16 +86,26 @@ template <int N, bool HEAD, bool POST> struct site_room {
     /* offsets */
     static constexpr int stream = psi_bytes, sums = stream + MIXERS * stages * stage_bytes;
     static constexpr int coef = sums + 2 * MIXERS * sums_floats * 4;
-    static constexpr int param = coef + (POST ? COEF_SLOTS * SITE_TILE * (N + N * N) * 4 : 0);
+    static constexpr int logits = coef + (POST ? COEF_SLOTS * SITE_TILE * (N + N * N) * 4 : 0);
+    static constexpr int param = logits + 2 * EIGHT * N * N * 4;
     static constexpr int barriers = param + (shape::rows + 3 + 1) / 2 * 8;
-    static constexpr int bytes = barriers + (4 + 2 * COEF_SLOTS) * 8;
+    static constexpr int bytes = barriers + (8 + 2 * COEF_SLOTS) * 8;
     static_assert(bytes <= SITE_SHARED, "more shared memory than a block has");
 };
 
-/* Addresses of barriers: sums of the mixers are there, are taken; coefficients are there, are taken. */
+/* Addresses of barriers: sums of the mixers, coefficients of post, logits are there, are taken. */
 struct site_barriers {
-    uint32_t full, empty, coef_full, coef_empty;
+    uint32_t full, empty, coef_full, coef_empty, logits_full, logits_empty;
 };
+
+/* Tokens of a group are dealt to its blocks one by one. */
+static __device__ __forceinline__ int64_t tokens_of(const site_args &p, int slice, int group)
+{
+    const int64_t tiles = (p.tiles - group + p.groups - 1) / p.groups, last = group + (tiles - 1) * p.groups;
+    const int64_t cut = (last + 1) * SITE_TILE - p.tokens; /* of the last tile */
+    const int64_t all = tiles * SITE_TILE - (cut > 0 ? cut : 0);
+    return (all - slice + p.slices - 1) / p.slices;
+}
 
 /* ---- psi ---------------------------------------------------------------------------------------------------------------- */
 
@@ -180,135 +192,131 @@ static __device__ __forceinline__ void leave_sums(float *to, const site_sums<sit
     if (t == g >> 1) to[g * shape::width + shape::rows] = g & 1 ? s.squares[1] : s.squares[0];
 }
 
-/* New streams of one token and 8 channels, in the registers of the old ones. */
+/* New streams of one token and 8 channels, in the place of the old ones; f lies behind them. Streams are 512 bytes apart. */
 template <int N, post_mode MODE>
-static __device__ __forceinline__ void mix(uint4 (&x)[N], const uint4 &f, const float *coef, const site_args &p,
-                                           const weft_mask &mask, int64_t token, int channel)
+static __device__ __forceinline__ void mix(char *own, const coefs<N> &k, const site_args &p, const weft_mask &mask,
+                                           int64_t token, int channel)
 {
     post_extra<N, 8> extra;
-    float w[N][N], post[N];
+    raw<bf16, 8> x[N], f;
     load_extra<N, 8, MODE>(extra, p.bias, mask, token, channel);
 #pragma unroll
-    for (int o = 0; o < N; o++) {
-        post[o] = coef[o];
-#pragma unroll
-        for (int i = 0; i < N; i++) w[o][i] = coef[N + o * N + i];
-    }
+    for (int i = 0; i < N; i++) memcpy(&x[i], __builtin_assume_aligned(own + i * 512, 16), 16);
+    memcpy(&f, __builtin_assume_aligned(own + N * 512, 16), 16);
 #pragma unroll
     for (int pair = 0; pair < 4; pair++) {
         float v[N][2], fb[2], y[2];
-        uint32_t word[N];
-        auto part = [&](const uint4 &from) {
-            return pair == 0 ? from.x : pair == 1 ? from.y : pair == 2 ? from.z : from.w;
-        };
 #pragma unroll
-        for (int i = 0; i < N; i++) widen2(v[i][0], v[i][1], part(x[i]), bf16());
-        widen2(fb[0], fb[1], part(f), bf16());
+        for (int i = 0; i < N; i++) widen2(v[i][0], v[i][1], x[i].word[pair], bf16());
+        widen2(fb[0], fb[1], f.word[pair], bf16());
         if (extra.biased) fb[0] = fb[0] + extra.bias[pair * 2], fb[1] = fb[1] + extra.bias[pair * 2 + 1];
 #pragma unroll
         for (int o = 0; o < N; o++) {
 #pragma unroll
             for (int q = 0; q < 2; q++) {
-                y[q] = post[o] * fb[q];
+                y[q] = k.post[o] * fb[q];
                 if (extra.masked) y[q] = y[q] * (extra.keep[o] >> (pair * 2 + q) & 1 ? extra.scale : 0.0f);
 #pragma unroll
-                for (int i = 0; i < N; i++) y[q] = fmaf(w[o][i], v[i][q], y[q]);
+                for (int i = 0; i < N; i++) y[q] = fmaf(k.w[o][i], v[i][q], y[q]);
             }
-            word[o] = narrow2(y[0], y[1], bf16());
-        }
-#pragma unroll
-        for (int o = 0; o < N; o++) {
-            if (pair == 0) x[o].x = word[o];
-            if (pair == 1) x[o].y = word[o];
-            if (pair == 2) x[o].z = word[o];
-            if (pair == 3) x[o].w = word[o];
+            x[o].word[pair] = narrow2(y[0], y[1], bf16());
         }
     }
+#pragma unroll
+    for (int i = 0; i < N; i++) memcpy(__builtin_assume_aligned(own + i * 512, 16), &x[i], 16);
 }
 
-/* Where a lane of a mixer is. Its tokens are counted in eights: two a tile. */
-struct mixer_place {
-    int64_t tiles; /* of the group */
-    int group, channel, g;
-    bool inside;
+/* A lane of a mixer on its way through the tokens of its group, counted in eights: two a tile. */
+struct mixer_walk {
+    const bf16 *x, *f;
+    bf16 *y;
+    int64_t token;
+    int32_t near, far; /* tokens from the first eight of a tile to the second, from there to the next tile */
+    bool second;
+
+    __device__ __forceinline__ void step(const site_args &p)
+    {
+        const int64_t by = second ? far : near;
+        x += by * p.x_token, f += by * p.f_token, y += by * p.y_token;
+        token += by;
+        second = !second;
+    }
 };
 
-static __device__ __forceinline__ mixer_place mixer_at(const site_args &p, int slice, int group, int warp, int lane)
+static __device__ __forceinline__ mixer_walk mixer_begin(const site_args &p, int group, int channel, int lane)
 {
-    const int channel = slice * SITE_CHANNELS + warp * 32 + (lane & 3) * 8;
-    return {(p.tiles - group + p.groups - 1) / p.groups, group, channel, lane >> 2, channel < p.channels};
+    const int64_t token = (int64_t)group * SITE_TILE + (lane >> 2);
+    return {p.x + token * p.x_token + channel,
+            p.f + token * p.f_token + channel,
+            p.y + token * p.y_token + channel,
+            token,
+            EIGHT,
+            p.groups * SITE_TILE - EIGHT,
+            false};
 }
 
-static __device__ __forceinline__ int64_t token_of(const site_args &p, const mixer_place &m, int64_t eight)
-{
-    return (m.group + (eight >> 1) * p.groups) * SITE_TILE + (eight & 1) * EIGHT + m.g;
-}
-
-/* to: of this lane in the stage. */
+/* to: of this lane in the stage. What the finishers will read again stays in the cache as long as it can; what nobody
+ * reads again goes first. */
 template <int N, bool POST>
-static __device__ __forceinline__ void copy_eight(const site_args &p, const mixer_place &m, int64_t eight, uint32_t to)
+static __device__ __forceinline__ void copy_eight(const site_args &p, mixer_walk &m, bool inside, uint32_t to,
+                                                  uint64_t policy)
 {
-    const int64_t token = token_of(p, m, eight);
-    const bool valid = m.inside && eight < 2 * m.tiles && token < p.tokens;
-    const bf16 *const from = valid ? p.x + token * p.x_token + m.channel : p.x;
+    const bool valid = inside && m.token < p.tokens;
 #pragma unroll
-    for (int i = 0; i < N; i++) copy_async(to + i * 512, from + (valid ? i * p.x_stream : 0), valid);
-    if constexpr (POST)
-        copy_async(to + N * 512, valid ? p.f + token * p.f_token + m.channel : p.f, valid);
+    for (int i = 0; i < N; i++)
+        copy_async_hint(to + i * 512, valid ? m.x + i * p.x_stream : p.x, valid, policy);
+    if constexpr (POST) copy_async_hint(to + N * 512, valid ? m.f : p.f, valid, policy);
     copy_commit();
+    m.step(p);
 }
 
 template <int N, bool HEAD, bool POST, post_mode MODE>
-static __device__ __forceinline__ void mixer(const site_args &p, char *shared, const site_barriers &b,
-                                             const mixer_place &m, int warp, int lane)
+static __device__ __forceinline__ void mixer(const site_args &p, char *shared, const site_barriers &b, mixer_walk ahead,
+                                             uint64_t policy, int group, int channel, int warp, int lane)
 {
     typedef site_room<N, HEAD, POST> room;
     typedef site_shape<N, HEAD> shape;
     constexpr int STAGES = room::stages;
+    const bool inside = channel < p.channels;
     char *const own = shared + room::stream + warp * STAGES * room::stage_bytes + lane * 16;
     const uint32_t ring = shared_address(own);
     const uint4 *const psi = (const uint4 *)shared + warp * shape::steps * shape::tiles * 32 + lane;
+    mixer_walk now = mixer_begin(p, group, channel, lane);
     weft_mask mask = {};
     if constexpr (POST && MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
 
-    int slot = 0;
+    int slot = 0, k = 0, half = 0;
+    uint32_t coef_parity = 0, sums_parity = 1;
 #pragma unroll 1
-    for (int64_t tile = 0; tile < m.tiles; tile++) {
-        const int k = (int)(tile % COEF_SLOTS), half = (int)(tile & 1);
-        uint4 x[2][N];
+    for (int64_t tile = group; tile < p.tiles; tile += p.groups) {
+        const int slots[2] = {slot, slot == STAGES - 1 ? 0 : slot + 1};
         site_sums<shape::tiles> sums[2];
-        if constexpr (POST) barrier_wait(b.coef_full + k * 8, (uint32_t)(tile / COEF_SLOTS) & 1);
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            copy_wait<STAGES - 1>();
-            const char *const from = own + slot * room::stage_bytes;
-#pragma unroll
-            for (int i = 0; i < N; i++) x[e][i] = *(const uint4 *)(from + i * 512);
-            const int64_t token = token_of(p, m, 2 * tile + e);
-            if constexpr (POST) {
-                const uint4 f = *(const uint4 *)(from + N * 512);
-                const float *coef = (const float *)(shared + room::coef) +
-                                    (k * SITE_TILE + e * EIGHT + m.g) * (N + N * N);
-                mix<N, MODE>(x[e], f, coef, p, mask, token, m.inside ? m.channel : 0);
-                if (m.inside && token < p.tokens) {
-                    bf16 *const to = p.y + token * p.y_token + m.channel;
-#pragma unroll
-                    for (int i = 0; i < N; i++)
-                        store_vector(to + i * p.y_stream, x[e][i].x, x[e][i].y, x[e][i].z, x[e][i].w);
-                } else {
-#pragma unroll
-                    for (int i = 0; i < N; i++) x[e][i] = make_uint4(0, 0, 0, 0);
-                }
-            }
-            copy_eight<N, POST>(p, m, 2 * tile + e + STAGES, ring + slot * room::stage_bytes);
-            slot = slot == STAGES - 1 ? 0 : slot + 1;
-        }
+        copy_wait<STAGES - 2>();
         if constexpr (POST) {
+            barrier_wait(b.coef_full + k * 8, coef_parity);
+#pragma unroll 1
+            for (int e = 0; e < 2; e++) {
+                char *const from = own + (e ? slots[1] : slots[0]) * room::stage_bytes;
+                const coefs<N> &coef = ((const coefs<N> *)(shared + room::coef))[k * SITE_TILE + e * EIGHT + (lane >> 2)];
+                if (inside && now.token < p.tokens) {
+                    mix<N, MODE>(from, coef, p, mask, now.token, channel);
+#pragma unroll
+                    for (int i = 0; i < N; i++) {
+                        const uint4 y = *(const uint4 *)(from + i * 512);
+                        store_vector(now.y + i * p.y_stream, y.x, y.y, y.z, y.w);
+                    }
+                }
+                now.step(p);
+            }
             __syncwarp();
             if (lane == 0) barrier_arrive(b.coef_empty + k * 8);
+            if (++k == COEF_SLOTS) k = 0, coef_parity ^= 1;
         }
+#pragma unroll 2
+        for (int i = 0; i < N; i++) {
+            uint4 y[2];
 #pragma unroll
-        for (int i = 0; i < N; i++)
+            for (int e = 0; e < 2; e++) y[e] = *(const uint4 *)(own + slots[e] * room::stage_bytes + i * 512);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 uint4 a[shape::tiles];
@@ -316,14 +324,21 @@ static __device__ __forceinline__ void mixer(const site_args &p, char *shared, c
                 for (int q = 0; q < shape::tiles; q++) a[q] = psi[((i * 2 + h) * shape::tiles + q) * 32];
 #pragma unroll
                 for (int e = 0; e < 2; e++)
-                    multiply<shape::tiles>(sums[e], a, h ? x[e][i].z : x[e][i].x, h ? x[e][i].w : x[e][i].y);
+                    multiply<shape::tiles>(sums[e], a, h ? y[e].z : y[e].x, h ? y[e].w : y[e].y);
             }
-        barrier_wait(b.empty + half * 8, ((uint32_t)(tile >> 1) & 1) ^ 1);
+        }
+#pragma unroll
+        for (int e = 0; e < 2; e++) copy_eight<N, POST>(p, ahead, inside, ring + slots[e] * room::stage_bytes, policy);
+        slot = slots[1] == STAGES - 1 ? 0 : slots[1] + 1;
+
+        barrier_wait(b.empty + half * 8, sums_parity);
         float *const to = (float *)(shared + room::sums) + (half * MIXERS + warp) * room::sums_floats;
 #pragma unroll
         for (int e = 0; e < 2; e++) leave_sums<N, HEAD>(to + e * EIGHT * shape::width, sums[e], lane);
         __syncwarp(); /* what the warp stored comes before its arrival */
         if (lane == 0) barrier_arrive(b.full + half * 8);
+        half ^= 1;
+        if (half == 0) sums_parity ^= 1;
     }
     copy_wait<0>();
 }
@@ -336,7 +351,7 @@ static __device__ __forceinline__ void wait_count(const uint32_t *counter, uint3
     while (true) {
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
         if (seen >= target) return;
-        __nanosleep(64);
+        __nanosleep(100);
     }
 }
 
@@ -426,7 +441,7 @@ template <int N>
 static __device__ __forceinline__ float aggregate_token(const bf16 *from, int64_t stream, bf16 *u,
                                                         const float (&pre)[N], int channels, int lane)
 {
-    constexpr int AHEAD = 4;
+    constexpr int AHEAD = 2;
     float squares = 0.0f;
 #pragma unroll 1
     for (int c0 = lane * 8; c0 < channels; c0 += AHEAD * 256) {
@@ -480,21 +495,19 @@ static __device__ __forceinline__ void norm_token(bf16 *v, const bf16 *u, float 
 }
 
 template <int N, bool HEAD, bool POST>
-static __device__ __forceinline__ void finisher(const site_args &p, const float *param, int slice, int group, int which,
-                                                int lane)
+static __device__ __forceinline__ void finisher(const site_args &p, float *logits, const float *param,
+                                                const site_barriers &b, int slice, int group, int which, int lane)
 {
     typedef site_shape<N, HEAD> shape;
     constexpr int R = shape::rows;
     uint32_t *const counted = p.counters + group * 2 * SITE_RING, *const taken = counted + SITE_RING;
     const float *const ring = p.ring + (int64_t)group * SITE_RING * p.slices * SITE_TILE * SITE_ROW;
-    /* The tokens of a group are dealt to its blocks one by one, and a block's to its finishers. */
+    const int64_t mine = tokens_of(p, slice, group);
 #pragma unroll 1
-    for (int64_t q = slice + (int64_t)which * p.slices;; q += (int64_t)FINISHERS * p.slices) {
-        const int64_t tile = q / SITE_TILE, at = group + tile * p.groups;
+    for (int64_t k = which; k < mine; k += FINISHERS) {
+        const int64_t q = slice + k * p.slices, tile = q / SITE_TILE;
         const int row = (int)(q % SITE_TILE), slot = (int)(tile % SITE_RING);
-        const int64_t token = at * SITE_TILE + row;
-        if (at >= p.tiles) break;
-        if (token >= p.tokens) continue;
+        const int64_t token = (group + tile * p.groups) * SITE_TILE + row;
         float pre = 0.0f;
         if (has(p.pre_in) && lane < N) pre = get(p.pre_in, token * p.pre_in.stride[0] + lane * p.pre_in.stride[1]);
         if (lane == 0) wait_count(counted + slot, (uint32_t)(tile / SITE_RING + 1) * p.slices);
@@ -520,6 +533,15 @@ static __device__ __forceinline__ void finisher(const site_args &p, const float 
         } else if (lane == R && has(p.ms)) {
             put(p.ms, token * p.ms.stride[0], ms);
         }
+        if constexpr (!HEAD) {
+            if (has(p.res_out)) {
+                const int batch = (int)(k / EIGHT & 1);
+                barrier_wait(b.logits_empty + batch * 8, ((uint32_t)(k / (2 * EIGHT)) & 1) ^ 1);
+                if (kind == 2 && lane < R) logits[(lane - 2 * N) * 2 * EIGHT + k % (2 * EIGHT)] = gate;
+                __syncwarp();
+                if (lane == 0) barrier_arrive(b.logits_full + batch * 8);
+            }
+        }
         if (p.u || p.v) {
             const bf16 *const streams = POST ? p.y + token * p.y_token : p.x + token * p.x_token;
             bf16 *const u = p.u ? p.u + token * p.u_token : p.v + token * p.v_token;
@@ -533,19 +555,35 @@ static __device__ __forceinline__ void finisher(const site_args &p, const float 
                 norm_token(p.v + token * p.v_token, u, 1.0f / sqrtf(squares / (float)p.channels + p.sub_eps),
                            p.sub_weight, p.channels, lane);
         }
-        if constexpr (!HEAD) {
-            /* Nobody waits for these: last. Every lane has the matrix, the first one stores it. */
-            if (has(p.res_out)) {
-                float z[N * N];
+    }
+}
+
+template <int N>
+static __device__ __forceinline__ void mater(const site_args &p, const float *logits, const site_barriers &b, int slice,
+                                             int group, int lane)
+{
+    const int64_t mine = tokens_of(p, slice, group);
+    if (!has(p.res_out)) return;
+#pragma unroll 1
+    for (int64_t k0 = 0; k0 < mine; k0 += EIGHT) {
+        const int batch = (int)(k0 / EIGHT & 1);
+        const int64_t k = k0 + lane % EIGHT, q = slice + k * p.slices, tile = q / SITE_TILE;
+        const int64_t token = (group + tile * p.groups) * SITE_TILE + q % SITE_TILE;
+        float z[N * N];
+        /* The last ones may be fewer: the barrier does without those that never come. */
+        for (int64_t missing = mine; missing < k0 + EIGHT; missing++)
+            if (lane == 0) barrier_arrive(b.logits_full + batch * 8);
+        barrier_wait(b.logits_full + batch * 8, (uint32_t)(k0 / (2 * EIGHT)) & 1);
 #pragma unroll
-                for (int k = 0; k < N * N; k++) z[k] = __shfl_sync(0xffffffffu, gate, 2 * N + k);
-                sinkhorn_fwd<N>(z, p.numbers);
-                if (lane == 0)
+        for (int e = 0; e < N * N; e++) z[e] = logits[e * 2 * EIGHT + k % (2 * EIGHT)];
+        __syncwarp();
+        if (lane == 0) barrier_arrive(b.logits_empty + batch * 8);
+        sinkhorn_fwd<N>(z, p.numbers);
+        if (lane < EIGHT && k < mine) {
+            const view &to = p.res_out;
 #pragma unroll
-                    for (int k = 0; k < N * N; k++)
-                        put(p.res_out,
-                            token * p.res_out.stride[0] + k / N * p.res_out.stride[1] + k % N * p.res_out.stride[2], z[k]);
-            }
+            for (int e = 0; e < N * N; e++)
+                put(to, token * to.stride[0] + e / N * to.stride[1] + e % N * to.stride[2], z[e]);
         }
     }
 }
@@ -562,34 +600,42 @@ static __global__ void __launch_bounds__(SITE_WARPS * 32, 1) site_kernel(const _
     const int group = (int)blockIdx.x / p.slices, slice = (int)blockIdx.x - group * p.slices;
     float *const param = (float *)(shared + room::param);
     const uint32_t at = shared_address(shared + room::barriers);
-    const site_barriers b = {at, at + 16, at + 32, at + 32 + COEF_SLOTS * 8};
-
-    const mixer_place place = mixer_at(p, slice, group, warp % MIXERS, lane);
+    const site_barriers b = {at, at + 16, at + 64, at + 64 + COEF_SLOTS * 8, at + 32, at + 48};
+    const int mixed = warp % MIXERS; /* the mixer that this warp is, or works for */
+    const int channel = slice * SITE_CHANNELS + mixed * 32 + (lane & 3) * 8;
+    mixer_walk ahead = mixer_begin(p, group, channel, lane);
+    const uint64_t policy = POST ? evict_first() : evict_normal();
     if (warp < MIXERS) {
         const uint32_t to = shared_address(shared + room::stream) + warp * room::stages * room::stage_bytes + lane * 16;
 #pragma unroll 1
-        for (int s = 0; s < room::stages; s++) copy_eight<N, POST>(p, place, s, to + s * room::stage_bytes);
+        for (int s = 0; s < room::stages; s++)
+            copy_eight<N, POST>(p, ahead, channel < p.channels, to + s * room::stage_bytes, policy);
     }
     if (slice == 0 && threadIdx.x < 2 * SITE_RING) p.counters[group * 2 * SITE_RING + threadIdx.x] = 0;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; i++) barrier_init(b.full + i * 8, MIXERS), barrier_init(b.empty + i * 8, 1);
+        for (int i = 0; i < 2; i++) {
+            barrier_init(b.full + i * 8, MIXERS), barrier_init(b.empty + i * 8, 1);
+            barrier_init(b.logits_full + i * 8, EIGHT), barrier_init(b.logits_empty + i * 8, 1);
+        }
         for (int i = 0; i < COEF_SLOTS; i++)
             barrier_init(b.coef_full + i * 8, 1), barrier_init(b.coef_empty + i * 8, MIXERS);
     }
     stage_params(param, p.alpha, p.beta, shape::rows, HEAD ? 1 : 3);
-    static_assert(SITE_WARPS == 2 * MIXERS, "two warps to lay out psi for each mixer");
-    fill_psi<N, HEAD>((uint4 *)shared + warp % MIXERS * shape::steps * shape::tiles * 32, p, place.channel,
-                      warp / MIXERS * (shape::steps / 2), lane);
+    if (warp < 2 * MIXERS)
+        fill_psi<N, HEAD>((uint4 *)shared + mixed * shape::steps * shape::tiles * 32, p, channel,
+                          warp / MIXERS * (shape::steps / 2), lane);
     cooperative_groups::this_grid().sync(); /* barriers exist, counters are zero */
 
     if (warp < MIXERS) {
-        mixer<N, HEAD, POST, MODE>(p, shared, b, place, warp, lane);
+        mixer<N, HEAD, POST, MODE>(p, shared, b, ahead, policy, group, channel, warp, lane);
     } else if (warp == TELLER) {
         teller<N, HEAD, POST>(p, shared, b, slice, group, lane);
     } else if (warp == FETCHER) {
         if constexpr (POST) fetcher<N>(p, (float *)(shared + room::coef), b, group, lane);
+    } else if (warp == MATER) {
+        if constexpr (!HEAD) mater<N>(p, (const float *)(shared + room::logits), b, slice, group, lane);
     } else {
-        finisher<N, HEAD, POST>(p, param, slice, group, warp - FIRST_FINISHER, lane);
+        finisher<N, HEAD, POST>(p, (float *)(shared + room::logits), param, b, slice, group, warp - FIRST_FINISHER, lane);
     }
 }
 
