@@ -18,6 +18,16 @@ static bool is_f32(const weft_tensor *t)
     return !weft_has(t) || t->dtype == WEFT_F32;
 }
 
+/* Lines of coefficients, the last dimension, that can be read in one go. */
+static bool is_wide(const weft_tensor *t)
+{
+    const int last = t->ndim - 1;
+    const int64_t n = t->shape[last];
+    for (int i = 0; i < last; i++)
+        if (t->stride[i] % n) return false;
+    return t->dtype == WEFT_F32 && t->stride[last] == 1 && (uintptr_t)t->data % (uintptr_t)(n * 4) == 0;
+}
+
 static bool lies_well(const weft_mhc_post_fwd_args *post, const weft_mhc_pre_fwd_args *pre)
 {
     if (post && !(streams_are_rows(&post->x) && row_fits(&post->f, 8) && vector_fits(&post->bias, 8))) return false;
@@ -133,7 +143,14 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
         p.bias = view_of(&post->bias), p.post = view_of(&post->post), p.res = view_of(&post->res);
         p.dropout = post->dropout;
         p.in_out = post->numerics.apply == WEFT_APPLY_IN_OUT;
+        p.post_wide = is_wide(&post->post), p.res_wide = is_wide(&post->res);
         p.y = (bf16 *)post->y.data, p.y_token = post->y.stride[0], p.y_stream = post->y.stride[1];
+    }
+    const int64_t step = (int64_t)plan->groups * SITE_TILE * (int64_t)sizeof(bf16);
+    p.x_step = step * p.x_token, p.f_step = step * p.f_token, p.y_step = step * p.y_token;
+    for (int i = 0; i < (int)call->streams; i++) {
+        p.x_at[i] = i * p.x_stream * (int64_t)sizeof(bf16);
+        p.y_at[i] = i * p.y_stream * (int64_t)sizeof(bf16);
     }
     return call->streams == 2 ? run<2>(call, p, post) : run<4>(call, p, post);
 }

@@ -7,15 +7,16 @@
  * A token's coefficients need all of its channels, and the aggregate needs the coefficients. So a tile of tokens is worked
  * on twice, a few microseconds apart: y is in the L2 cache the second time, and memory does not see it.
  *
- *   mixers    8 warps. A block has one slice of the channels; its part of psi stays in shared memory for the whole call. A
- *             warp has 32 channels: lane (g, t) has token g of eight and 8 neighbouring channels, which is what it copies
- *             ahead, what post computes on, what it stores, and what the tensor cores want for an operand. No lane reads
- *             what another one copied, so mixers wait for nobody.
- *   teller    one warp. Adds the sums of the mixers of a tile, leaves them in the ring of the group and counts the tile.
- *   fetcher   one warp. Fetches post's coefficients ahead.
- *   finishers 13 warps. When all slices of a token have been counted: adds them in order, makes the gates, reads the whole
- *             token once more and writes u, v. A token is one warp's.
- *   mater     one warp. Sinkhorn of eight tokens at a time, a token each lane: nobody in this launch waits for it.
+ *   mixers    16 warps. A block has one slice of the channels; its part of psi stays in shared memory for the whole call.
+ *             Eight pairs of warps have 32 channels each, and of a pair one has the first eight tokens of a tile, the other
+ *             the second. Lane (g, t) has token g and 8 neighbouring channels, which is what it copies ahead, what post
+ *             computes on, what it stores, and what the tensor cores want for an operand. No lane reads what another one
+ *             copied, so mixers wait for nobody.
+ *   tellers   2 warps, in turn. Add the sums of the mixers of a tile, leave them in the ring of the group, count the tile.
+ *   clerk     one warp. Fetches post's coefficients ahead, and makes matrices of logits, eight tokens at a time, one a lane:
+ *             nobody in this launch waits for these.
+ *   finishers 4 teams of 2 warps. When all slices of a token have been counted: adds them in order, makes the gates, reads
+ *             the whole token once more and writes u, v. A token is one team's.
  *
  * Blocks of a group wait for each other, so all blocks are resident at once (a cooperative launch). Sums are added in an
  * order that follows from the number of channels alone. */
@@ -31,26 +32,30 @@
 #include "cuda/token_math.cuh"
 
 enum {
-    MIXERS = 8,
-    TELLER = MIXERS,
-    FETCHER,
-    MATER,
+    EIGHT = 8, /* tokens that a mixer works on at a time, half a tile; tokens whose matrices the clerk makes at a time */
+    PAIRS = SITE_CHANNELS / 32,
+    MIXERS = 2 * PAIRS,
+    TELLERS = 2,
+    TEAMS = 4,
+    TEAM = 2, /* warps */
+    FIRST_TELLER = MIXERS,
+    CLERK = FIRST_TELLER + TELLERS,
     FIRST_FINISHER,
-    SITE_WARPS = 20,
-    FINISHERS = SITE_WARPS - FIRST_FINISHER,
-    COEF_SLOTS = 3, /* tiles whose coefficients of post are on chip */
-    EIGHT = 8       /* tokens that a mixer works on at a time, half a tile; tokens of the mater */
+    SITE_WARPS = FIRST_FINISHER + TEAMS * TEAM,
+    COEF_SLOTS = 3 /* tiles whose coefficients of post are on chip */
 };
 
 struct site_args {
     const bf16 *x;
     int64_t x_token, x_stream;
+    /* Constants cost no registers: bytes from tile to tile of a group, and of each stream in a token. */
+    int64_t x_step, f_step, y_step, x_at[4], y_at[4];
     /* post */
     const bf16 *f;
     int64_t f_token;
     view bias, post, res;
     weft_dropout dropout;
-    bool in_out;
+    bool in_out, post_wide, res_wide; /* wide: fp32 lines that can be read in one go */
     bf16 *y;
     int64_t y_token, y_stream;
     /* the site */
@@ -80,17 +85,19 @@ template <int N, bool HEAD> struct site_shape {
 
 template <int N, bool HEAD, bool POST> struct site_room {
     typedef site_shape<N, HEAD> shape;
-    static constexpr int stages = POST ? 5 : 6, copies = POST ? N + 1 : N, stage_bytes = copies * 512;
-    static constexpr int psi_bytes = MIXERS * shape::steps * shape::tiles * 512;
-    static constexpr int sums_floats = SITE_TILE * shape::width; /* of a warp */
+    static constexpr int stages = POST ? 2 : 3, copies = POST ? N + 1 : N, stage_bytes = copies * 512;
+    static constexpr int psi_bytes = PAIRS * shape::steps * shape::tiles * 512;
+    static constexpr int sums_floats = EIGHT * shape::width; /* of a warp */
     /* offsets */
     static constexpr int stream = psi_bytes, sums = stream + MIXERS * stages * stage_bytes;
-    static constexpr int coef = sums + 2 * MIXERS * sums_floats * 4;
+    static constexpr int coef = sums + TELLERS * MIXERS * sums_floats * 4;
     static constexpr int logits = coef + (POST ? COEF_SLOTS * SITE_TILE * (N + N * N) * 4 : 0);
     static constexpr int param = logits + 2 * EIGHT * N * N * 4;
-    static constexpr int barriers = param + (shape::rows + 3 + 1) / 2 * 8;
-    static constexpr int bytes = barriers + (8 + 2 * COEF_SLOTS) * 8;
+    static constexpr int teams = param + (shape::rows + 3 + 1) / 2 * 8; /* of each team: N factors, TEAM sums */
+    static constexpr int barriers = teams + TEAMS * 8 * 4;
+    static constexpr int bytes = barriers + (2 * TELLERS + 4 + 2 * COEF_SLOTS) * 8;
     static_assert(bytes <= SITE_SHARED, "more shared memory than a block has");
+    static_assert(N + TEAM <= 8, "room of a team");
 };
 
 /* Addresses of barriers: sums of the mixers, coefficients of post, logits are there, are taken. */
@@ -120,7 +127,7 @@ static __device__ __forceinline__ float4 psi_four(const site_args &p, int row, i
 }
 
 /* The operands of a mixer, as its lanes will want them: of step (stream, half of 8 channels) columns 8t + 4 half + 0 .. 3,
- * where the tensor cores are told that these are 2t, 2t + 1, 2t + 8, 2t + 9. Two warps share the work for one mixer. */
+ * where the tensor cores are told that these are 2t, 2t + 1, 2t + 8, 2t + 9. The two warps of a pair share the work. */
 template <int N, bool HEAD>
 static __device__ __forceinline__ void fill_psi(uint4 *to, const site_args &p, int channel, int first, int lane)
 {
@@ -157,7 +164,7 @@ static __device__ __forceinline__ void fill_psi(uint4 *to, const site_args &p, i
 
 /* What a warp sums of eight tokens. */
 template <int TILES> struct site_sums {
-    float d[TILES == 3 ? 2 : 1][4] = {}, squares[4] = {};
+    float d[TILES == 3 ? 2 : 1][4] = {}, low[4] = {}, high[4] = {};
 };
 
 template <int TILES>
@@ -168,8 +175,9 @@ static __device__ __forceinline__ void multiply(site_sums<TILES> &s, const uint4
         mma16(s.d[0], a[1].x, a[1].y, a[1].z, a[1].w, b0, b1);
         mma16(s.d[1], a[2].x, a[2].y, a[2].z, a[2].w, b0, b1);
     }
-    /* The operand is its own transpose: token by token, and the diagonal is what we want. */
-    mma16(s.squares, b0, 0, b1, 0, b0, b1);
+    /* The operand is its own transpose: token by token. Squares are the diagonals of b0 b0 (above) and b1 b1 (below). */
+    mma8(s.low, b0, b1, b0);
+    mma8(s.high, b0, b1, b1);
 }
 
 /* To [token][row] of eight tokens. D has row g (and g + 8) of tokens 2t, 2t + 1. */
@@ -189,20 +197,17 @@ static __device__ __forceinline__ void leave_sums(float *to, const site_sums<sit
             if (g < shape::rows) row[g] = s.d[0][e] + s.d[0][2 + e];
         }
     }
-    if (t == g >> 1) to[g * shape::width + shape::rows] = g & 1 ? s.squares[1] : s.squares[0];
+    if (t == g >> 1) to[g * shape::width + shape::rows] = g & 1 ? s.low[1] + s.high[3] : s.low[0] + s.high[2];
 }
 
-/* New streams of one token and 8 channels, in the place of the old ones; f lies behind them. Streams are 512 bytes apart. */
+/* New streams of one token and 8 channels, in the registers of the old ones. */
 template <int N, post_mode MODE>
-static __device__ __forceinline__ void mix(char *own, const coefs<N> &k, const site_args &p, const weft_mask &mask,
-                                           int64_t token, int channel)
+static __device__ __forceinline__ void mix(raw<bf16, 8> (&x)[N], const raw<bf16, 8> &f, const coefs<N> &from,
+                                           const site_args &p, const weft_mask &mask, int64_t token, int channel)
 {
     post_extra<N, 8> extra;
-    raw<bf16, 8> x[N], f;
+    const coefs<N> k = from;
     load_extra<N, 8, MODE>(extra, p.bias, mask, token, channel);
-#pragma unroll
-    for (int i = 0; i < N; i++) memcpy(&x[i], __builtin_assume_aligned(own + i * 512, 16), 16);
-    memcpy(&f, __builtin_assume_aligned(own + N * 512, 16), 16);
 #pragma unroll
     for (int pair = 0; pair < 4; pair++) {
         float v[N][2], fb[2], y[2];
@@ -222,123 +227,96 @@ static __device__ __forceinline__ void mix(char *own, const coefs<N> &k, const s
             x[o].word[pair] = narrow2(y[0], y[1], bf16());
         }
     }
-#pragma unroll
-    for (int i = 0; i < N; i++) memcpy(__builtin_assume_aligned(own + i * 512, 16), &x[i], 16);
 }
 
-/* A lane of a mixer on its way through the tokens of its group, counted in eights: two a tile. */
+/* A lane of a mixer on its way through the tiles of its group. */
 struct mixer_walk {
-    const bf16 *x, *f;
-    bf16 *y;
-    int64_t token;
-    int32_t near, far; /* tokens from the first eight of a tile to the second, from there to the next tile */
-    bool second;
-
-    __device__ __forceinline__ void step(const site_args &p)
-    {
-        const int64_t by = second ? far : near;
-        x += by * p.x_token, f += by * p.f_token, y += by * p.y_token;
-        token += by;
-        second = !second;
-    }
+    const char *x, *f; /* where it copies from next */
+    int32_t left;      /* tiles, of those to copy */
+    int32_t least;     /* a lane has nothing where no more than this is left: channels or tokens behind the last */
 };
 
-static __device__ __forceinline__ mixer_walk mixer_begin(const site_args &p, int group, int channel, int lane)
+static __device__ __forceinline__ mixer_walk mixer_begin(const site_args &p, int group, int channel, int warp, int lane)
 {
-    const int64_t token = (int64_t)group * SITE_TILE + (lane >> 2);
-    return {p.x + token * p.x_token + channel,
-            p.f + token * p.f_token + channel,
-            p.y + token * p.y_token + channel,
-            token,
-            EIGHT,
-            p.groups * SITE_TILE - EIGHT,
-            false};
+    const int64_t tiles = (p.tiles - group + p.groups - 1) / p.groups, step = (int64_t)p.groups * SITE_TILE;
+    const int64_t token = (int64_t)group * SITE_TILE + (warp & 1) * EIGHT + (lane >> 2);
+    const bool all = token + (tiles - 1) * step < p.tokens;
+    return {(const char *)(p.x + token * p.x_token + channel), (const char *)(p.f + token * p.f_token + channel),
+            (int32_t)tiles, channel >= p.channels ? INT32_MAX : all ? 0 : 1};
 }
 
-/* to: of this lane in the stage. What the finishers will read again stays in the cache as long as it can; what nobody
- * reads again goes first. */
+/* to: of this lane in the stage. What nobody reads again need not stay in the cache. */
 template <int N, bool POST>
-static __device__ __forceinline__ void copy_eight(const site_args &p, mixer_walk &m, bool inside, uint32_t to,
-                                                  uint64_t policy)
+static __device__ __forceinline__ void copy_eight(const site_args &p, mixer_walk &m, uint32_t to)
 {
-    const bool valid = inside && m.token < p.tokens;
+    const bool valid = m.left > m.least;
+    if constexpr (POST) {
+        const uint64_t policy = evict_first();
 #pragma unroll
-    for (int i = 0; i < N; i++)
-        copy_async_hint(to + i * 512, valid ? m.x + i * p.x_stream : p.x, valid, policy);
-    if constexpr (POST) copy_async_hint(to + N * 512, valid ? m.f : p.f, valid, policy);
+        for (int i = 0; i < N; i++) copy_async_hint(to + i * 512, m.x + p.x_at[i], valid, policy);
+        copy_async_hint(to + N * 512, m.f, valid, policy);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) copy_async(to + i * 512, m.x + p.x_at[i], valid);
+    }
     copy_commit();
-    m.step(p);
+    m.x += p.x_step, m.f += p.f_step, m.left--;
 }
 
 template <int N, bool HEAD, bool POST, post_mode MODE>
-static __device__ __forceinline__ void mixer(const site_args &p, char *shared, const site_barriers &b, mixer_walk ahead,
-                                             uint64_t policy, int group, int channel, int warp, int lane)
+static __device__ __forceinline__ void mixer(const site_args &p, char *shared, const site_barriers &b, mixer_walk walk,
+                                             int group, int channel, int warp, int lane)
 {
     typedef site_room<N, HEAD, POST> room;
     typedef site_shape<N, HEAD> shape;
     constexpr int STAGES = room::stages;
-    const bool inside = channel < p.channels;
     char *const own = shared + room::stream + warp * STAGES * room::stage_bytes + lane * 16;
-    const uint32_t ring = shared_address(own);
-    const uint4 *const psi = (const uint4 *)shared + warp * shape::steps * shape::tiles * 32 + lane;
-    mixer_walk now = mixer_begin(p, group, channel, lane);
+    const uint4 *const psi = (const uint4 *)shared + (warp >> 1) * shape::steps * shape::tiles * 32 + lane;
+    const int64_t first = (int64_t)group * SITE_TILE + (warp & 1) * EIGHT + (lane >> 2);
+    char *y = POST ? (char *)(p.y + first * p.y_token + channel) : NULL;
+    int64_t token = first; /* of the mask */
     weft_mask mask = {};
     if constexpr (POST && MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
 
-    int slot = 0, k = 0, half = 0;
+    int slot = 0, k = 0, teller = 0;
     uint32_t coef_parity = 0, sums_parity = 1;
 #pragma unroll 1
-    for (int64_t tile = group; tile < p.tiles; tile += p.groups) {
-        const int slots[2] = {slot, slot == STAGES - 1 ? 0 : slot + 1};
-        site_sums<shape::tiles> sums[2];
-        copy_wait<STAGES - 2>();
-        if constexpr (POST) {
-            barrier_wait(b.coef_full + k * 8, coef_parity);
-#pragma unroll 1
-            for (int e = 0; e < 2; e++) {
-                char *const from = own + (e ? slots[1] : slots[0]) * room::stage_bytes;
-                const coefs<N> &coef = ((const coefs<N> *)(shared + room::coef))[k * SITE_TILE + e * EIGHT + (lane >> 2)];
-                if (inside && now.token < p.tokens) {
-                    mix<N, MODE>(from, coef, p, mask, now.token, channel);
+    for (int left = walk.left + STAGES; left > 0; left--) {
+        raw<bf16, 8> x[N];
+        site_sums<shape::tiles> sums;
+        copy_wait<STAGES - 1>();
 #pragma unroll
-                    for (int i = 0; i < N; i++) {
-                        const uint4 y = *(const uint4 *)(from + i * 512);
-                        store_vector(now.y + i * p.y_stream, y.x, y.y, y.z, y.w);
-                    }
-                }
-                now.step(p);
+        for (int i = 0; i < N; i++) x[i] = *(const raw<bf16, 8> *)(own + slot * room::stage_bytes + i * 512);
+        if constexpr (POST) {
+            const raw<bf16, 8> f = *(const raw<bf16, 8> *)(own + slot * room::stage_bytes + N * 512);
+            barrier_wait(b.coef_full + k * 8, coef_parity);
+            const int at = k * SITE_TILE + (warp & 1) * EIGHT + (lane >> 2);
+            if (left > walk.least) { /* the others have zeros */
+                mix<N, MODE>(x, f, ((const coefs<N> *)(shared + room::coef))[at], p, mask, token, channel);
+#pragma unroll
+                for (int i = 0; i < N; i++) store_raw((bf16 *)(y + p.y_at[i]), x[i]);
             }
             __syncwarp();
             if (lane == 0) barrier_arrive(b.coef_empty + k * 8);
             if (++k == COEF_SLOTS) k = 0, coef_parity ^= 1;
+            y += p.y_step;
+            if constexpr (MODE == FULL) token += p.groups * SITE_TILE;
         }
-#pragma unroll 2
-        for (int i = 0; i < N; i++) {
-            uint4 y[2];
+        copy_eight<N, POST>(p, walk, shared_address(own) + slot * room::stage_bytes);
+        slot = slot == STAGES - 1 ? 0 : slot + 1;
 #pragma unroll
-            for (int e = 0; e < 2; e++) y[e] = *(const uint4 *)(own + slots[e] * room::stage_bytes + i * 512);
+        for (int step = 0; step < shape::steps; step++) {
+            uint4 a[shape::tiles];
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                uint4 a[shape::tiles];
-#pragma unroll
-                for (int q = 0; q < shape::tiles; q++) a[q] = psi[((i * 2 + h) * shape::tiles + q) * 32];
-#pragma unroll
-                for (int e = 0; e < 2; e++)
-                    multiply<shape::tiles>(sums[e], a, h ? y[e].z : y[e].x, h ? y[e].w : y[e].y);
-            }
+            for (int q = 0; q < shape::tiles; q++) a[q] = psi[(step * shape::tiles + q) * 32];
+            multiply<shape::tiles>(sums, a, x[step >> 1].word[(step & 1) * 2], x[step >> 1].word[(step & 1) * 2 + 1]);
         }
-#pragma unroll
-        for (int e = 0; e < 2; e++) copy_eight<N, POST>(p, ahead, inside, ring + slots[e] * room::stage_bytes, policy);
-        slot = slots[1] == STAGES - 1 ? 0 : slots[1] + 1;
-
-        barrier_wait(b.empty + half * 8, sums_parity);
-        float *const to = (float *)(shared + room::sums) + (half * MIXERS + warp) * room::sums_floats;
-#pragma unroll
-        for (int e = 0; e < 2; e++) leave_sums<N, HEAD>(to + e * EIGHT * shape::width, sums[e], lane);
+        barrier_wait(b.empty + teller * 8, sums_parity);
+        leave_sums<N, HEAD>((float *)(shared + room::sums) + (teller * MIXERS + warp) * room::sums_floats, sums, lane);
         __syncwarp(); /* what the warp stored comes before its arrival */
-        if (lane == 0) barrier_arrive(b.full + half * 8);
-        half ^= 1;
-        if (half == 0) sums_parity ^= 1;
+        if (lane == 0) barrier_arrive(b.full + teller * 8);
+        teller ^= 1;
+        if (teller == 0) sums_parity ^= 1;
     }
     copy_wait<0>();
 }
@@ -349,10 +327,11 @@ static __device__ __forceinline__ void wait_count(const uint32_t *counter, uint3
 {
     uint32_t seen;
     while (true) {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-        if (seen >= target) return;
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+        if (seen >= target) break;
         __nanosleep(100);
     }
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
 }
 
 static __device__ __forceinline__ void count_one(uint32_t *counter)
@@ -360,36 +339,37 @@ static __device__ __forceinline__ void count_one(uint32_t *counter)
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-/* ---- teller, fetcher ---------------------------------------------------------------------------------------------------- */
+/* ---- tellers, clerk ----------------------------------------------------------------------------------------------------- */
 
 template <int N, bool HEAD, bool POST>
 static __device__ __forceinline__ void teller(const site_args &p, const char *shared, const site_barriers &b, int slice,
-                                              int group, int lane)
+                                              int group, int which, int lane)
 {
     typedef site_room<N, HEAD, POST> room;
     typedef site_shape<N, HEAD> shape;
     uint32_t *const counted = p.counters + group * 2 * SITE_RING, *const taken = counted + SITE_RING;
     float *const ring = p.ring + (int64_t)group * SITE_RING * p.slices * SITE_TILE * SITE_ROW;
-    int64_t tile = 0;
+    const float *const sums = (const float *)(shared + room::sums) + which * MIXERS * room::sums_floats +
+                              (lane < shape::width ? lane : 0);
+    uint32_t parity = 0;
+    int64_t tile = which;
 #pragma unroll 1
-    for (int64_t at = group; at < p.tiles; at += p.groups, tile++) {
-        const int half = (int)(tile & 1), slot = (int)(tile % SITE_RING);
-        const float *const from =
-            (const float *)(shared + room::sums) + half * MIXERS * room::sums_floats + (lane < shape::width ? lane : 0);
-        float v[SITE_TILE];
-        barrier_wait(b.full + half * 8, (uint32_t)(tile >> 1) & 1);
-#pragma unroll
-        for (int i = 0; i < SITE_TILE; i++) v[i] = from[i * shape::width];
+    for (int64_t at = group + which * p.groups; at < p.tiles; at += TELLERS * p.groups, tile += TELLERS) {
+        const int slot = (int)(tile % SITE_RING);
+        float v[SITE_TILE] = {};
+        barrier_wait(b.full + which * 8, parity);
+        parity ^= 1;
 #pragma unroll 1
-        for (int w = 1; w < MIXERS; w++)
+        for (int w = 0; w < PAIRS; w++)
 #pragma unroll
-            for (int i = 0; i < SITE_TILE; i++) v[i] += from[w * room::sums_floats + i * shape::width];
+            for (int i = 0; i < SITE_TILE; i++)
+                v[i] += sums[(2 * w + i / EIGHT) * room::sums_floats + i % EIGHT * shape::width];
         __syncwarp();
-        if (lane == 0) barrier_arrive(b.empty + half * 8);
-        if (tile >= SITE_RING) {
-            if (lane == 0) wait_count(taken + slot, (uint32_t)(tile / SITE_RING) * SITE_TILE);
-            __syncwarp();
+        if (lane == 0) {
+            barrier_arrive(b.empty + which * 8);
+            if (tile >= SITE_RING) wait_count(taken + slot, (uint32_t)(tile / SITE_RING) * SITE_TILE);
         }
+        __syncwarp();
         float *const to = ring + ((int64_t)slot * p.slices + slice) * SITE_TILE * SITE_ROW + lane;
 #pragma unroll
         for (int i = 0; i < SITE_TILE; i++)
@@ -399,27 +379,117 @@ static __device__ __forceinline__ void teller(const site_args &p, const char *sh
     }
 }
 
+/* N neighbours of a row of coefficients. */
 template <int N>
-static __device__ __forceinline__ void fetcher(const site_args &p, float *coef, const site_barriers &b, int group,
-                                               int lane)
+static __device__ __forceinline__ void get_line(float (&v)[N], const view &from, bool wide, int64_t at, int64_t step)
 {
-    constexpr int M = N + N * N, OWN = SITE_TILE * M / 32;
-    int64_t tile = 0;
-#pragma unroll 1
-    for (int64_t at = group; at < p.tiles; at += p.groups, tile++) {
-        const int k = (int)(tile % COEF_SLOTS);
-        float v[OWN];
+    if (wide) {
+        load_shared<float, N>(v, (const float *)from.data + at);
+        return;
+    }
 #pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const int e = i * 32 + lane, row = e / M;
-            const int64_t token = at * SITE_TILE + row;
-            v[i] = coef_at(p.post, p.res, p.in_out, N, token < p.tokens ? token : p.tokens - 1, e - row * M);
+    for (int k = 0; k < N; k++) v[k] = get(from, at + k * step);
+}
+
+/* Coefficients of post of a tile. A lane takes a line at a time: post, or one of the matrix. */
+template <int N> static __device__ void fetch_coefs(const site_args &p, coefs<N> *to, int64_t tile, int lane)
+{
+    constexpr int LINES = N + 1, ROUNDS = (SITE_TILE * LINES + 31) / 32;
+    float v[ROUNDS][N];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++) {
+        const int e = r * 32 + lane, row = e / LINES, line = e - row * LINES;
+        const int64_t at = tile * SITE_TILE + row, token = at < p.tokens ? at : p.tokens - 1;
+        if (e >= SITE_TILE * LINES) continue;
+        if (line == 0)
+            get_line<N>(v[r], p.post, p.post_wide, token * p.post.stride[0], p.post.stride[1]);
+        else
+            get_line<N>(v[r], p.res, p.res_wide, token * p.res.stride[0] + (line - 1) * p.res.stride[1],
+                        p.res.stride[2]);
+    }
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++) {
+        const int e = r * 32 + lane, row = e / LINES, line = e - row * LINES;
+        if (e >= SITE_TILE * LINES) continue;
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            if (line == 0)
+                to[row].post[k] = v[r][k];
+            else if (p.in_out)
+                to[row].w[k][line - 1] = v[r][k];
+            else
+                to[row].w[line - 1][k] = v[r][k];
         }
-        barrier_wait(b.coef_empty + k * 8, ((uint32_t)(tile / COEF_SLOTS) & 1) ^ 1);
+    }
+}
+
+/* Matrices of the tokens k0 .. of this block. No part of its caller: it would take that one's registers. */
+template <int N>
+static __device__ __noinline__ void make_matrices(const site_args &p, const float *logits, uint32_t empty, int64_t k0,
+                                                     int64_t mine, int slice, int group, int lane)
+{
+    const int64_t k = k0 + lane % EIGHT, q = slice + k * p.slices, tile = q / SITE_TILE;
+    const int64_t token = (group + tile * p.groups) * SITE_TILE + q % SITE_TILE;
+    const view &to = p.res_out;
+    float z[N * N];
 #pragma unroll
-        for (int i = 0; i < OWN; i++) coef[k * SITE_TILE * M + i * 32 + lane] = v[i];
-        __syncwarp();
-        if (lane == 0) barrier_arrive(b.coef_full + k * 8);
+    for (int e = 0; e < N * N; e++) z[e] = logits[e * 2 * EIGHT + k % (2 * EIGHT)];
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty);
+    sinkhorn_fwd<N>(z, p.numbers);
+    if (lane >= EIGHT || k >= mine) return;
+#pragma unroll
+    for (int e = 0; e < N * N; e++)
+        put(to, token * to.stride[0] + e / N * to.stride[1] + e % N * to.stride[2], z[e]);
+}
+
+/* A barrier as the whole warp sees it. */
+static __device__ __forceinline__ bool warp_test(uint32_t barrier, uint32_t parity)
+{
+    return __any_sync(0xffffffffu, barrier_test(barrier, parity));
+}
+
+/* Does whatever can be done next, and never waits for one thing alone: mixers wait for coefficients, finishers for room for
+ * their logits. */
+template <int N, bool HEAD, bool POST>
+static __device__ __forceinline__ void clerk(const site_args &p, char *shared, const site_barriers &b, int slice,
+                                             int group, int lane)
+{
+    typedef site_room<N, HEAD, POST> room;
+    const float *const logits = (const float *)(shared + room::logits);
+    const int64_t mine = !HEAD && has(p.res_out) ? tokens_of(p, slice, group) : 0;
+    int64_t tile = POST ? group : p.tiles, k0 = 0;
+    int slot = 0, batch = 0;
+    uint32_t coef_parity = 1, logits_parity = 0;
+    /* The last tokens may be fewer than eight: their barrier counts those that never come. */
+    auto complete = [&]() {
+        if (mine - k0 < EIGHT && lane < EIGHT && k0 + lane >= mine) barrier_arrive(b.logits_full + batch * 8);
+    };
+    if (mine > 0) complete();
+#pragma unroll 1
+    while (tile < p.tiles || k0 < mine) {
+        bool idle = true;
+        if constexpr (POST) {
+            if (tile < p.tiles && warp_test(b.coef_empty + slot * 8, coef_parity)) {
+                fetch_coefs<N>(p, (coefs<N> *)(shared + room::coef) + slot * SITE_TILE, tile, lane);
+                __syncwarp();
+                if (lane == 0) barrier_arrive(b.coef_full + slot * 8);
+                tile += p.groups;
+                if (++slot == COEF_SLOTS) slot = 0, coef_parity ^= 1;
+                idle = false;
+            }
+        }
+        if constexpr (!HEAD) {
+            if (k0 < mine && warp_test(b.logits_full + batch * 8, logits_parity)) {
+                make_matrices<N>(p, logits, b.logits_empty + batch * 8, k0, mine, slice, group, lane);
+                k0 += EIGHT;
+                batch ^= 1;
+                if (batch == 0) logits_parity ^= 1;
+                if (k0 < mine) complete();
+                idle = false;
+            }
+        }
+        if (idle) __nanosleep(50);
     }
 }
 
@@ -436,24 +506,26 @@ static __device__ __forceinline__ float as_stored(const view &to, float v)
     return to.dtype == WEFT_BF16 ? rounded<bf16>(v) : to.dtype == WEFT_F16 ? rounded<f16>(v) : v;
 }
 
-/* u of a token, and the sum of its squares over the lanes. */
-template <int N>
-static __device__ __forceinline__ float aggregate_token(const bf16 *from, int64_t stream, bf16 *u,
-                                                        const float (&pre)[N], int channels, int lane)
-{
-    constexpr int AHEAD = 2;
-    float squares = 0.0f;
-#pragma unroll 1
-    for (int c0 = lane * 8; c0 < channels; c0 += AHEAD * 256) {
-        uint4 x[AHEAD][N];
+/* A finisher's part of a token: 256 channels at a time, TEAM apart; AHEAD of these are on their way at once. */
+template <int N> struct site_part {
+    static constexpr int ahead = 2, step = TEAM * 256;
+    uint4 x[ahead][N];
+
+    __device__ __forceinline__ void fetch(const bf16 *from, int64_t stream, int channels, int c0)
+    {
 #pragma unroll
-        for (int a = 0; a < AHEAD; a++)
-            if (c0 + a * 256 < channels)
+        for (int a = 0; a < ahead; a++)
+            if (c0 + a * step < channels)
 #pragma unroll
-                for (int i = 0; i < N; i++) x[a][i] = load_cached(from + i * stream + c0 + a * 256);
+                for (int i = 0; i < N; i++) x[a][i] = load_cached(from + i * stream + c0 + a * step);
+    }
+
+    /* Writes u, adds the squares of what it wrote. */
+    __device__ __forceinline__ void finish(bf16 *u, const float (&pre)[N], int channels, int c0, float &squares) const
+    {
 #pragma unroll
-        for (int a = 0; a < AHEAD; a++) {
-            if (c0 + a * 256 >= channels) continue;
+        for (int a = 0; a < ahead; a++) {
+            if (c0 + a * step >= channels) continue;
             uint32_t word[4];
 #pragma unroll
             for (int pair = 0; pair < 4; pair++) {
@@ -473,18 +545,17 @@ static __device__ __forceinline__ float aggregate_token(const bf16 *from, int64_
                 squares = fmaf(v[0], v[0], squares);
                 squares = fmaf(v[1], v[1], squares);
             }
-            store_vector(u + c0 + a * 256, word[0], word[1], word[2], word[3]);
+            store_vector(u + c0 + a * step, word[0], word[1], word[2], word[3]);
         }
     }
-    return warp_sum(squares);
-}
+};
 
 /* v from u, which this lane stored itself. */
-static __device__ __forceinline__ void norm_token(bf16 *v, const bf16 *u, float inverse, const view &weight, int channels,
-                                                  int lane)
+static __device__ __forceinline__ void norm_part(bf16 *v, const bf16 *u, float inverse, const view &weight, int channels,
+                                                 int c0)
 {
-#pragma unroll 4
-    for (int c = lane * 8; c < channels; c += 256) {
+#pragma unroll 2
+    for (int c = c0; c < channels; c += TEAM * 256) {
         float x[8], w[8];
         load_shared<bf16, 8>(x, u + c);
         if (has(weight)) get_param<8>(w, weight, c);
@@ -494,96 +565,97 @@ static __device__ __forceinline__ void norm_token(bf16 *v, const bf16 *u, float 
     }
 }
 
-template <int N, bool HEAD, bool POST>
-static __device__ __forceinline__ void finisher(const site_args &p, float *logits, const float *param,
-                                                const site_barriers &b, int slice, int group, int which, int lane)
+static __device__ __forceinline__ void team_sync(int team)
 {
-    typedef site_shape<N, HEAD> shape;
-    constexpr int R = shape::rows;
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(TEAM * 32) : "memory");
+}
+
+/* Gates of a token, a row each lane, from what its slices have left in the ring. */
+template <int N, bool HEAD>
+static __device__ __forceinline__ float token_gates(const site_args &p, const float *param, const float *from,
+                                                    int64_t token, int lane)
+{
+    constexpr int R = site_shape<N, HEAD>::rows;
+    const int kind = lane < N ? 0 : lane < 2 * N ? 1 : 2;
+    float h = 0.0f, gate = 0.0f;
+#pragma unroll 8
+    for (int s = 0; s < p.slices; s++) h += __ldcg(from + s * (SITE_TILE * SITE_ROW) + (lane <= R ? lane : 0));
+    const float ms = __shfl_sync(0xffffffffu, h, R) * p.mean;
+    const float inv = mm_inv_rms(ms, p.numbers.rms_eps, p.numbers.rms_eps_kind);
+    if (lane < R) {
+        if (has(p.h)) put(p.h, token * p.h.stride[0] + lane * p.h.stride[1], h);
+        gate = gate_fwd(h, inv, param[R + kind], param[lane], kind, p.numbers);
+        if (kind == 0 && has(p.pre)) put(p.pre, token * p.pre.stride[0] + lane * p.pre.stride[1], gate);
+        if (kind == 1 && has(p.post_out))
+            put(p.post_out, token * p.post_out.stride[0] + (lane - N) * p.post_out.stride[1], gate);
+    } else if (lane == R && has(p.ms)) {
+        put(p.ms, token * p.ms.stride[0], ms);
+    }
+    return gate;
+}
+
+template <int N, bool HEAD, bool POST>
+static __device__ __forceinline__ void finisher(const site_args &p, float *logits, const float *param, float *room,
+                                                const site_barriers &b, int slice, int group, int team, int member,
+                                                int lane)
+{
+    constexpr int R = site_shape<N, HEAD>::rows;
     uint32_t *const counted = p.counters + group * 2 * SITE_RING, *const taken = counted + SITE_RING;
     const float *const ring = p.ring + (int64_t)group * SITE_RING * p.slices * SITE_TILE * SITE_ROW;
-    const int64_t mine = tokens_of(p, slice, group);
+    const int64_t mine = tokens_of(p, slice, group), stream = POST ? p.y_stream : p.x_stream;
+    const int c0 = (member * 32 + lane) * 8;
+    const bool wants_u = p.u || p.v;
 #pragma unroll 1
-    for (int64_t k = which; k < mine; k += FINISHERS) {
+    for (int64_t k = team; k < mine; k += TEAMS) {
         const int64_t q = slice + k * p.slices, tile = q / SITE_TILE;
         const int row = (int)(q % SITE_TILE), slot = (int)(tile % SITE_RING);
         const int64_t token = (group + tile * p.groups) * SITE_TILE + row;
-        float pre = 0.0f;
-        if (has(p.pre_in) && lane < N) pre = get(p.pre_in, token * p.pre_in.stride[0] + lane * p.pre_in.stride[1]);
-        if (lane == 0) wait_count(counted + slot, (uint32_t)(tile / SITE_RING + 1) * p.slices);
-        __syncwarp();
-        const float *from =
-            ring + ((int64_t)slot * p.slices * SITE_TILE + row) * SITE_ROW + (lane < shape::width ? lane : 0);
-        float h = 0.0f;
-#pragma unroll 8
-        for (int s = 0; s < p.slices; s++) h += __ldcg(from + (int64_t)s * SITE_TILE * SITE_ROW);
-        __syncwarp();
-        if (lane == 0) count_one(taken + slot);
-
-        const float ms = __shfl_sync(0xffffffffu, h, R) * p.mean;
-        const int kind = lane < N ? 0 : lane < 2 * N ? 1 : 2;
-        const float inv = mm_inv_rms(ms, p.numbers.rms_eps, p.numbers.rms_eps_kind);
-        float gate = 0.0f;
-        if (lane < R) {
-            if (has(p.h)) put(p.h, token * p.h.stride[0] + lane * p.h.stride[1], h);
-            gate = gate_fwd(h, inv, param[R + kind], param[lane], kind, p.numbers);
-            if (kind == 0 && has(p.pre)) put(p.pre, token * p.pre.stride[0] + lane * p.pre.stride[1], gate);
-            if (kind == 1 && has(p.post_out))
-                put(p.post_out, token * p.post_out.stride[0] + (lane - N) * p.post_out.stride[1], gate);
-        } else if (lane == R && has(p.ms)) {
-            put(p.ms, token * p.ms.stride[0], ms);
-        }
-        if constexpr (!HEAD) {
-            if (has(p.res_out)) {
-                const int batch = (int)(k / EIGHT & 1);
-                barrier_wait(b.logits_empty + batch * 8, ((uint32_t)(k / (2 * EIGHT)) & 1) ^ 1);
-                if (kind == 2 && lane < R) logits[(lane - 2 * N) * 2 * EIGHT + k % (2 * EIGHT)] = gate;
-                __syncwarp();
-                if (lane == 0) barrier_arrive(b.logits_full + batch * 8);
+        const bf16 *const streams = POST ? p.y + token * p.y_token : p.x + token * p.x_token;
+        site_part<N> part;
+        if (member == 0 && lane == 0)
+            wait_count(counted + slot, (uint32_t)(tile / SITE_RING + 1) * p.slices);
+        team_sync(team);
+        if (wants_u) part.fetch(streams, stream, p.channels, c0);
+        if (member == 0) {
+            float pre = 0.0f;
+            if (has(p.pre_in) && lane < N)
+                pre = get(p.pre_in, token * p.pre_in.stride[0] + lane * p.pre_in.stride[1]);
+            const float gate = token_gates<N, HEAD>(
+                p, param, ring + ((int64_t)slot * p.slices * SITE_TILE + row) * SITE_ROW, token, lane);
+            if (!has(p.pre_in)) pre = as_stored(p.pre, gate);
+            if (lane < N) room[lane] = pre;
+            __syncwarp();
+            if (lane == 0) count_one(taken + slot);
+            if constexpr (!HEAD) {
+                if (has(p.res_out)) {
+                    const int batch = (int)(k / EIGHT & 1);
+                    barrier_wait(b.logits_empty + batch * 8, ((uint32_t)(k / (2 * EIGHT)) & 1) ^ 1);
+                    if (lane >= 2 * N && lane < R) logits[(lane - 2 * N) * 2 * EIGHT + k % (2 * EIGHT)] = gate;
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(b.logits_full + batch * 8);
+                }
             }
         }
-        if (p.u || p.v) {
-            const bf16 *const streams = POST ? p.y + token * p.y_token : p.x + token * p.x_token;
-            bf16 *const u = p.u ? p.u + token * p.u_token : p.v + token * p.v_token;
-            float factor[N];
-            if (!has(p.pre_in)) pre = as_stored(p.pre, gate);
+        if (!wants_u) continue;
+        team_sync(team);
+        float factor[N], squares = 0.0f;
+        bf16 *const u = p.u ? p.u + token * p.u_token : p.v + token * p.v_token;
 #pragma unroll
-            for (int i = 0; i < N; i++) factor[i] = __shfl_sync(0xffffffffu, pre, i);
-            const float squares =
-                aggregate_token<N>(streams, POST ? p.y_stream : p.x_stream, u, factor, p.channels, lane);
-            if (p.v)
-                norm_token(p.v + token * p.v_token, u, 1.0f / sqrtf(squares / (float)p.channels + p.sub_eps),
-                           p.sub_weight, p.channels, lane);
-        }
-    }
-}
-
-template <int N>
-static __device__ __forceinline__ void mater(const site_args &p, const float *logits, const site_barriers &b, int slice,
-                                             int group, int lane)
-{
-    const int64_t mine = tokens_of(p, slice, group);
-    if (!has(p.res_out)) return;
+        for (int i = 0; i < N; i++) factor[i] = room[i];
 #pragma unroll 1
-    for (int64_t k0 = 0; k0 < mine; k0 += EIGHT) {
-        const int batch = (int)(k0 / EIGHT & 1);
-        const int64_t k = k0 + lane % EIGHT, q = slice + k * p.slices, tile = q / SITE_TILE;
-        const int64_t token = (group + tile * p.groups) * SITE_TILE + q % SITE_TILE;
-        float z[N * N];
-        /* The last ones may be fewer: the barrier does without those that never come. */
-        for (int64_t missing = mine; missing < k0 + EIGHT; missing++)
-            if (lane == 0) barrier_arrive(b.logits_full + batch * 8);
-        barrier_wait(b.logits_full + batch * 8, (uint32_t)(k0 / (2 * EIGHT)) & 1);
+        for (int c = c0; c < p.channels; c += part.ahead * part.step) {
+            if (c != c0) part.fetch(streams, stream, p.channels, c);
+            part.finish(u, factor, p.channels, c, squares);
+        }
+        if (p.v) {
+            squares = warp_sum(squares);
+            if (lane == 0) room[N + member] = squares;
+            team_sync(team);
+            squares = room[N];
 #pragma unroll
-        for (int e = 0; e < N * N; e++) z[e] = logits[e * 2 * EIGHT + k % (2 * EIGHT)];
-        __syncwarp();
-        if (lane == 0) barrier_arrive(b.logits_empty + batch * 8);
-        sinkhorn_fwd<N>(z, p.numbers);
-        if (lane < EIGHT && k < mine) {
-            const view &to = p.res_out;
-#pragma unroll
-            for (int e = 0; e < N * N; e++)
-                put(to, token * to.stride[0] + e / N * to.stride[1] + e % N * to.stride[2], z[e]);
+            for (int w = 1; w < TEAM; w++) squares += room[N + w];
+            norm_part(p.v + token * p.v_token, u, 1.0f / sqrtf(squares / (float)p.channels + p.sub_eps), p.sub_weight,
+                      p.channels, c0);
         }
     }
 }
@@ -601,41 +673,36 @@ static __global__ void __launch_bounds__(SITE_WARPS * 32, 1) site_kernel(const _
     float *const param = (float *)(shared + room::param);
     const uint32_t at = shared_address(shared + room::barriers);
     const site_barriers b = {at, at + 16, at + 64, at + 64 + COEF_SLOTS * 8, at + 32, at + 48};
-    const int mixed = warp % MIXERS; /* the mixer that this warp is, or works for */
-    const int channel = slice * SITE_CHANNELS + mixed * 32 + (lane & 3) * 8;
-    mixer_walk ahead = mixer_begin(p, group, channel, lane);
-    const uint64_t policy = POST ? evict_first() : evict_normal();
+    const int channel = slice * SITE_CHANNELS + (warp >> 1) % PAIRS * 32 + (lane & 3) * 8;
+    mixer_walk walk = mixer_begin(p, group, channel, warp, lane);
     if (warp < MIXERS) {
         const uint32_t to = shared_address(shared + room::stream) + warp * room::stages * room::stage_bytes + lane * 16;
 #pragma unroll 1
-        for (int s = 0; s < room::stages; s++)
-            copy_eight<N, POST>(p, ahead, channel < p.channels, to + s * room::stage_bytes, policy);
+        for (int s = 0; s < room::stages; s++) copy_eight<N, POST>(p, walk, to + s * room::stage_bytes);
+        fill_psi<N, HEAD>((uint4 *)shared + (warp >> 1) * shape::steps * shape::tiles * 32, p, channel,
+                          (warp & 1) * (shape::steps / 2), lane);
     }
     if (slice == 0 && threadIdx.x < 2 * SITE_RING) p.counters[group * 2 * SITE_RING + threadIdx.x] = 0;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; i++) {
-            barrier_init(b.full + i * 8, MIXERS), barrier_init(b.empty + i * 8, 1);
-            barrier_init(b.logits_full + i * 8, EIGHT), barrier_init(b.logits_empty + i * 8, 1);
-        }
+        for (int i = 0; i < TELLERS; i++) barrier_init(b.full + i * 8, MIXERS), barrier_init(b.empty + i * 8, 1);
+        for (int i = 0; i < 2; i++) barrier_init(b.logits_full + i * 8, EIGHT), barrier_init(b.logits_empty + i * 8, 1);
         for (int i = 0; i < COEF_SLOTS; i++)
             barrier_init(b.coef_full + i * 8, 1), barrier_init(b.coef_empty + i * 8, MIXERS);
     }
     stage_params(param, p.alpha, p.beta, shape::rows, HEAD ? 1 : 3);
-    if (warp < 2 * MIXERS)
-        fill_psi<N, HEAD>((uint4 *)shared + mixed * shape::steps * shape::tiles * 32, p, channel,
-                          warp / MIXERS * (shape::steps / 2), lane);
     cooperative_groups::this_grid().sync(); /* barriers exist, counters are zero */
 
     if (warp < MIXERS) {
-        mixer<N, HEAD, POST, MODE>(p, shared, b, ahead, policy, group, channel, warp, lane);
-    } else if (warp == TELLER) {
-        teller<N, HEAD, POST>(p, shared, b, slice, group, lane);
-    } else if (warp == FETCHER) {
-        if constexpr (POST) fetcher<N>(p, (float *)(shared + room::coef), b, group, lane);
-    } else if (warp == MATER) {
-        if constexpr (!HEAD) mater<N>(p, (const float *)(shared + room::logits), b, slice, group, lane);
+        mixer<N, HEAD, POST, MODE>(p, shared, b, walk, group, channel, warp, lane);
+    } else if (warp < CLERK) {
+        teller<N, HEAD, POST>(p, shared, b, slice, group, warp - FIRST_TELLER, lane);
+    } else if (warp == CLERK) {
+        clerk<N, HEAD, POST>(p, shared, b, slice, group, lane);
     } else {
-        finisher<N, HEAD, POST>(p, (float *)(shared + room::logits), param, b, slice, group, warp - FIRST_FINISHER, lane);
+        const int team = (warp - FIRST_FINISHER) / TEAM;
+        finisher<N, HEAD, POST>(p, (float *)(shared + room::logits), param,
+                                (float *)(shared + room::teams) + team * 8, b, slice, group, team,
+                                (warp - FIRST_FINISHER) % TEAM, lane);
     }
 }
 
