@@ -30,7 +30,9 @@ static bool is_wide(const weft_tensor *t)
 
 static bool lies_well(const weft_mhc_post_fwd_args *post, const weft_mhc_pre_fwd_args *pre)
 {
-    if (post && !(streams_are_rows(&post->x) && row_fits(&post->f, 8) && vector_fits(&post->bias, 8))) return false;
+    if (post && !(streams_are_rows(&post->x) && row_fits(&post->f, 8) && vector_fits(&post->bias, 8) &&
+                  (post->x.stride[0] == post->y.stride[0] || post->x.shape[0] == 1)))
+        return false;
     /* Later links of the chain would read h and ms as they were stored. */
     return streams_are_rows(&pre->x) && row_fits(&pre->u, 8) && row_fits(&pre->v, 8) &&
            vector_fits(&pre->sub_weight, 8) && is_f32(&pre->h) && is_f32(&pre->ms);
@@ -78,12 +80,19 @@ size_t weft_cuda_site_fwd_bytes(const weft_call *call)
 /* ---- launch ------------------------------------------------------------------------------------------------------------- */
 
 template <int N, bool HEAD, bool POST, post_mode MODE>
-static weft_status run_mode(const weft_call *call, const site_args &p)
+static weft_status run_mode(const weft_call *call, site_args p)
 {
+    typedef site_room<N, HEAD, POST> room;
+    const int64_t bytes = sizeof(bf16), step = (int64_t)p.groups * SITE_TILE * bytes;
+    p.x_step = step * p.x_token, p.f_step = step * p.f_token, p.f_ahead = room::stages * p.f_step;
+    for (int i = 0; i < N; i++) {
+        p.x_ahead[i] = room::stages * p.x_step + i * p.x_stream * bytes;
+        p.y_at[i] = (const char *)p.y - (const char *)p.x + i * p.y_stream * bytes;
+    }
     return launch(call, "site", site_kernel<N, HEAD, POST, MODE>,
                   {.grid = (unsigned)(p.groups * p.slices),
                    .block = SITE_WARPS * 32,
-                   .shared = site_room<N, HEAD, POST>::bytes,
+                   .shared = room::bytes,
                    .together = true},
                   p);
 }
@@ -143,14 +152,8 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
         p.bias = view_of(&post->bias), p.post = view_of(&post->post), p.res = view_of(&post->res);
         p.dropout = post->dropout;
         p.in_out = post->numerics.apply == WEFT_APPLY_IN_OUT;
-        p.post_wide = is_wide(&post->post), p.res_wide = is_wide(&post->res);
+        p.coef_wide = is_wide(&post->post) && is_wide(&post->res);
         p.y = (bf16 *)post->y.data, p.y_token = post->y.stride[0], p.y_stream = post->y.stride[1];
-    }
-    const int64_t step = (int64_t)plan->groups * SITE_TILE * (int64_t)sizeof(bf16);
-    p.x_step = step * p.x_token, p.f_step = step * p.f_token, p.y_step = step * p.y_token;
-    for (int i = 0; i < (int)call->streams; i++) {
-        p.x_at[i] = i * p.x_stream * (int64_t)sizeof(bf16);
-        p.y_at[i] = i * p.y_stream * (int64_t)sizeof(bf16);
     }
     return call->streams == 2 ? run<2>(call, p, post) : run<4>(call, p, post);
 }

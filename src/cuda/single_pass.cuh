@@ -42,20 +42,21 @@ enum {
     CLERK = FIRST_TELLER + TELLERS,
     FIRST_FINISHER,
     SITE_WARPS = FIRST_FINISHER + TEAMS * TEAM,
-    COEF_SLOTS = 3 /* tiles whose coefficients of post are on chip */
+    COEF_SLOTS = 4 /* tiles whose coefficients of post are on chip */
 };
 
 struct site_args {
     const bf16 *x;
     int64_t x_token, x_stream;
-    /* Constants cost no registers: bytes from tile to tile of a group, and of each stream in a token. */
-    int64_t x_step, f_step, y_step, x_at[4], y_at[4];
+    /* In bytes, and constants, which cost no registers: from tile to tile of a group; from a place in x to the same place of
+     * each stream some stages ahead, in f likewise, and to each stream of y, whose tokens are as far apart as those of x. */
+    int64_t x_step, f_step, x_ahead[4], f_ahead, y_at[4];
     /* post */
     const bf16 *f;
     int64_t f_token;
     view bias, post, res;
     weft_dropout dropout;
-    bool in_out, post_wide, res_wide; /* wide: fp32 lines that can be read in one go */
+    bool in_out, coef_wide; /* wide: fp32 lines that can be read in one go */
     bf16 *y;
     int64_t y_token, y_stream;
     /* the site */
@@ -231,9 +232,8 @@ static __device__ __forceinline__ void mix(raw<bf16, 8> (&x)[N], const raw<bf16,
 
 /* A lane of a mixer on its way through the tiles of its group. */
 struct mixer_walk {
-    const char *x, *f; /* where it copies from next */
-    int32_t left;      /* tiles, of those to copy */
-    int32_t least;     /* a lane has nothing where no more than this is left: channels or tokens behind the last */
+    const char *x, *f; /* of this tile, or of the one to copy */
+    int32_t tiles, least; /* a lane has nothing in the last `least` of them: channels or tokens behind the last */
 };
 
 static __device__ __forceinline__ mixer_walk mixer_begin(const site_args &p, int group, int channel, int warp, int lane)
@@ -242,25 +242,24 @@ static __device__ __forceinline__ mixer_walk mixer_begin(const site_args &p, int
     const int64_t token = (int64_t)group * SITE_TILE + (warp & 1) * EIGHT + (lane >> 2);
     const bool all = token + (tiles - 1) * step < p.tokens;
     return {(const char *)(p.x + token * p.x_token + channel), (const char *)(p.f + token * p.f_token + channel),
-            (int32_t)tiles, channel >= p.channels ? INT32_MAX : all ? 0 : 1};
+            (int32_t)tiles, channel >= p.channels ? (int32_t)tiles : all ? 0 : 1};
 }
 
-/* to: of this lane in the stage. What nobody reads again need not stay in the cache. */
+/* The tile that is `stages` behind the one that the pointers are at. to: of this lane in the stage. What nobody reads again
+ * need not stay in the cache. */
 template <int N, bool POST>
-static __device__ __forceinline__ void copy_eight(const site_args &p, mixer_walk &m, uint32_t to)
+static __device__ __forceinline__ void copy_eight(const site_args &p, const char *x, const char *f, bool valid, uint32_t to)
 {
-    const bool valid = m.left > m.least;
     if constexpr (POST) {
         const uint64_t policy = evict_first();
 #pragma unroll
-        for (int i = 0; i < N; i++) copy_async_hint(to + i * 512, m.x + p.x_at[i], valid, policy);
-        copy_async_hint(to + N * 512, m.f, valid, policy);
+        for (int i = 0; i < N; i++) copy_async_hint(to + i * 512, x + p.x_ahead[i], valid, policy);
+        copy_async_hint(to + N * 512, f + p.f_ahead, valid, policy);
     } else {
 #pragma unroll
-        for (int i = 0; i < N; i++) copy_async(to + i * 512, m.x + p.x_at[i], valid);
+        for (int i = 0; i < N; i++) copy_async(to + i * 512, x + p.x_ahead[i], valid);
     }
     copy_commit();
-    m.x += p.x_step, m.f += p.f_step, m.left--;
 }
 
 template <int N, bool HEAD, bool POST, post_mode MODE>
@@ -270,40 +269,40 @@ static __device__ __forceinline__ void mixer(const site_args &p, char *shared, c
     typedef site_room<N, HEAD, POST> room;
     typedef site_shape<N, HEAD> shape;
     constexpr int STAGES = room::stages;
+    static_assert((COEF_SLOTS & (COEF_SLOTS - 1)) == 0 && TELLERS == 2, "slots and parities are bits of the tile's number");
     char *const own = shared + room::stream + warp * STAGES * room::stage_bytes + lane * 16;
     const uint4 *const psi = (const uint4 *)shared + (warp >> 1) * shape::steps * shape::tiles * 32 + lane;
-    const int64_t first = (int64_t)group * SITE_TILE + (warp & 1) * EIGHT + (lane >> 2);
-    char *y = POST ? (char *)(p.y + first * p.y_token + channel) : NULL;
-    int64_t token = first; /* of the mask */
+    const coefs<N> *const coef = (const coefs<N> *)(shared + room::coef) + (warp & 1) * EIGHT + (lane >> 2);
+    float *const sums_to = (float *)(shared + room::sums) + warp * room::sums_floats;
     weft_mask mask = {};
     if constexpr (POST && MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
 
-    int slot = 0, k = 0, teller = 0;
-    uint32_t coef_parity = 0, sums_parity = 1;
+    int stage = 0; /* in bytes */
 #pragma unroll 1
-    for (int left = walk.left + STAGES; left > 0; left--) {
+    for (int n = 0; n < walk.tiles; n++) {
+        const int k = n & (COEF_SLOTS - 1), teller = n & 1;
         raw<bf16, 8> x[N];
         site_sums<shape::tiles> sums;
         copy_wait<STAGES - 1>();
 #pragma unroll
-        for (int i = 0; i < N; i++) x[i] = *(const raw<bf16, 8> *)(own + slot * room::stage_bytes + i * 512);
+        for (int i = 0; i < N; i++) x[i] = *(const raw<bf16, 8> *)(own + stage + i * 512);
         if constexpr (POST) {
-            const raw<bf16, 8> f = *(const raw<bf16, 8> *)(own + slot * room::stage_bytes + N * 512);
-            barrier_wait(b.coef_full + k * 8, coef_parity);
-            const int at = k * SITE_TILE + (warp & 1) * EIGHT + (lane >> 2);
-            if (left > walk.least) { /* the others have zeros */
-                mix<N, MODE>(x, f, ((const coefs<N> *)(shared + room::coef))[at], p, mask, token, channel);
+            const raw<bf16, 8> f = *(const raw<bf16, 8> *)(own + stage + N * 512);
+            barrier_wait(b.coef_full + k * 8, (uint32_t)(n / COEF_SLOTS) & 1);
+            if (n < walk.tiles - walk.least) { /* the others have zeros */
+                int64_t token = 0; /* of the mask */
+                if constexpr (MODE == FULL)
+                    token = (group + (int64_t)n * p.groups) * SITE_TILE + (warp & 1) * EIGHT + (lane >> 2);
+                mix<N, MODE>(x, f, coef[k * SITE_TILE], p, mask, token, channel);
 #pragma unroll
-                for (int i = 0; i < N; i++) store_raw((bf16 *)(y + p.y_at[i]), x[i]);
+                for (int i = 0; i < N; i++) store_raw((bf16 *)(walk.x + p.y_at[i]), x[i]);
             }
             __syncwarp();
             if (lane == 0) barrier_arrive(b.coef_empty + k * 8);
-            if (++k == COEF_SLOTS) k = 0, coef_parity ^= 1;
-            y += p.y_step;
-            if constexpr (MODE == FULL) token += p.groups * SITE_TILE;
         }
-        copy_eight<N, POST>(p, walk, shared_address(own) + slot * room::stage_bytes);
-        slot = slot == STAGES - 1 ? 0 : slot + 1;
+        copy_eight<N, POST>(p, walk.x, walk.f, n + STAGES < walk.tiles - walk.least, shared_address(own) + stage);
+        walk.x += p.x_step, walk.f += p.f_step;
+        stage = stage == (STAGES - 1) * room::stage_bytes ? 0 : stage + room::stage_bytes;
 #pragma unroll
         for (int step = 0; step < shape::steps; step++) {
             uint4 a[shape::tiles];
@@ -311,27 +310,26 @@ static __device__ __forceinline__ void mixer(const site_args &p, char *shared, c
             for (int q = 0; q < shape::tiles; q++) a[q] = psi[(step * shape::tiles + q) * 32];
             multiply<shape::tiles>(sums, a, x[step >> 1].word[(step & 1) * 2], x[step >> 1].word[(step & 1) * 2 + 1]);
         }
-        barrier_wait(b.empty + teller * 8, sums_parity);
-        leave_sums<N, HEAD>((float *)(shared + room::sums) + (teller * MIXERS + warp) * room::sums_floats, sums, lane);
+        barrier_wait(b.empty + teller * 8, ((uint32_t)(n >> 1) & 1) ^ 1);
+        leave_sums<N, HEAD>(sums_to + teller * MIXERS * room::sums_floats, sums, lane);
         __syncwarp(); /* what the warp stored comes before its arrival */
         if (lane == 0) barrier_arrive(b.full + teller * 8);
-        teller ^= 1;
-        if (teller == 0) sums_parity ^= 1;
     }
     copy_wait<0>();
 }
 
 /* ---- counters in memory ------------------------------------------------------------------------------------------------- */
 
+/* An acquire would also throw away the L1 cache at each look. It is not needed: what the count promises is read past that
+ * cache (__ldcg), and after this loop, since a load is never issued ahead of a branch. */
 static __device__ __forceinline__ void wait_count(const uint32_t *counter, uint32_t target)
 {
     uint32_t seen;
     while (true) {
         asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-        if (seen >= target) break;
+        if (seen >= target) return;
         __nanosleep(100);
     }
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
 }
 
 static __device__ __forceinline__ void count_one(uint32_t *counter)
@@ -379,47 +377,45 @@ static __device__ __forceinline__ void teller(const site_args &p, const char *sh
     }
 }
 
-/* N neighbours of a row of coefficients. */
+/* Coefficients of post of a tile. A lane takes a line at a time: post, or one of the matrix. */
 template <int N>
-static __device__ __forceinline__ void get_line(float (&v)[N], const view &from, bool wide, int64_t at, int64_t step)
+static __device__ __forceinline__ void put_line(const site_args &p, coefs<N> &to, int line, const float (&v)[N])
 {
-    if (wide) {
-        load_shared<float, N>(v, (const float *)from.data + at);
-        return;
-    }
+    float *const first = line == 0 ? to.post : p.in_out ? &to.w[0][line - 1] : to.w[line - 1];
+    const int step = line > 0 && p.in_out ? N : 1;
 #pragma unroll
-    for (int k = 0; k < N; k++) v[k] = get(from, at + k * step);
+    for (int k = 0; k < N; k++) first[k * step] = v[k];
 }
 
-/* Coefficients of post of a tile. A lane takes a line at a time: post, or one of the matrix. */
-template <int N> static __device__ void fetch_coefs(const site_args &p, coefs<N> *to, int64_t tile, int lane)
+template <int N> static __device__ __noinline__ void fetch_any_coefs(const site_args &p, coefs<N> *to, int64_t tile, int lane)
+{
+#pragma unroll 1
+    for (int e = lane; e < SITE_TILE * (N + N * N); e += 32) {
+        const int row = e / (N + N * N);
+        const int64_t at = tile * SITE_TILE + row, token = at < p.tokens ? at : p.tokens - 1;
+        ((float *)to)[e] = coef_at(p.post, p.res, p.in_out, N, token, e - row * (N + N * N));
+    }
+}
+
+template <int N>
+static __device__ __forceinline__ void fetch_coefs(const site_args &p, coefs<N> *to, int64_t tile, int lane)
 {
     constexpr int LINES = N + 1, ROUNDS = (SITE_TILE * LINES + 31) / 32;
+    if (!p.coef_wide) return fetch_any_coefs<N>(p, to, tile, lane);
     float v[ROUNDS][N];
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
         const int e = r * 32 + lane, row = e / LINES, line = e - row * LINES;
         const int64_t at = tile * SITE_TILE + row, token = at < p.tokens ? at : p.tokens - 1;
-        if (e >= SITE_TILE * LINES) continue;
-        if (line == 0)
-            get_line<N>(v[r], p.post, p.post_wide, token * p.post.stride[0], p.post.stride[1]);
-        else
-            get_line<N>(v[r], p.res, p.res_wide, token * p.res.stride[0] + (line - 1) * p.res.stride[1],
-                        p.res.stride[2]);
+        const float *const from = line == 0 ? (const float *)p.post.data + token * p.post.stride[0]
+                                            : (const float *)p.res.data + token * p.res.stride[0] +
+                                                  (line - 1) * p.res.stride[1];
+        if (e < SITE_TILE * LINES) load_shared<float, N>(v[r], from);
     }
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
-        const int e = r * 32 + lane, row = e / LINES, line = e - row * LINES;
-        if (e >= SITE_TILE * LINES) continue;
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            if (line == 0)
-                to[row].post[k] = v[r][k];
-            else if (p.in_out)
-                to[row].w[k][line - 1] = v[r][k];
-            else
-                to[row].w[line - 1][k] = v[r][k];
-        }
+        const int e = r * 32 + lane, row = e / LINES;
+        if (e < SITE_TILE * LINES) put_line<N>(p, to[row], e - row * LINES, v[r]);
     }
 }
 
@@ -678,7 +674,9 @@ static __global__ void __launch_bounds__(SITE_WARPS * 32, 1) site_kernel(const _
     if (warp < MIXERS) {
         const uint32_t to = shared_address(shared + room::stream) + warp * room::stages * room::stage_bytes + lane * 16;
 #pragma unroll 1
-        for (int s = 0; s < room::stages; s++) copy_eight<N, POST>(p, walk, to + s * room::stage_bytes);
+        for (int s = -room::stages; s < 0; s++) /* pointers that are as far back as the copies are ahead */
+            copy_eight<N, POST>(p, walk.x + s * p.x_step, walk.f + s * p.f_step,
+                                s + room::stages < walk.tiles - walk.least, to + (s + room::stages) * room::stage_bytes);
         fill_psi<N, HEAD>((uint4 *)shared + (warp >> 1) * shape::steps * shape::tiles * 32, p, channel,
                           (warp & 1) * (shape::steps / 2), lane);
     }
