@@ -53,9 +53,10 @@ python: deps-build
 	@cmake --preset release $(CMAKE_FLAGS) -DWEFT_PYTHON=ON >/dev/null
 	@cmake --build --preset release --target weft_python
 
-# About a minute of training on two cores. CUDA is compiled only where there is a GPU to use it.
+# About a minute of training on two cores, seconds on a GPU. CUDA is compiled only where there is a GPU to use it.
 RUNS = build/runs
-TRAIN = build/weft train --steps 200 --save-every 0
+GPU = $(if $(filter OFF,$(CUDA)),,$(wildcard /dev/nvidia0))
+TRAIN = build/weft train --steps 200 --save-every 0 --backend $(if $(GPU),cuda,cpu)
 run: CUDA := $(or $(CUDA),$(if $(wildcard /dev/nvidia0),AUTO,OFF))
 run: deps-run build
 	@rm -rf $(RUNS)

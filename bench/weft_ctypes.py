@@ -62,6 +62,8 @@ class Exec(ctypes.Structure):
         ("stream", c_void_p),
         ("workspace", c_void_p),
         ("workspace_bytes", c_size_t),
+        ("precision", c_int),
+        ("vouched", c_int32),
     ]
 
 

@@ -124,7 +124,29 @@ static void add_facts(writer *w, const trainer *t, const option *table)
         if (!o->unsaved) options_print(o, add_pair(w, "option.", o->name), CHECKPOINT_PATH);
 }
 
-static int write_files(const trainer *t, const option *table, const char *folder, reason r)
+/* What a checkpoint holds, where the host can reach it. */
+typedef struct arrays {
+    float *parameters, *first, *second;
+} arrays;
+
+static int unmap(const trainer *t, const arrays *a, int changed)
+{
+    int ok = trainer_unmap(t, t->parameters, a->parameters, changed);
+    if (t->first) ok = trainer_unmap(t, t->first, a->first, changed) && ok;
+    if (t->second) ok = trainer_unmap(t, t->second, a->second, changed) && ok;
+    return ok;
+}
+
+static int map(const trainer *t, arrays *a, reason r)
+{
+    *a = (arrays){trainer_map(t, t->parameters), t->first ? trainer_map(t, t->first) : NULL,
+                  t->second ? trainer_map(t, t->second) : NULL};
+    if (a->parameters && (!t->first || a->first) && (!t->second || a->second)) return 1;
+    unmap(t, a, 0);
+    return fail(r, "out of memory, or the GPU is gone");
+}
+
+static int write_files(const trainer *t, const arrays *a, const option *table, const char *folder, reason r)
 {
     writer w;
     char path[CHECKPOINT_PATH];
@@ -133,8 +155,8 @@ static int write_files(const trainer *t, const option *table, const char *folder
     for (int file = 0; ok && file < 2; file++) {
         w.num_tensors = w.num_pairs = 0;
         for (int32_t i = 0; i < t->tensors; i++) {
-            add_tensor(&w, file ? "first." : "", &t->params[i], file ? t->first : t->parameters);
-            if (file) add_tensor(&w, "second.", &t->params[i], t->second);
+            add_tensor(&w, file ? "first." : "", &t->params[i], file ? a->first : a->parameters);
+            if (file) add_tensor(&w, "second.", &t->params[i], a->second);
         }
         add_facts(&w, t, table);
         ok = join(path, folder, files[file])
@@ -166,13 +188,12 @@ static void drop_old(const char *folder, int64_t keep)
     }
 }
 
-int checkpoint_save(const trainer *t, const option *table, const char *folder, int64_t keep, char *error,
-                    size_t size)
+static int save_arrays(const trainer *t, const arrays *a, const option *table, const char *folder, int64_t keep,
+                       reason r)
 {
-    reason r = {error, size};
     char name[64], path[CHECKPOINT_PATH], temporary[CHECKPOINT_PATH];
     for (int64_t i = 0; i < t->elements; i++)
-        if (!isfinite(t->parameters[i])) return fail(r, "a parameter is not finite: not saved");
+        if (!isfinite(a->parameters[i])) return fail(r, "a parameter is not finite: not saved");
     snprintf(name, sizeof name, "step-%08" PRId64, t->step);
     if (!join(path, folder, name)) return fail(r, "%s: too long a path", folder);
     snprintf(name, sizeof name, ".step-%08" PRId64, t->step);
@@ -181,7 +202,7 @@ int checkpoint_save(const trainer *t, const option *table, const char *folder, i
     if (!stat(path, &status)) return 1; /* the same step of the same run, saved before it was killed */
     discard(temporary);
     if (mkdir(temporary, 0777)) return fail(r, "%s: %s", temporary, strerror(errno));
-    if (!write_files(t, table, temporary, r)) {
+    if (!write_files(t, a, table, temporary, r)) {
         discard(temporary);
         return 0;
     }
@@ -192,6 +213,17 @@ int checkpoint_save(const trainer *t, const option *table, const char *folder, i
     }
     drop_old(folder, keep);
     return 1;
+}
+
+int checkpoint_save(const trainer *t, const option *table, const char *folder, int64_t keep, char *error,
+                    size_t size)
+{
+    reason r = {error, size};
+    arrays a;
+    if (!map(t, &a, r)) return 0;
+    int ok = save_arrays(t, &a, table, folder, keep, r);
+    unmap(t, &a, 0);
+    return ok;
 }
 
 /* ---- loading ------------------------------------------------------------------------------------------------------------- */
@@ -294,7 +326,7 @@ static int read_step(const safetensors *file, int64_t *step)
     return text && end != text && !*end && *step >= 0;
 }
 
-static int load_file(trainer *t, const char *path, int which, int64_t *step, reason r)
+static int load_file(const trainer *t, const arrays *a, const char *path, int which, int64_t *step, reason r)
 {
     safetensors file = {0};
     char why[256] = "";
@@ -312,26 +344,33 @@ static int load_file(trainer *t, const char *path, int which, int64_t *step, rea
         else if (t->text && (!corpus_text || strcmp(corpus_text, now)))
             ok = fail(inner, "the text of --data is not the text of the run");
         else
-            ok = which ? take_tensors(t, &file, "first.", t->first, inner) &&
-                             take_tensors(t, &file, "second.", t->second, inner)
-                       : take_tensors(t, &file, "", t->parameters, inner);
+            ok = which ? take_tensors(t, &file, "first.", a->first, inner) &&
+                             take_tensors(t, &file, "second.", a->second, inner)
+                       : take_tensors(t, &file, "", a->parameters, inner);
         if (!ok) fail(r, "%s/%s: %s", path, files[which], why);
     }
     safetensors_close(&file);
     return ok;
 }
 
+static int load_arrays(const trainer *t, const arrays *a, const char *path, int64_t *step, reason r)
+{
+    int64_t other;
+    if (!load_file(t, a, path, 0, step, r)) return 0;
+    if (!t->gradients) return 1;
+    if (!load_file(t, a, path, 1, &other, r)) return 0;
+    if (*step == other) return 1;
+    return fail(r, "%s: the parameters are of step %" PRId64 ", the optimiser of %" PRId64, path, *step, other);
+}
+
 int checkpoint_load(trainer *t, const char *path, char *error, size_t size)
 {
     reason r = {error, size};
-    int64_t step, other;
-    if (!load_file(t, path, 0, &step, r)) return 0;
-    if (t->gradients) {
-        if (!load_file(t, path, 1, &other, r)) return 0;
-        if (step != other)
-            return fail(r, "%s: the parameters are of step %" PRId64 ", the optimiser of %" PRId64, path, step,
-                        other);
-    }
-    t->step = step;
-    return 1;
+    arrays a;
+    int64_t step;
+    if (!map(t, &a, r)) return 0;
+    int ok = load_arrays(t, &a, path, &step, r);
+    if (!unmap(t, &a, ok) && ok) ok = fail(r, "%s: the GPU did not take it", path);
+    if (ok) t->step = step;
+    return ok;
 }

@@ -106,6 +106,32 @@ const char *device_wait(void)
     return text_of(cudaDeviceSynchronize());
 }
 
+void *device_pinned(size_t bytes)
+{
+    void *p = NULL;
+    return text_of(cudaMallocHost(&p, bytes ? bytes : 1)) ? NULL : p;
+}
+
+void device_pinned_free(void *p)
+{
+    if (p) (void)text_of(cudaFreeHost(p));
+}
+
+const char *device_put_later(void *to, const void *from, size_t bytes)
+{
+    return text_of(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, NULL));
+}
+
+const char *device_fill_later(void *to, int byte, size_t bytes)
+{
+    return text_of(cudaMemsetAsync(to, byte, bytes, NULL));
+}
+
+const char *device_use(int device)
+{
+    return text_of(cudaSetDevice(device));
+}
+
 /* ---- time ------------------------------------------------------------------------------------------------------- */
 
 struct device_timer {
@@ -286,6 +312,35 @@ const char *device_fill(void *to, int byte, size_t bytes)
 
 const char *device_wait(void)
 {
+    return none;
+}
+
+void *device_pinned(size_t bytes)
+{
+    (void)bytes;
+    return NULL;
+}
+
+void device_pinned_free(void *p)
+{
+    (void)p;
+}
+
+const char *device_put_later(void *to, const void *from, size_t bytes)
+{
+    (void)to, (void)from, (void)bytes;
+    return none;
+}
+
+const char *device_fill_later(void *to, int byte, size_t bytes)
+{
+    (void)to, (void)byte, (void)bytes;
+    return none;
+}
+
+const char *device_use(int device)
+{
+    (void)device;
     return none;
 }
 

@@ -30,6 +30,13 @@ const char *device_copy(void *to, const void *from, size_t bytes); /* within the
 const char *device_fill(void *to, int byte, size_t bytes);
 const char *device_wait(void); /* for all work on the device */
 
+/* For steps that must not wait: work in the order of the default stream, from host memory that the device can reach. */
+void *device_pinned(size_t bytes); /* NULL where there is no memory */
+void device_pinned_free(void *p);
+const char *device_put_later(void *to, const void *from, size_t bytes);
+const char *device_fill_later(void *to, int byte, size_t bytes);
+const char *device_use(int device); /* what the functions above speak of, in this thread */
+
 /* ---- time ------------------------------------------------------------------------------------------------------- */
 
 typedef struct device_timer device_timer;

@@ -154,8 +154,9 @@ void expect_values(expect_call *call)
 
 /* Roundings on the longest path: base + streams * n + all channels of all streams / lanes * nc + channels / 16 * c
  * + tokens * t + rows * r. A sum over channels runs in at least 16 partial sums. A sum over tokens is bounded by
- * one partial sum of all of them, whatever its real order. `split` counts the factors that may be taken apart into
- * bf16. */
+ * one partial sum of all of them, whatever its real order. `split` counts the float32 factors that may be taken
+ * apart into bf16; the other one of a single factor is x, which has a low part of its own, an exact one, where it is
+ * f16. */
 static const struct roundings {
     const char *op, *arg;
     int base, n, nc, c, t, r, split;
@@ -192,8 +193,8 @@ static double relative_error(const expect_call *call, const char *arg)
                    (double)r->nc * (double)(s->streams * s->channels / s->lanes) +
                    (double)r->c * (double)(s->channels / 16) +
                    per_term * ((double)r->t * (double)s->tokens + (double)r->r * (double)call->rows);
-        int forward = !strcmp(arg, "h");
-        return k * s->unit + (forward && s->exact_phi ? 0 : r->split * s->split);
+        if (!r->split || (!strcmp(arg, "h") && s->exact_phi)) return k * s->unit;
+        return k * s->unit + r->split * s->split + (r->split == 2 || s->act == WEFT_F16 ? s->low : 0);
     }
     return -1;
 }

@@ -37,7 +37,8 @@ typedef struct expect_scope {
     int64_t tokens, streams, channels;
     weft_dtype act;
     double unit;       /* of the backend's arithmetic: 2^-24, or 2^-52 for the reference */
-    double split;      /* relative error of an operand taken apart into two bf16 numbers; 0 where none is */
+    double split;      /* relative error of a factor taken apart into two bf16 numbers; 0 where none is */
+    double low;        /* what leaving out the product of two low parts costs where both factors are taken apart */
     int exact_phi;     /* phi is bf16 already: nothing to take apart in forward */
     int64_t lanes;     /* partial sums that a sum over all channels is spread over in the projection */
     double per_term;   /* roundings for each term of the projection's sums over tokens and rows */

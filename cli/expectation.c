@@ -60,7 +60,9 @@ static void read_arithmetic(expect_scope *s, const weft_exec *exec, const weft_o
     if (phi == WEFT_NONE) return;
     if (s->act == WEFT_BF16 || (s->act == WEFT_F16 && cuda)) {
         s->exact_phi = s->act == WEFT_BF16 && phi == WEFT_BF16 && gain == WEFT_NONE;
-        s->split = ldexp(1, -16);
+        /* A low part is at most half an ulp of the high one, and half an ulp of the low one is lost. */
+        s->split = ldexp(1, -17);
+        s->low = ldexp(1, -16);
         if (!cuda && isa == WEFT_ISA_AMX) s->lanes = 2;
     }
     /* Both factors of a product may be rounded to 11 bits. */

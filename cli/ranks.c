@@ -16,12 +16,19 @@ static int find(void *library, const char *name, void *to)
     return symbol != NULL;
 }
 
+static int number_of(const char *name, int otherwise)
+{
+    const char *text = getenv(name);
+    return text ? atoi(text) : otherwise;
+}
+
 int ranks_open(ranks *r, char *error, size_t size)
 {
     static const char *const names[] = {"libmpi.so.40", "libmpi.so", NULL};
     const char *started = getenv("OMPI_COMM_WORLD_SIZE");
     int (*init)(int *, char ***), (*get_rank)(void *, int *), (*get_size)(void *, int *);
-    *r = (ranks){.count = 1};
+    *r = (ranks){.count = 1, .locals = 1};
+    r->started = started != NULL;
     if (!started || atoi(started) < 2) return 1;
     /* Open MPI's plugins look for its symbols among the global ones. */
     for (int i = 0; names[i] && !r->library; i++) r->library = dlopen(names[i], RTLD_NOW | RTLD_GLOBAL);
@@ -31,7 +38,8 @@ int ranks_open(ranks *r, char *error, size_t size)
     }
     void *mpi = r->library;
     if (!find(mpi, "ompi_mpi_comm_world", &r->world) || !find(mpi, "ompi_mpi_float", &r->type_float) ||
-        !find(mpi, "ompi_mpi_double", &r->type_double) || !find(mpi, "ompi_mpi_op_sum", &r->sum) ||
+        !find(mpi, "ompi_mpi_double", &r->type_double) || !find(mpi, "ompi_mpi_byte", &r->type_byte) ||
+        !find(mpi, "MPI_Bcast", &r->broadcast) || !find(mpi, "ompi_mpi_op_sum", &r->sum) ||
         !find(mpi, "MPI_Allreduce", &r->allreduce) || !find(mpi, "MPI_Barrier", &r->barrier) ||
         !find(mpi, "MPI_Finalize", &r->finalize) || !find(mpi, "MPI_Abort", &r->abort) ||
         !find(mpi, "MPI_Init", &init) || !find(mpi, "MPI_Comm_rank", &get_rank) ||
@@ -43,6 +51,8 @@ int ranks_open(ranks *r, char *error, size_t size)
         snprintf(error, size, "MPI_Init failed");
         return 0;
     }
+    r->local = number_of("OMPI_COMM_WORLD_LOCAL_RANK", r->rank);
+    r->locals = number_of("OMPI_COMM_WORLD_LOCAL_SIZE", r->count);
     return 1;
 }
 
@@ -66,6 +76,11 @@ int ranks_sum(const ranks *r, float *values, int64_t count)
 int ranks_sum_double(const ranks *r, double *values, int count)
 {
     return !r->library || !r->allreduce((void *)1, values, count, r->type_double, r->sum, r->world);
+}
+
+int ranks_share(const ranks *r, void *data, int bytes)
+{
+    return !r->library || !r->broadcast(data, bytes, r->type_byte, 0, r->world);
 }
 
 void ranks_wait(const ranks *r)

@@ -9,9 +9,12 @@
 
 typedef struct ranks {
     int rank, count;
-    void *library; /* NULL: one process, and every function below does nothing */
-    void *world, *type_float, *type_double, *sum;
+    int started;       /* by mpirun, be it as one process */
+    int local, locals; /* the same among the processes of this machine */
+    void *library;     /* NULL: one process, and every function below does nothing */
+    void *world, *type_float, *type_double, *type_byte, *sum;
     int (*allreduce)(const void *from, void *to, int count, void *type, void *op, void *comm);
+    int (*broadcast)(void *data, int count, void *type, int from, void *comm);
     int (*barrier)(void *comm);
     int (*finalize)(void);
     int (*abort)(void *comm, int code);
@@ -23,6 +26,8 @@ void ranks_close(ranks *r);
 /* The sum over all processes, in place. */
 int ranks_sum(const ranks *r, float *values, int64_t count);
 int ranks_sum_double(const ranks *r, double *values, int count);
+/* What process 0 has, for all. */
+int ranks_share(const ranks *r, void *data, int bytes);
 void ranks_wait(const ranks *r);
 /* Ends all processes where one cannot go on. */
 void ranks_abort(const ranks *r, int code);

@@ -13,6 +13,7 @@
 typedef struct sampler {
     const char *from, *prompt;
     int64_t count, top, seed, threads;
+    int backend;
     double temperature;
 } sampler;
 
@@ -39,28 +40,25 @@ static int choose(const float *logits, int64_t vocab, const sampler *o, double d
 static int generate(trainer *t, const sampler *o)
 {
     int64_t length = t->model.length, vocab = t->config.vocab, known = 0;
+    int32_t *tokens = t->host_batch.tokens;
+    float logits[256]; /* a byte each */
     const char *start = o->prompt[0] ? o->prompt : "\n";
     for (const char *p = start; *p; p++) {
-        if (known == length) memmove(t->tokens, t->tokens + 1, (size_t)(--known) * sizeof *t->tokens);
-        t->tokens[known++] = (unsigned char)*p;
+        if (known == length) memmove(tokens, tokens + 1, (size_t)(--known) * sizeof *tokens);
+        tokens[known++] = (unsigned char)*p;
     }
     fputs(o->prompt, stdout);
     for (int64_t i = 0; i < o->count; i++) {
-        weft_model_args args = {.struct_size = sizeof args,
-                                .blas = t->blas.library ? &t->blas : NULL,
-                                .parameters = t->parameters,
-                                .tokens = t->tokens};
-        for (int64_t k = known; k < length; k++) t->tokens[k] = 0; /* causal: what follows has no influence */
-        if (weft_model_forward(&t->exec, &t->model, &args) != WEFT_OK) {
-            fprintf(stderr, "weft sample: %s\n", weft_last_error());
+        for (int64_t k = known; k < length; k++) tokens[k] = 0; /* causal: what follows has no influence */
+        if (!trainer_predict(t, known - 1, logits)) {
+            fprintf(stderr, "weft sample: %s\n", t->error);
             return EXIT_FAILED;
         }
-        weft_tensor logits = weft_model_logits(&t->model);
         double draw = (double)random_uniform(random_seed((uint64_t)o->seed, "sample"), (uint64_t)i);
-        int next = choose((const float *)logits.data + (known - 1) * vocab, vocab, o, draw);
+        int next = choose(logits, vocab, o, draw);
         fputc(next, stdout);
-        if (known == length) memmove(t->tokens, t->tokens + 1, (size_t)(--known) * sizeof *t->tokens);
-        t->tokens[known++] = next;
+        if (known == length) memmove(tokens, tokens + 1, (size_t)(--known) * sizeof *tokens);
+        tokens[known++] = next;
     }
     fputc('\n', stdout);
     return fflush(stdout) ? EXIT_FAILED : EXIT_PASSED;
@@ -104,6 +102,11 @@ int command_sample(int argc, char **argv)
          .help = "of the choice",
          .min = 0,
          .max = INT64_MAX},
+        {.name = "backend",
+         .kind = OPTION_CHOICE,
+         .to = &o.backend,
+         .help = "where the model runs",
+         .choices = train_backends},
         {.name = "threads",
          .kind = OPTION_INT,
          .to = &o.threads,
@@ -127,9 +130,10 @@ int command_sample(int argc, char **argv)
         snprintf(error, sizeof error, "%s: no checkpoint there", o.from);
         ok = 0;
     }
-    ok = ok && checkpoint_options(path, table, nothing_given, texts, sizeof texts, error, sizeof error) &&
-         train_options_model(&run, &config, error, sizeof error);
-    run.threads = o.threads;
+    ok = ok && checkpoint_options(path, table, nothing_given, texts, sizeof texts, error, sizeof error);
+    /* Where it was trained says nothing about where it is asked. */
+    run.threads = o.threads, run.backend = o.backend, run.dtype = DTYPE_AUTO;
+    ok = ok && train_options_model(&run, &config, error, sizeof error);
     if (ok && !trainer_open(&t, &run, &config, NULL, &alone, 1, config.context)) {
         snprintf(error, sizeof error, "%s", t.error);
         ok = 0;

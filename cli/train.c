@@ -12,6 +12,7 @@
 
 #include "checkpoint.h"
 #include "commands.h"
+#include "device.h"
 #include "progress.h"
 #include "runlog.h"
 #include "trainer.h"
@@ -147,11 +148,19 @@ static void introduce(const session *s)
     printf("%s: %d layers, %lld channels, %d streams; %.2f M parameters; %zu bytes of text in %zu files\n",
            weft_residual_name(c->residual), (int)c->layers, (long long)c->channels, (int)c->streams,
            (double)t->elements * 1e-6, s->text.bytes, s->text.num_files);
+    if (t->exec.backend == WEFT_BACKEND_CUDA) {
+        device_facts gpu;
+        if (device_facts_of(t->exec.device, &gpu))
+            printf("on %s, activations in %s\n", gpu.name, weft_dtype_name(c->dtype));
+    }
     if (t->blas.library)
         printf("products by %s\n", t->blas.name);
     else
-        printf("products by the built-in loop, which is slow: no BLAS was found (Debian: libopenblas0)\n");
+        printf("products by the built-in loop, which is slow: no %s\n",
+               t->exec.backend == WEFT_BACKEND_CUDA ? "cuBLASLt was found"
+                                                    : "BLAS was found (Debian: libopenblas0)");
     if (s->ranks.count > 1) printf("%d processes\n", s->ranks.count);
+    if (t->nccl.library) printf("gradients summed by NCCL\n");
     if (t->step > 0) printf("goes on after step %lld of %s\n", (long long)t->step, s->saved);
     fflush(stdout);
 }

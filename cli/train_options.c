@@ -15,6 +15,8 @@ static const char *const presets[] = {"auto",
                                       "megatron_dsv4",
                                       "liger",
                                       NULL};
+const char *const train_backends[] = {"cpu", "cuda", NULL};
+static const char *const dtypes[] = {"auto", "f32", "bf16", NULL};
 static const char *const optimizers[] = {"adamw", "muon", NULL};
 
 #define INT(field, word, lowest, highest, text, is_fixed)                                                          \
@@ -82,6 +84,16 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
         ONCE(resume, "resume", OPTION_FLAG, NULL,
              "go on from the last checkpoint in DIR, or begin where there is none"),
         ONCE(quiet, "quiet", OPTION_FLAG, NULL, "no progress"),
+        {.name = "backend",
+         .kind = OPTION_CHOICE,
+         .to = &o->backend,
+         .help = "where the model runs",
+         .choices = train_backends},
+        {.name = "dtype",
+         .kind = OPTION_CHOICE,
+         .to = &o->dtype,
+         .help = "of activations; auto: bf16 on cuda, f32 on the CPU. Parameters are f32",
+         .choices = dtypes},
         INT(threads, "threads", 0, 4096, "CPU threads; 0: OpenMP's default", 0),
         CHOICE(residual, "residual", residuals, "the residual connection"),
         CHOICE(exit, "exit", exits, "how streams become one at the end"),
@@ -129,6 +141,12 @@ int train_options_model(const train_options *o, weft_model_config *c, char *erro
 {
     int plain = o->residual == WEFT_RESIDUAL_PLAIN;
     if (weft_model_defaults((weft_residual)o->residual, c) != WEFT_OK) goto refused;
+    int narrow = o->dtype == DTYPE_BF16 || (o->dtype == DTYPE_AUTO && o->backend == ON_CUDA);
+    if (narrow && o->backend != ON_CUDA) {
+        snprintf(error, size, "--dtype bf16 is for --backend cuda");
+        return 0;
+    }
+    c->dtype = narrow ? WEFT_BF16 : WEFT_F32;
     c->streams = (int32_t)(o->streams ? o->streams : plain ? 1 : 4);
     c->layers = (int32_t)o->layers;
     c->heads = (int32_t)o->heads;

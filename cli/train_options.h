@@ -10,12 +10,16 @@
 #include "options.h"
 
 enum { OPTIMIZER_ADAMW, OPTIMIZER_MUON };
+enum { ON_CPU, ON_CUDA };
+enum { DTYPE_AUTO, DTYPE_F32, DTYPE_BF16 };
+extern const char *const train_backends[]; /* by these numbers; ends with NULL */
 enum { MAX_TRAIN_OPTIONS = 64 };
 
 typedef struct train_options {
     /* where */
     const char *config_file, *data, *out;
     int resume, quiet;
+    int backend, dtype; /* dtype: 0 auto, then f32, bf16 */
     int64_t threads;
     /* the model */
     int residual, exit, preset; /* exit: 0 auto, then weft_exit + 1; preset: 0 auto, then weft_mhc_preset + 1 */

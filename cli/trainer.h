@@ -1,39 +1,68 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A model in training: memory, one step, validation. What a step does depends on the options, the parameters and the number of
- * the step alone, so a run that was killed goes on as if it had not been. */
+ * the step alone, so a run that was killed goes on as if it had not been.
+ *
+ * All memory is one block of the backend's. On a GPU a step is put on the device as a whole, update and clipping included, and
+ * the host waits once, for the figures that it writes down. */
 #ifndef WEFT_CLI_TRAINER_H
 #define WEFT_CLI_TRAINER_H
 
 #include <weft/model.h>
 
 #include "corpus.h"
+#include "nccl.h"
 #include "ranks.h"
 #include "train_options.h"
+
+/* Parameters of one layer, or of what lies before or behind the layers: neighbours in the array. */
+typedef struct trainer_piece {
+    int64_t offset, count;
+    int32_t layer; /* -1: none */
+} trainer_piece;
+
+/* What the device reads in a step, and where it lies on the host: the same memory on the CPU. */
+typedef struct trainer_batch {
+    uint64_t *step;
+    int32_t *tokens, *targets; /* micro-batch after micro-batch */
+} trainer_batch;
+
+/* What a step leaves in the backend's memory, as doubles in this order. */
+typedef struct trainer_figures {
+    double *losses; /* a micro-batch's sum over its tokens, each */
+    double *sums;   /* of squares of the gradient, by piece */
+    double *norm, *factor;
+} trainer_figures;
 
 typedef struct trainer {
     const train_options *options;
     const corpus *text; /* NULL: parameters only, for sampling */
     const ranks *ranks;
-    weft_exec exec;
+    nccl nccl;
+    weft_exec exec; /* with the optimiser's workspace */
     weft_blas blas; /* library NULL: the built-in loop */
     weft_model_config config;
     weft_model model;
-    int32_t tensors;
+    int32_t tensors, num_pieces;
     int64_t elements;
     weft_model_param *params;
+    trainer_piece *pieces;
+    char *block;                                    /* all that follows, in the backend's memory */
     float *parameters, *gradients, *first, *second; /* second: AdamW; first is also Muon's moment */
-    void *memory, *workspace;
-    size_t workspace_bytes;
-    int32_t *tokens, *targets;
-    int64_t step; /* steps done */
-    size_t bytes; /* all of the above */
+    void *memory;
+    trainer_batch batch, host_batch;
+    trainer_figures figures, host_figures;
+    size_t batch_bytes, figures_bytes;
+    void *host_block; /* of a GPU's batch and figures; NULL on the CPU */
+    float *host_sums; /* gradients on their way through MPI, where NCCL cannot take them */
+    int64_t step;     /* steps done */
+    size_t bytes;     /* of the block */
     char error[512];
 } trainer;
 
 typedef struct step_figures {
-    double loss, gradient_norm, rate, clipped; /* clipped: the factor, at most 1 */
-    double *layer_norms;                       /* gradient norm per layer, then the rest of the model */
+    double loss, gradient_norm, rate; /* the norm before clipping */
+    double *layer_norms;              /* gradient norm per layer, then the rest of the model */
 } step_figures;
 
 /* text may be NULL where nothing is trained. 1, or 0 with the reason in error; trainer_close is due either way. */
@@ -44,5 +73,12 @@ void trainer_close(trainer *t);
 int trainer_step(trainer *t, step_figures *figures);
 /* Mean loss over the validation windows. */
 int trainer_validate(trainer *t, double *loss);
+/* Logits behind token `row` of host_batch.tokens. */
+int trainer_predict(trainer *t, int64_t row, float *logits);
+
+/* An array of the trainer's as the host can read it: itself, or a copy, which trainer_unmap writes back where it has been
+ * changed. NULL where there is no memory. */
+float *trainer_map(const trainer *t, float *array);
+int trainer_unmap(const trainer *t, float *array, float *host, int changed);
 
 #endif

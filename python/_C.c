@@ -10,253 +10,7 @@
  * one is absent; bit k of `add` says that argument k is added to rather than overwritten; `step` is the tensor whose first
  * element is the dropout's step, or None. Tensors may have any number of leading dimensions that collapse to one token
  * stride, and a weight may be given flat, as [.., n*C]. */
-#define Py_LIMITED_API 0x030A0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include <stdbool.h>
-#include <stdlib.h>
-#include <string.h>
-#include <weft/mhc.h>
-#include <weft/norm.h>
-#include <weft/ops.h>
-
-#include "dlpack.h"
-
-enum { MAX_ARGS_SIZE = 4096, KNOWN_TYPES = 8 };
-
-/* Tensor types whose exchange table has been looked up. Types are kept alive by the references here. */
-typedef struct known_type {
-    PyTypeObject *type;
-    const dl_exchange *exchange;
-} known_type;
-
-typedef struct module_state {
-    PyTypeObject *call_type;
-    PyObject *allocate; /* allocate(bytes, device index) -> a tensor in CUDA memory, or NULL */
-    known_type known[KNOWN_TYPES];
-    int num_known;
-} module_state;
-
-typedef struct call_object {
-    PyObject_HEAD const weft_op_info *op;
-    size_t dropout; /* offset of the weft_dropout in args, 0 where there is none */
-    bool frugal;    /* the last run needed no workspace: the next one tries without asking */
-    void *args;
-} call_object;
-
-/* What a call gathers from its tensors. */
-typedef struct gathered {
-    const char *op;
-    module_state *state;
-    bool any; /* a tensor was seen: device, dtype and exchange are those of the first one */
-    dl_device device;
-    weft_dtype dtype;
-    const dl_exchange *exchange;
-    const char *first;
-    int64_t streams;
-} gathered;
-
-/* ---- errors ---------------------------------------------------------------------------------------------------------- */
-
-static PyObject *raise_status(weft_status status)
-{
-    PyObject *type = status == WEFT_ERR_UNSUPPORTED                              ? PyExc_NotImplementedError
-                     : status == WEFT_ERR_ARGUMENT || status == WEFT_ERR_OVERLAP ? PyExc_ValueError
-                                                                                 : PyExc_RuntimeError;
-    PyErr_SetString(type, weft_last_error());
-    return NULL;
-}
-
-static const char *device_name(dl_device device, char text[32])
-{
-    const char *type = device.type == DL_CPU ? "cpu" : device.type == DL_CUDA ? "cuda" : "another device";
-    if (device.type == DL_CUDA)
-        PyOS_snprintf(text, 32, "%s:%d", type, (int)device.index);
-    else
-        PyOS_snprintf(text, 32, "%s", type);
-    return text;
-}
-
-/* ---- tensors --------------------------------------------------------------------------------------------------------- */
-
-static const dl_exchange *find_exchange(module_state *state, PyObject *object)
-{
-    PyTypeObject *type = Py_TYPE(object);
-    for (int i = 0; i < state->num_known; i++)
-        if (state->known[i].type == type) return state->known[i].exchange;
-
-    PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
-    if (!capsule) {
-        PyErr_Clear();
-        return NULL;
-    }
-    const dl_exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    Py_DECREF(capsule); /* the table is static: the interface asks for that */
-    if (!exchange) PyErr_Clear();
-    const dl_header *header = exchange ? &exchange->header : NULL;
-    while (header && header->major > DL_MAJOR) header = header->older;
-    exchange = header && header->major == DL_MAJOR ? (const dl_exchange *)header : NULL;
-    if (!exchange || !exchange->view) return NULL;
-    if (state->num_known < KNOWN_TYPES) {
-        Py_INCREF(type);
-        state->known[state->num_known++] = (known_type){type, exchange};
-    }
-    return exchange;
-}
-
-static weft_dtype dtype_of(dl_dtype dtype)
-{
-    if (dtype.lanes != 1) return WEFT_NONE;
-    if (dtype.code == DL_BFLOAT && dtype.bits == 16) return WEFT_BF16;
-    if (dtype.code != DL_FLOAT) return WEFT_NONE;
-    return dtype.bits == 16 ? WEFT_F16 : dtype.bits == 32 ? WEFT_F32 : dtype.bits == 64 ? WEFT_F64 : WEFT_NONE;
-}
-
-/* Joins the dimensions [0, count) of v into one. */
-static bool collapse(const dl_tensor *v, int count, int64_t *size, int64_t *stride)
-{
-    int64_t next = 0; /* stride that the next outer dimension must have; 0 before the first one of more than one */
-    *size = 1;
-    *stride = 0;
-    for (int d = 0; d < count; d++)
-        if (v->shape[d] == 0) {
-            *size = 0;
-            return true;
-        }
-    for (int d = count - 1; d >= 0; d--) {
-        if (v->shape[d] == 1) continue;
-        if (*size > 1 && v->strides[d] != next) return false;
-        if (*size == 1) *stride = v->strides[d];
-        *size *= v->shape[d];
-        next = v->strides[d] * v->shape[d];
-    }
-    return true;
-}
-
-/* Looks at a tensor and checks what the library cannot: that it is one, and that all are on one device. */
-static bool view_tensor(gathered *g, const char *name, PyObject *object, dl_tensor *v)
-{
-    const dl_exchange *exchange = find_exchange(g->state, object);
-    if (!exchange) {
-        PyObject *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
-        PyErr_Format(PyExc_TypeError, "%s: %s: expected a tensor with DLPack's exchange interface, got %S", g->op,
-                     name, type ? type : Py_None);
-        Py_XDECREF(type);
-        return false;
-    }
-    if (exchange->view(object, v) != 0) {
-        if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "%s: %s: the tensor cannot be read", g->op, name);
-        return false;
-    }
-    v->data = v->data ? (char *)v->data + v->byte_offset : NULL;
-    if (v->device.type == DL_CUDA_HOST) v->device.type = DL_CPU;
-    if (v->device.type == DL_CPU) v->device.index = 0;
-    char want[32], got[32];
-    if (v->device.type != DL_CPU && v->device.type != DL_CUDA) {
-        PyErr_Format(PyExc_ValueError, "%s: %s: expected a tensor on cpu or cuda, got one on %s", g->op, name,
-                     device_name(v->device, got));
-        return false;
-    }
-    if (!g->any) {
-        *g = (gathered){g->op, g->state, true, v->device, dtype_of(v->dtype), exchange, name, g->streams};
-    } else if (v->device.type != g->device.type || v->device.index != g->device.index) {
-        PyErr_Format(PyExc_ValueError, "%s: %s: expected a tensor on %s like %s, got one on %s", g->op, name,
-                     device_name(g->device, want), g->first, device_name(v->device, got));
-        return false;
-    }
-    return true;
-}
-
-static bool wrong_shape(const gathered *g, const weft_arg_info *arg, const dl_tensor *v, const char *expected)
-{
-    char text[128] = "";
-    for (int d = 0; d < v->ndim && strlen(text) < 96; d++)
-        PyOS_snprintf(text + strlen(text), sizeof text - strlen(text), "%s%lld", d ? ", " : "",
-                      (long long)v->shape[d]);
-    PyErr_Format(PyExc_ValueError, "%s: %s: expected %s, got shape [%s]", g->op, arg->name, expected, text);
-    return false;
-}
-
-static bool read_tensor(gathered *g, const weft_arg_info *arg, PyObject *object, weft_tensor *t)
-{
-    dl_tensor v;
-    if (!view_tensor(g, arg->name, object, &v)) return false;
-    *t = (weft_tensor){v.data, dtype_of(v.dtype), arg->ndim, {0}, {0}};
-    if (t->dtype == WEFT_NONE) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s: %s: expected float32, bfloat16, float16 or float64, got a dtype of %d bits", g->op,
-                     arg->name, (int)v.dtype.bits);
-        return false;
-    }
-    char expected[96];
-    int first = 0; /* dimensions of t that the leading dimensions of v have filled */
-    int lead = 0;  /* and how many dimensions of v these are */
-    if (arg->dim[0] == WEFT_DIM_TOKENS) {
-        lead = v.ndim - (arg->ndim - 1);
-        first = 1;
-        if (lead < 0) {
-            PyOS_snprintf(expected, sizeof expected, "at least %d dimensions", (int)arg->ndim - 1);
-            return wrong_shape(g, arg, &v, expected);
-        }
-        if (!collapse(&v, lead, &t->shape[0], &t->stride[0]))
-            return wrong_shape(g, arg, &v, "leading dimensions that are one run of tokens (call contiguous())");
-    }
-    int rest = v.ndim - lead, want = arg->ndim - first;
-    bool weight = first == 0 && want >= 2 && arg->dim[want - 2] == WEFT_DIM_STREAMS &&
-                  arg->dim[want - 1] == WEFT_DIM_CHANNELS;
-    if (weight && rest == want - 1 && g->streams > 0 && v.shape[rest - 1] % g->streams == 0) {
-        int64_t channels = v.shape[rest - 1] / g->streams, step = v.strides[rest - 1];
-        for (int d = 0; d < rest - 1; d++) t->shape[d] = v.shape[d], t->stride[d] = v.strides[d];
-        t->shape[want - 2] = g->streams, t->stride[want - 2] = channels * step;
-        t->shape[want - 1] = channels, t->stride[want - 1] = step;
-        return true;
-    }
-    if (rest != want) {
-        PyOS_snprintf(expected, sizeof expected, "%d dimensions", want);
-        return wrong_shape(g, arg, &v, expected);
-    }
-    for (int d = 0; d < rest; d++) {
-        t->shape[first + d] = v.shape[lead + d];
-        t->stride[first + d] = v.strides[lead + d];
-        if (arg->dim[first + d] == WEFT_DIM_STREAMS && g->streams == 0) g->streams = v.shape[lead + d];
-    }
-    return true;
-}
-
-/* Fills the tensors of an args struct from `count` objects in the order of its table. */
-static bool read_tensors(gathered *g, const weft_op_info *info, char *args, PyObject *const *objects, uint64_t add)
-{
-    for (int32_t k = 0; k < info->num_args; k++) {
-        const weft_arg_info *arg = &info->args[k];
-        if (Py_IsNone(objects[k])) continue; /* a missing one that is needed is the library's to refuse */
-        weft_tensor *t = (weft_tensor *)(args + arg->offset);
-        if (arg->kind == WEFT_ARG_GRAD) {
-            weft_grad *grad = (weft_grad *)t;
-            grad->add = add >> k & 1;
-            t = &grad->to;
-        }
-        if (!read_tensor(g, arg, objects[k], t)) return false;
-    }
-    return true;
-}
-
-/* The dropout's step: the address of a tensor's first 8 bytes. */
-static bool read_step(gathered *g, PyObject *object, const uint64_t **step)
-{
-    *step = NULL;
-    if (Py_IsNone(object)) return true;
-    dl_tensor v;
-    if (!view_tensor(g, "step", object, &v)) return false;
-    int64_t count = 1;
-    for (int d = 0; d < v.ndim; d++) count *= v.shape[d];
-    if (v.dtype.bits != 64 || v.dtype.lanes != 1 || count < 1) {
-        PyErr_Format(PyExc_ValueError, "%s: step: expected an int64 or uint64 tensor of one element", g->op);
-        return false;
-    }
-    *step = v.data;
-    return true;
-}
+#include "ext.h"
 
 /* ---- scalars --------------------------------------------------------------------------------------------------------- */
 
@@ -366,6 +120,7 @@ static void call_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
     free(((call_object *)object)->args);
+    free(((call_object *)object)->last.args);
     PyObject_Free(object);
     Py_DECREF(type);
 }
@@ -377,80 +132,6 @@ static PyType_Slot call_slots[] = {{Py_tp_new, call_new},
 static PyType_Spec call_spec = {"weft._C.Call", sizeof(call_object), 0, Py_TPFLAGS_DEFAULT, call_slots};
 
 /* ---- running ---------------------------------------------------------------------------------------------------------- */
-
-/* Workspace on the host comes from malloc, on a device from the framework's allocator, which knows the stream. */
-static bool take_workspace(gathered *g, weft_exec *exec, size_t bytes, void **host, PyObject **tensor)
-{
-    exec->workspace_bytes = bytes;
-    if (bytes == 0) return true;
-    if (exec->backend != WEFT_BACKEND_CUDA) {
-        exec->workspace = *host = malloc(bytes);
-        if (!*host) PyErr_NoMemory();
-        return *host != NULL;
-    }
-    if (!g->state->allocate) {
-        PyErr_SetString(PyExc_RuntimeError, "no allocator for device memory is set: import weft.torch");
-        return false;
-    }
-    *tensor = PyObject_CallFunction(g->state->allocate, "ni", (Py_ssize_t)bytes, (int)exec->device);
-    if (!*tensor) return false;
-    dl_tensor v;
-    if (!view_tensor(g, "workspace", *tensor, &v)) return false;
-    exec->workspace = v.data;
-    return true;
-}
-
-static weft_status call_unlocked(const weft_op_info *op, const weft_exec *exec, const void *args)
-{
-    PyThreadState *thread = PyEval_SaveThread();
-    weft_status status = weft_op_call(op, exec, args);
-    PyEval_RestoreThread(thread);
-    return status;
-}
-
-static bool fill_exec(const gathered *g, int precision, int threads, weft_exec *exec)
-{
-    *exec = (weft_exec){.backend = g->dtype == WEFT_F64 ? WEFT_BACKEND_REF : WEFT_BACKEND_CPU,
-                        .precision = (weft_precision)precision,
-                        .threads = threads};
-    if (g->device.type != DL_CUDA) return true;
-    exec->backend = WEFT_BACKEND_CUDA;
-    exec->device = g->device.index;
-    exec->threads = 0;
-    if (g->exchange->stream(DL_CUDA, g->device.index, &exec->stream) == 0) return true;
-    if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "%s: no current stream", g->op);
-    return false;
-}
-
-/* `frugal` spares most small operators a second validation, which is a good part of what they cost on a GPU. */
-static bool run_call(gathered *g, const weft_op_info *op, void *args, int precision, int threads, bool *frugal)
-{
-    weft_exec exec;
-    if (!fill_exec(g, precision, threads, &exec)) return false;
-    weft_status status = WEFT_ERR_WORKSPACE;
-    if (*frugal) status = call_unlocked(op, &exec, args);
-    *frugal = status == WEFT_OK;
-    if (status == WEFT_OK) return true;
-
-    size_t bytes = 0;
-    void *host = NULL;
-    PyObject *tensor = NULL;
-    if (status == WEFT_ERR_WORKSPACE) status = weft_op_workspace(op, &exec, args, &bytes);
-    if (status != WEFT_OK) {
-        raise_status(status);
-        return false;
-    }
-    *frugal = bytes == 0;
-    bool ok = take_workspace(g, &exec, bytes, &host, &tensor);
-    if (ok) {
-        status = call_unlocked(op, &exec, args);
-        ok = status == WEFT_OK;
-        if (!ok) raise_status(status);
-    }
-    free(host);
-    Py_XDECREF(tensor);
-    return ok;
-}
 
 enum { RUN_CALL, RUN_ADD, RUN_PRECISION, RUN_THREADS, RUN_STEP, RUN_TENSORS };
 
@@ -475,12 +156,12 @@ static PyObject *run(PyObject *module, PyObject *const *objects, Py_ssize_t coun
     size_t args[MAX_ARGS_SIZE / sizeof(size_t)];
     memcpy(args, call->args, op->args_size);
     gathered g = {.op = op->name, .state = state};
-    if (!read_tensors(&g, op, (char *)args, objects + RUN_TENSORS, add)) return NULL;
+    if (!ext_read_tensors(&g, op, (char *)args, objects + RUN_TENSORS, add)) return NULL;
     if (call->dropout) {
         weft_dropout *dropout = (weft_dropout *)((char *)args + call->dropout);
-        if (!read_step(&g, objects[RUN_STEP], &dropout->step)) return NULL;
+        if (!ext_read_step(&g, objects[RUN_STEP], &dropout->step)) return NULL;
     }
-    if (!run_call(&g, op, args, (int)precision, (int)threads, &call->frugal)) return NULL;
+    if (!ext_run_call(&g, op, args, (int)precision, (int)threads, &call->last)) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -496,8 +177,8 @@ static bool read_layer(gathered *g, PyObject *object, weft_mhc_replay_layer *lay
         return false;
     }
     for (int32_t k = 0; k < info->num_args + 2; k++) items[k] = PyTuple_GetItem(object, k);
-    return read_scalars(info, items[0], (char *)layer) && read_tensors(g, info, (char *)layer, items + 2, 0) &&
-           read_step(g, items[1], &layer->dropout.step);
+    return read_scalars(info, items[0], (char *)layer) && ext_read_tensors(g, info, (char *)layer, items + 2, 0) &&
+           ext_read_step(g, items[1], &layer->dropout.step);
 }
 
 static PyObject *replay(PyObject *module, PyObject *tuple)
@@ -508,15 +189,17 @@ static PyObject *replay(PyObject *module, PyObject *tuple)
     const weft_op_info *op = weft_op_find("mhc_replay_fwd");
     weft_mhc_replay_fwd_args args = {.struct_size = sizeof args};
     gathered g = {.op = op->name, .state = PyModule_GetState(module)};
-    if (!read_numerics(numerics, &args.numerics) || !read_tensors(&g, op, (char *)&args, &x, 0)) return NULL;
+    if (!read_numerics(numerics, &args.numerics) || !ext_read_tensors(&g, op, (char *)&args, &x, 0)) return NULL;
     Py_ssize_t count = PyList_Size(list);
     weft_mhc_replay_layer *layers = calloc(count ? (size_t)count : 1, sizeof *layers);
     if (!layers) return PyErr_NoMemory();
-    bool ok = true, frugal = false;
+    bool ok = true;
+    last_run none = {0};
     for (Py_ssize_t l = 0; ok && l < count; l++) ok = read_layer(&g, PyList_GetItem(list, l), &layers[l]);
     args.layers = layers;
     args.num_layers = count > INT32_MAX ? INT32_MAX : (int32_t)count;
-    ok = ok && run_call(&g, op, &args, 0, threads, &frugal);
+    ok = ok && ext_run_call(&g, op, &args, 0, threads, &none);
+    free(none.args);
     free(layers);
     if (!ok) return NULL;
     Py_RETURN_NONE;
@@ -524,12 +207,27 @@ static PyObject *replay(PyObject *module, PyObject *tuple)
 
 /* ---- the rest of the module -------------------------------------------------------------------------------------------- */
 
-static PyObject *set_allocator(PyObject *module, PyObject *function)
+static PyObject *set_framework(PyObject *module, PyObject *framework)
 {
+    static const char *const names[HOOK_COUNT] = {
+        [HOOK_TENSOR] = "Tensor",
+        [HOOK_PARAMETER] = "Parameter",
+        [HOOK_MODES] = "modes",
+        [HOOK_GRAD_ENABLED] = "grad_enabled",
+        [HOOK_THREADS] = "threads",
+        [HOOK_DESCRIBE] = "describe",
+        [HOOK_EMPTY_CPU] = "empty_cpu",
+        [HOOK_EMPTY_CUDA] = "empty_cuda",
+        [HOOK_CURRENT_GPU] = "current_gpu",
+        [HOOK_WORKSPACE] = "workspace",
+    };
     module_state *state = PyModule_GetState(module);
-    Py_INCREF(function);
-    Py_XDECREF(state->allocate);
-    state->allocate = function;
+    for (int i = 0; i < HOOK_COUNT; i++) {
+        PyObject *hook = PyObject_GetAttrString(framework, names[i]);
+        if (!hook) return NULL;
+        Py_XDECREF(state->hook[i]);
+        state->hook[i] = hook;
+    }
     Py_RETURN_NONE;
 }
 
@@ -598,7 +296,7 @@ static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL,
      "run(call, add, precision, threads, step, tensor ...)"},
     {"replay", replay, METH_VARARGS, "replay(numerics, threads, x, [(scalars, step, tensor ...), ...])"},
-    {"set_allocator", set_allocator, METH_O, "set_allocator(f): f(bytes, device) returns a tensor on that GPU"},
+    {"set_framework", set_framework, METH_O, "set_framework(f): what weft.torch.framework has"},
     {"preset", preset, METH_O, "preset(name): its numerics as a tuple of eight numbers"},
     {"presets", presets, METH_NOARGS, "presets(): their names"},
     {"ops", ops, METH_NOARGS, "ops(): {operator: [(argument, kind, optional), ...]}"},
@@ -609,7 +307,10 @@ static int module_exec(PyObject *module)
 {
     module_state *state = PyModule_GetState(module);
     state->call_type = (PyTypeObject *)PyType_FromSpec(&call_spec);
-    if (!state->call_type) return -1;
+    state->kernel_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ext_kernel_spec, NULL);
+    state->requires_grad = PyUnicode_InternFromString("requires_grad");
+    if (!state->call_type || !state->kernel_type || !state->requires_grad) return -1;
+    if (PyModule_AddObjectRef(module, "Kernel", (PyObject *)state->kernel_type) != 0) return -1;
     return PyModule_AddObjectRef(module, "Call", (PyObject *)state->call_type);
 }
 
@@ -619,8 +320,10 @@ static int module_clear(PyObject *module)
     if (!state) return 0;
     for (int i = 0; i < state->num_known; i++) Py_CLEAR(state->known[i].type);
     state->num_known = 0;
-    Py_CLEAR(state->allocate);
+    for (int i = 0; i < HOOK_COUNT; i++) Py_CLEAR(state->hook[i]);
+    Py_CLEAR(state->requires_grad);
     Py_CLEAR(state->call_type);
+    Py_CLEAR(state->kernel_type);
     return 0;
 }
 

@@ -426,6 +426,51 @@ static void host_memory_is_refused(void **state)
     test_verdict();
 }
 
+/* A caller who vouches for its pointers gets the same bits, and every other check. */
+static void vouched_calls_are_the_same(void **state)
+{
+    (void)state;
+    need_gpu();
+    for (int32_t i = 0; i < gpu_op_count(); i++)
+        for (int v = 0; v < 3; v++) {
+            spec s = variant(gpu_op_at(i)->name, v);
+            weft_exec exec = on_cuda(0);
+            problem *p = problem_make(&s);
+            exec.vouched = 1;
+            pack got = run_pack(p, exec);
+            expect_run(p, &got, "vouched");
+            pack_free(&got);
+            problem_free(p);
+        }
+    test_verdict();
+}
+
+static void vouched_calls_are_checked(void **state)
+{
+    (void)state;
+    need_gpu();
+    spec s = variant("mhc_aggregate_fwd", 0);
+    image_range around[MAX_ARGS];
+    weft_exec exec = on_cuda(0);
+    problem *p = problem_make(&s);
+    image im = {0};
+    exec.vouched = 1;
+    if (image_open(&im, p->op, &exec, p->args, around, problem_ranges(p, around)) != WEFT_OK || im.wrong[0])
+        test_failed("%s: %s %s", problem_text(p), weft_last_error(), im.wrong);
+    else {
+        weft_mhc_aggregate_fwd_args *a = im.args;
+        void *keep = a->pre.data;
+        a->pre.data = NULL;
+        expect_refused(p, &im, "pre", "no memory");
+        a->pre.data = keep;
+        if (!image_get(&im)) test_failed("%s", im.wrong);
+        if (!problem_untouched(p)) test_failed("%s: refused, but something was written", problem_text(p));
+    }
+    image_close(&im);
+    problem_free(p);
+    test_verdict();
+}
+
 static void other_devices_are_refused(void **state)
 {
     (void)state;
@@ -582,6 +627,8 @@ int main(void)
         cmocka_unit_test(projection_plans),
         cmocka_unit_test(tf32),
         cmocka_unit_test(host_memory_is_refused),
+        cmocka_unit_test(vouched_calls_are_the_same),
+        cmocka_unit_test(vouched_calls_are_checked),
         cmocka_unit_test(other_devices_are_refused),
         cmocka_unit_test(small_workspaces_are_refused),
         cmocka_unit_test(workspaces_are_bounded),

@@ -31,6 +31,8 @@ static void exec_one(bench *b, weft_exec exec)
     CASE(WEFT_ERR_ARGUMENT, device, -1, "device -1");
     CASE(WEFT_ERR_ARGUMENT, threads, -1, "-1 threads");
     CASE(WEFT_ERR_ARGUMENT, threads, INT32_MIN, "very few threads");
+    CASE(WEFT_ERR_ARGUMENT, vouched, 2, "vouched 2");
+    CASE(WEFT_ERR_ARGUMENT, vouched, -1, "vouched -1");
     CASE(WEFT_ERR_ARGUMENT, isa, (weft_isa)17, "isa 17");
     CASE(WEFT_ERR_ARGUMENT, isa, (weft_isa)-1, "isa -1");
     if (exec.backend == WEFT_BACKEND_CPU && weft_cpu_isa() < WEFT_ISA_AMX)

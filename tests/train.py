@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""tests/train.py <weft> <work folder>: the program's training as its user sees it.
+"""tests/train.py <weft> <work folder> [part...]: the program's training as its user sees it.
 
-Kill and resume, several processes against one, checkpoints, bad input. Every run is small; random moments come from a seed
-that is printed."""
+Kill and resume, several processes against one, checkpoints, bad input, a GPU. Every run is small; random moments come from a
+seed that is printed. Parts are functions of this file; without any, all of them run."""
 
 import json
 import os
@@ -198,7 +198,7 @@ def bad_options():
         (["--group", 2], "group"), (["--recompute", "--group", 9], "group"), (["--poison"], "poison"),
         (["--exit", "mix"], "exit"), (["--residual", "mhc_single_pass", "--exit", "mean"], "exit"),
         (["--heads", 3], "heads"), (["--warmup", 300], "warmup"), (["--data", "nowhere.txt"], "nowhere.txt"),
-        (["--config", "nowhere.conf"], "nowhere.conf"),
+        (["--config", "nowhere.conf"], "nowhere.conf"), (["--dtype", "bf16"], "--backend cuda"), (["--backend", "gpu"], "--backend"),
     ):
         refused(" ".join(map(str, args)), word, 2, *base, *args)
     say("nothing was written", not (WORK / "never").exists())
@@ -265,8 +265,55 @@ def bad_luck():
     say("sample without a checkpoint", code == 2 and "no checkpoint" in err, err)
 
 
+def gpu():
+    """The same promises on a GPU; in words where there is none."""
+    on = ("--backend", "cuda", "--steps", 8, "--save-every", 4, "--bias", "--dropout", 0.1, "--residual", "mhc")
+    code, _, err = train("gpu", *on)
+    if code == 2 and "--backend cuda" in err:
+        print(f"skipped: {err.strip()}")
+        return
+    say("a run on a GPU", code == 0, err)
+    for args, other in ((("--recompute", "--poison"), "gpu_recompute"), ((), "gpu_again")):
+        train(other, *on, *args)
+        say(f"{other} has the same bits", figures(other) == figures("gpu") and same_checkpoint(other, "gpu", 8))
+    (WORK / "gpu_resumed").mkdir()
+    shutil.copytree(WORK / "gpu" / "step-00000004", WORK / "gpu_resumed" / "step-00000004")
+    code, _, err = train("gpu_resumed", *on, "--resume")
+    say("a resumed run on a GPU has the same bits", code == 0 and same_checkpoint("gpu_resumed", "gpu", 8), err)
+    code, _, err = train("gpu_resumed", *on[2:], "--backend", "cpu", "--steps", 8, "--resume")
+    say("and goes on on the CPU", code == 0, err)
+    train("gpu_f32", *on, "--dtype", "f32")
+    train("gpu_cpu", *on[2:])
+    first = [[x["loss"] for x in figures(run)] for run in ("gpu", "gpu_f32", "gpu_cpu")]
+    off = [max(abs(a - b) for a, b in zip(run, first[2])) for run in first[:2]]
+    say("losses on a GPU are those of the CPU", off[0] < 0.03 and off[1] < 1e-4, f"bf16 off by {off[0]}, f32 by {off[1]}")
+    for backend in ("cpu", "cuda"):
+        code, out, err = weft("sample", "--from", "gpu", "--backend", backend, "--prompt", "the ", "--count", 20)
+        say(f"a sample on {backend} of a run on a GPU", code == 0 and out.startswith("the ") and len(out) > 5, f"{out!r} {err}")
+    code, _, err = train("gpu_nan", *on, "--rate", 1e30, "--warmup", 0, "--clip", 0, "--decay", 0)
+    say("a loss on a GPU that is not a number", code == 1 and "not finite" in err, f"exit {code}: {err}")
+    train("gpu_muon", *on, "--optimizer", "muon")
+    train("cpu_muon", *on[2:], "--optimizer", "muon")
+    off = max(abs(a["loss"] - b["loss"]) for a, b in zip(figures("gpu_muon"), figures("cpu_muon")))
+    say("muon on a GPU", off < 0.05, f"off by {off}")
+    mpirun = shutil.which("mpirun")
+    if not mpirun:
+        return
+    before = (mpirun, "--allow-run-as-root", "--oversubscribe", "-np")
+    code, _, err = train("gpu_one", *on, before=(*before, "1"))
+    say("one process under mpirun", code == 0 and same_checkpoint("gpu_one", "gpu", 8), err)
+    if "NCCL" in err:
+        print(f"     {err.strip()}")
+    train("gpu_micro", *on, "--micro", 2)
+    code, _, err = train("gpu_two", *on, before=(*before, "2"))
+    off = max(abs(a["loss"] - b["loss"]) for a, b in zip(figures("gpu_two"), figures("gpu_micro"))) if code == 0 else 1
+    say("two processes on GPUs", off < 0.01, f"exit {code}, off by {off}: {err}")
+
+
 setup()
-for part in (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, bad_luck, processes):
-    part()
+PARTS = (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, bad_luck, processes, gpu)
+for part in PARTS:
+    if not sys.argv[3:] or part.__name__ in sys.argv[3:]:
+        part()
 print(f"{failures} failures")
 sys.exit(1 if failures else 0)

@@ -130,12 +130,12 @@ def between_markers(document, lines):
 
 def main():
     parser = argparse.ArgumentParser(description="Tables of a GPU's record in markdown.")
-    parser.add_argument("records", nargs="*", type=Path, help="files of bench/baselines/; all of them by default")
+    parser.add_argument("records", nargs="*", type=Path, help="files of bench/baselines/; by default all that have timings")
     parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the tables between the markers of a document")
     options = parser.parse_args()
     try:
         lines = []
-        for path in options.records or sorted(BASELINES.glob("*.jsonl")):
+        for path in options.records or [p for p in sorted(BASELINES.glob("*.jsonl")) if read(p)[1]]:
             lines += of_record(path)
         lines = lines or [NOTHING, ""]
         if options.write:

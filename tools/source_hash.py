@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One number for the sources that decide what the CUDA backend computes and how fast: sha256 over names and contents.
 
-Comments and white space decide neither, so a record does not grow old by a better sentence or a wrapped line. Neither do
-sources that a record says nothing of: the kernels of weft/gdn.h, and the model that trains on top."""
+Comments and white space decide neither, so a record does not grow old by a better sentence or a wrapped line. Nor do
+sources that a record says nothing of: weft/gdn.h and what is below it, and the model that trains on top."""
 
 import hashlib
 import re
@@ -12,7 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("include", "src/core", "src/cuda", "src/ops")
 SUFFIXES = {".c", ".h", ".cu", ".cuh", ".def"}
-NOT_RECORDED = re.compile(r"src/cuda/(gdn|nn)_|src/core/nn\.|include/weft/(model|optim|plan|blas)\.h")
+NOT_RECORDED = re.compile(
+    r"src/cuda/(gdn|nn)[_.]|src/cuda/blas|src/(core|ops)/(gdn|nn|sequences)|include/weft/(gdn|model|optim|plan|blas)\.h"
+)
 # Strings are matched so that what looks like a comment inside one stays.
 STRING_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|/\*.*?\*/|//[^\n]*""", re.S)
 

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Matrix products of weft/model.h go through a BLAS that is loaded when somebody asks for it, so neither the library nor a
- * program links one. Without it the backend's own loop serves: the same function, slower. */
+ * program links one: OpenBLAS or another CBLAS on the CPU, cuBLASLt on CUDA. Without it the backend's own loop serves: the
+ * same function, slower. */
 #ifndef WEFT_BLAS_H
 #define WEFT_BLAS_H
 
@@ -18,6 +19,8 @@ typedef struct weft_blas {
                   const float *b, int ldb, float beta, float *c, int ldc);
     void (*dgemm)(int order, int trans_a, int trans_b, int m, int n, int k, double alpha, const double *a, int lda,
                   const double *b, int ldb, double beta, double *c, int ldc);
+    void *
+        device; /* cuda: the library's handle, and the algorithm chosen for each shape so far; one thread at a time */
     char name[160]; /* for people: file and what the library says of itself */
 } weft_blas;
 
@@ -25,6 +28,9 @@ typedef struct weft_blas {
  * is none. weft cuts a product into tiles by its shape and hands them to its own threads, so the library is told to use
  * one thread per call: results then do not depend on the number of threads. */
 WEFT_API weft_status weft_blas_open(const char *path, weft_blas *blas);
+/* The one for exec's backend: as above on cpu and ref, cuBLASLt on cuda. There the first product of a shape asks the library
+ * which algorithm to use, and the others use the same: results are the same bits from run to run on one kind of GPU. */
+WEFT_API weft_status weft_blas_open_for(const weft_exec *exec, const char *path, weft_blas *blas);
 WEFT_API void weft_blas_close(weft_blas *blas);
 
 #ifdef __cplusplus

@@ -383,7 +383,8 @@ WEFT_API weft_status weft_mhc_pre_bwd_workspace(const weft_exec *exec, const wef
  *     (h, ms, pre_out, post_out, res_out, u, v) = pre(y, ...)     with pre_in: the shifted form, as in pre
  * The projection and the aggregate see y as it is stored, rounded, so boundary equals post followed by pre.
  * Backward: dy = d_y + the aggregate's and the projection's parts, kept in fp32; then post's backward of dy. Where y is
- * absent it is rebuilt from x and f. */
+ * absent it is rebuilt from x and f; where it is given it must be what forward left there, and a backend may rebuild it
+ * all the same. */
 typedef struct weft_mhc_boundary_fwd_args {
     size_t struct_size;
     weft_mhc_numerics numerics;

@@ -14,7 +14,8 @@
  * state of an optimiser have the same layout. What a step needs is one block whose exact size weft_model_query tells.
  * Forward and backward are two calls; results depend neither on the number of threads nor on recompute.
  *
- * Backends: cpu in f32, ref in f64. */
+ * Backends: cpu in f32; cuda in f32, or in bf16 with parameters and gradients in f32; ref in f64. On cuda everything that the
+ * args point to is in device memory, calls are asynchronous, and tokens are not looked at before they are used. */
 #ifndef WEFT_MODEL_H
 #define WEFT_MODEL_H
 
@@ -59,7 +60,7 @@ typedef enum weft_stage {
 /* Zero-initialise and call weft_model_defaults, or fill every field. */
 typedef struct weft_model_config {
     size_t struct_size;
-    weft_dtype dtype; /* f32 on cpu, f64 on ref */
+    weft_dtype dtype; /* of activations: f32 on cpu, f32 or bf16 on cuda, f64 on ref */
     weft_residual residual;
     weft_exit exit;
     int32_t streams;                  /* 1 with WEFT_RESIDUAL_PLAIN */
@@ -112,7 +113,8 @@ typedef struct weft_model_param {
  * is zero and stays zero. */
 WEFT_API weft_status weft_model_param_count(const weft_model_config *config, int32_t *tensors, int64_t *elements);
 WEFT_API weft_status weft_model_param_at(const weft_model_config *config, int32_t index, weft_model_param *param);
-/* Fills an array of config.dtype in host memory. The same seed gives the same numbers. */
+/* Fills an array in host memory. Parameters, and so gradients, are f64 where config.dtype is, else f32. The same seed gives
+ * the same numbers. */
 WEFT_API weft_status weft_model_init(const weft_model_config *config, uint64_t seed, void *parameters);
 
 /* ---- steps ------------------------------------------------------------------------------------------------------------ */
@@ -154,7 +156,7 @@ typedef struct weft_model_args {
     const uint64_t *step; /* of dropout, read when the pass runs; NULL = 0 */
     int64_t token_base;   /* global index of token 0, for micro-batches and ranks */
     double loss_scale;    /* of the gradient; 0: 1/tokens, the gradient of the mean loss */
-    double *loss;         /* out, optional: sum over the tokens that count, of -log p(target) */
+    double *loss; /* out, optional, in the backend's memory: sum over the tokens that count, of -log p(target) */
     /* What a part gets and gives where it has no embedding or no head: streams, or the rows of a block. In forward the
      * first two, in backward the last two. */
     const void *streams_in;
@@ -165,7 +167,8 @@ typedef struct weft_model_args {
 
 WEFT_API weft_status weft_model_forward(const weft_exec *exec, weft_model *model, const weft_model_args *args);
 WEFT_API weft_status weft_model_backward(const weft_exec *exec, weft_model *model, const weft_model_args *args);
-/* [sequences * length, vocab] of the last forward; absent where a stage has no head. Backward overwrites it. */
+/* [sequences * length, vocab] of the last forward, f32 beside bf16; absent where a stage has no head. Backward may overwrite
+ * it. */
 WEFT_API weft_tensor weft_model_logits(const weft_model *model);
 
 /* The composite residual map W_last ... W_1 of the last forward, token by token: how much a signal can grow on its way

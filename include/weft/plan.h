@@ -30,7 +30,7 @@ typedef struct weft_plan_desc {
     int32_t layers;    /* 1 .. WEFT_PLAN_MAX_LAYERS */
     int32_t recompute; /* 0: everything stays, the same calls */
     int32_t group;  /* layers per group, 1 .. layers; 0: one group of all layers. The last group may be shorter */
-    int32_t poison; /* 1: discarded memory is filled with NaN, so a stale read shows; cpu and ref */
+    int32_t poison; /* 1: discarded memory is filled with NaN, so a stale read shows */
     int64_t tokens, streams, channels;
     weft_dtype dtype;
 } weft_plan_desc;

@@ -96,6 +96,11 @@ typedef struct weft_exec {
     void *workspace;
     size_t workspace_bytes;
     weft_precision precision;
+    /* CUDA: 1 where the caller knows that all tensors, dropout.step and the workspace lie in memory that the device
+     * reaches. Pointers are then taken as they are, which saves a question to the driver for each of them; a wrong one
+     * is a fault on the device. 0: every pointer is looked up before the first launch, and a wrong one is an error in
+     * words. */
+    int32_t vouched;
 } weft_exec;
 
 /* Every args struct begins with struct_size, so that fields can be appended without breaking compiled callers. This

@@ -96,8 +96,14 @@ typedef struct weft_op_desc {
 #define OFFSETS WEFT_DIM_OFFSETS
 #define CACHE WEFT_DIM_CACHE
 
+/* Rows that a table of arguments may have. */
+enum { WEFT_MAX_ARGS = 64 };
+#define WEFT_TABLE_FITS(table)                                                                                     \
+    _Static_assert(sizeof(table) / sizeof *(table) <= WEFT_MAX_ARGS, #table " has more rows than WEFT_MAX_ARGS")
+
 /* When a struct grows, its first_size becomes the number it had before. */
 #define WEFT_DESC(op, scalars, table, check_fn)                                                                    \
+    WEFT_TABLE_FITS(table);                                                                                        \
     const weft_op_desc weft_desc_##op = {                                                                          \
         .info = {#op, sizeof(weft_##op##_args), (int32_t)(sizeof(table) / sizeof *(table)), table, scalars},       \
         .first_size = sizeof(weft_##op##_args),                                                                    \

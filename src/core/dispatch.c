@@ -58,7 +58,7 @@ static const weft_kernel *const *tables_of(const weft_call *call)
 
 const char *weft_op_name(weft_op op)
 {
-    return descs[op]->info.name;
+    return op < WEFT_OP_COUNT ? descs[op]->info.name : "model"; /* src/core/nn.h has no operators */
 }
 
 int weft_backend_available(weft_backend backend)
@@ -83,6 +83,8 @@ static weft_status check_exec(weft_call *call)
     if (e->precision < WEFT_PRECISION_FULL || e->precision > WEFT_PRECISION_TF32)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.precision: expected full or tf32, got the number %d", op,
                          (int)e->precision);
+    if (e->vouched != 0 && e->vouched != 1)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.vouched: expected 0 or 1, got %d", op, (int)e->vouched);
     if (e->backend == WEFT_BACKEND_CUDA) {
 #if WEFT_HAVE_CUDA
         return weft_cuda_check_device(call);

@@ -25,8 +25,10 @@ typedef enum weft_op {
 typedef struct weft_call {
     weft_op op;
     const weft_exec *exec;
-    weft_isa isa;     /* CPU: the instruction set chosen for this call */
-    int32_t sms;      /* CUDA: multiprocessors to plan for; never changes a result */
+    weft_isa isa; /* CPU: the instruction set chosen for this call */
+    int32_t sms;  /* CUDA: multiprocessors to plan for; never changes a result */
+    /* CUDA: what the device has: multiprocessors, bytes of shared memory that a block may ask for */
+    int32_t device_sms, device_shared;
     weft_dtype dtype; /* activation type, or f32/f64 for operators without activations */
     bool f64;         /* every tensor is float64 */
     bool query;       /* asks for the workspace size only: pointers mean nothing */
@@ -57,9 +59,9 @@ typedef struct weft_kernel {
 
 /* The CUDA backend's part of validation (src/cuda/device.c), in builds that have it. */
 int weft_cuda_available(void);
-/* The device of the call exists and is new enough; fills call->sms. */
+/* The device of the call exists and is new enough; fills in what the call says of it. */
 weft_status weft_cuda_check_device(weft_call *call);
-/* The device of the call can reach the memory at p. */
+/* The device of the call can reach the memory at p, or the caller vouches for it. */
 weft_status weft_cuda_check_pointer(const weft_call *call, const char *prefix, const char *name, const void *p);
 /* Makes the call's device current, and what was current before current again. */
 weft_status weft_cuda_enter(const weft_call *call, int *previous);

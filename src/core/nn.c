@@ -21,12 +21,20 @@ weft_status weft_nn_open(weft_nn *nn, const weft_exec *exec, weft_dtype dtype, c
     if (exec->backend == WEFT_BACKEND_CPU && isa >= WEFT_ISA_BASE && (size_t)isa < sizeof cpu / sizeof *cpu &&
         isa <= weft_cpu_isa())
         nn->table = cpu[isa];
+#if WEFT_HAVE_CUDA
+    if (exec->backend == WEFT_BACKEND_CUDA) {
+        weft_call call = {.op = WEFT_OP_COUNT, .exec = exec};
+        WEFT_TRY(weft_cuda_check_device(&call));
+        nn->table = dtype == WEFT_BF16 ? &weft_cuda_bf16_nn : &weft_cuda_f32_nn;
+    }
+#endif
     if (!nn->table)
-        return weft_fail(WEFT_ERR_UNSUPPORTED, "model: exec: expected the cpu or ref backend, got %s with isa %s",
+        return weft_fail(WEFT_ERR_UNSUPPORTED,
+                         "model: exec: expected a backend of this build and an isa of this machine, got %s with %s",
                          weft_backend_name(exec->backend), weft_isa_name(exec->isa));
     if (nn->table->dtype != dtype)
         return weft_fail(WEFT_ERR_UNSUPPORTED, "model: dtype: expected %s on the %s backend, got %s",
-                         weft_dtype_name(nn->table->dtype), weft_backend_name(exec->backend),
-                         weft_dtype_name(dtype));
+                         exec->backend == WEFT_BACKEND_CUDA ? "f32 or bf16" : weft_dtype_name(nn->table->dtype),
+                         weft_backend_name(exec->backend), weft_dtype_name(dtype));
     return WEFT_OK;
 }

@@ -6,8 +6,16 @@
 
 #include <weft/weft.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 weft_status weft_fail(weft_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void weft_clear_error(void);
+
+#ifdef __cplusplus
+}
+#endif
 
 #define WEFT_TRY(expr)                                                                                             \
     do {                                                                                                           \

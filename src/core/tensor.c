@@ -313,14 +313,22 @@ static bool parts_meet(const reach *a, const reach *b, int level, int64_t offset
     return parts_meet(a, b, level + 1, within) || parts_meet(a, b, level + 1, within - step);
 }
 
-/* Two views share an element? Exact for views whose rows lie common strides apart (slices of one padded buffer, sections
- * of one row of several sequences), which interleave without touching; otherwise their byte ranges decide. */
+/* The bytes from the first to the end of the last element; none of a tensor that is absent or has no elements. */
+typedef struct span {
+    uintptr_t begin, end;
+} span;
+
+static span span_of(const weft_tensor *t)
+{
+    if (t->dtype == WEFT_NONE || elements(t) == 0) return (span){0, 0};
+    return (span){(uintptr_t)t->data, (uintptr_t)t->data + (uintptr_t)extent(t)};
+}
+
+/* Two views whose spans meet share an element? Exact for views whose rows lie common strides apart (slices of one padded
+ * buffer, sections of one row of several sequences), which interleave without touching; otherwise the spans decide. */
 static bool share_memory(const weft_tensor *a, const weft_tensor *b)
 {
-    if (elements(a) == 0 || elements(b) == 0) return false;
     reach ra = reach_of(a), rb = reach_of(b);
-    if (ra.at + (uintptr_t)reach_bytes(&ra, 0) <= rb.at || rb.at + (uintptr_t)reach_bytes(&rb, 0) <= ra.at)
-        return false;
     return parts_meet(&ra, &rb, 0, (int64_t)(rb.at - ra.at));
 }
 
@@ -343,14 +351,18 @@ static const char *full_name(char *buffer, size_t size, const weft_arg_group *g,
 static weft_status outputs_apart(const weft_call *call, const weft_arg_group *ga, const weft_arg_group *gb)
 {
     char na[64], nb[64];
+    span spans[WEFT_MAX_ARGS]; /* of b: nearly every pair is told apart by these alone */
+    for (int32_t j = 0; j < gb->info->num_args; j++) spans[j] = span_of(tensor_of(&gb->info->args[j], gb->args));
     for (int32_t i = 0; i < ga->info->num_args; i++) {
         const weft_arg_info *a = &ga->info->args[i];
         const weft_tensor *ta = tensor_of(a, ga->args);
-        if (!is_output(a) || ta->dtype == WEFT_NONE) continue;
+        if (!is_output(a)) continue;
+        const span mine = span_of(ta);
         for (int32_t j = 0; j < gb->info->num_args; j++) {
+            if (mine.end <= spans[j].begin || spans[j].end <= mine.begin) continue;
             const weft_arg_info *b = &gb->info->args[j];
             const weft_tensor *tb = tensor_of(b, gb->args);
-            if (ta == tb || tb->dtype == WEFT_NONE || !share_memory(ta, tb)) continue;
+            if (ta == tb || !share_memory(ta, tb)) continue;
             if (ga == gb && a->in_place && strcmp(a->in_place, b->name) == 0 && same_view(ta, tb)) continue;
             return weft_fail(WEFT_ERR_OVERLAP, "%s: %s: expected memory of its own%s%s, got memory shared with %s",
                              weft_op_name(call->op), full_name(na, sizeof na, ga, a),

@@ -69,9 +69,10 @@ weft_status CPU(nn_bias_bwd)(weft_nn *nn, const void *rows, void *bias, int64_t 
 weft_status CPU(nn_compose)(weft_nn *nn, const weft_compose *a);
 weft_status CPU(nn_gains)(weft_nn *nn, const void *maps, int64_t tokens, int64_t streams, double gains[4]);
 weft_status CPU(nn_fill)(weft_nn *nn, void *to, double value, int64_t count);
-weft_status CPU(nn_blend)(weft_nn *nn, void *to, double a, const void *from, double b, int64_t count);
+weft_status CPU(nn_copy)(weft_nn *nn, void *to, const void *from, int64_t count);
+weft_status CPU(nn_blend)(weft_nn *nn, const weft_blend *a);
 weft_status CPU(nn_adam)(weft_nn *nn, const weft_adam *a);
 weft_status CPU(nn_sum)(weft_nn *nn, const void *values, int64_t count, int32_t squares, double *sum);
-weft_status CPU(nn_first_bad)(weft_nn *nn, const void *values, int64_t count, int64_t *index);
+weft_status CPU(nn_first_bad)(weft_nn *nn, const void *values, weft_dtype dtype, int64_t count, int64_t *index);
 
 #endif

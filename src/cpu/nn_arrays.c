@@ -33,11 +33,16 @@ weft_status CPU(nn_fill)(weft_nn *nn, void *to, double value, int64_t count)
     return WEFT_OK;
 }
 
-weft_status CPU(nn_blend)(weft_nn *nn, void *to, double a, const void *from, double b, int64_t count)
+weft_status CPU(nn_blend)(weft_nn *nn, const weft_blend *a)
 {
-    blending s = {to, from, (float)a, (float)b, count};
-    if (!nn->query) nn_parallel(nn, ceil_div(count, SPAN), count, blend_span, &s);
+    blending s = {a->to, a->from, (float)a->a, (float)a->b, a->count};
+    if (!nn->query) nn_parallel(nn, ceil_div(a->count, SPAN), a->count, blend_span, &s);
     return WEFT_OK;
+}
+
+weft_status CPU(nn_copy)(weft_nn *nn, void *to, const void *from, int64_t count)
+{
+    return CPU(nn_blend)(nn, &(weft_blend){.to = to, .from = from, .b = 1, .count = count});
 }
 
 static void adam_span(void *context, int64_t item, int thread)
@@ -81,9 +86,10 @@ weft_status CPU(nn_sum)(weft_nn *nn, const void *values, int64_t count, int32_t 
     return WEFT_OK;
 }
 
-weft_status CPU(nn_first_bad)(weft_nn *nn, const void *values, int64_t count, int64_t *index)
+weft_status CPU(nn_first_bad)(weft_nn *nn, const void *values, weft_dtype dtype, int64_t count, int64_t *index)
 {
     const float *v = values;
+    (void)dtype; /* this table has one */
     *index = -1;
     if (nn->query) return WEFT_OK;
     for (int64_t i = 0; i < count && *index < 0; i++)

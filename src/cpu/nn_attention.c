@@ -110,10 +110,9 @@ INLINE float row_top(const float *row, int64_t count)
     return m;
 }
 
-static void forward_tile(const head *h, int64_t first, int64_t rows)
+/* q k' of these rows, of which row r has keys up to first + r. */
+static void score_tile(const head *h, int64_t first, int64_t rows)
 {
-    int64_t keys = first + rows;
-    float inverse[QUERIES];
     multiply(h, (weft_matmul){.a = h->q + first * h->wide,
                               .lda = h->wide,
                               .b = h->k,
@@ -122,9 +121,16 @@ static void forward_tile(const head *h, int64_t first, int64_t rows)
                               .c = h->scores,
                               .ldc = h->ld,
                               .m = rows,
-                              .n = keys,
+                              .n = first + rows,
                               .k = h->d,
                               .scale = h->scale});
+}
+
+static void forward_tile(const head *h, int64_t first, int64_t rows)
+{
+    int64_t keys = first + rows;
+    float inverse[QUERIES];
+    score_tile(h, first, rows);
     for (int64_t r = 0; r < rows; r++) {
         float *row = h->scores + r * h->ld, top = row_top(row, first + r + 1);
         float sum = exp_row(row, top, first + r + 1, keys);
@@ -153,17 +159,7 @@ static void backward_tile(const head *h, int64_t first, int64_t rows)
 {
     int64_t keys = first + rows, narrow = h->wide / 3;
     const float *q = h->q + first * h->wide, *g = h->d_o + first * narrow, *o = h->o + first * narrow;
-    multiply(h, (weft_matmul){.a = q,
-                              .lda = h->wide,
-                              .b = h->k,
-                              .ldb = h->wide,
-                              .b_transposed = 1,
-                              .c = h->scores,
-                              .ldc = h->ld,
-                              .m = rows,
-                              .n = keys,
-                              .k = h->d,
-                              .scale = h->scale});
+    score_tile(h, first, rows);
     multiply(h, (weft_matmul){.a = g,
                               .lda = narrow,
                               .b = h->v,

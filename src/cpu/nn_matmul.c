@@ -114,6 +114,7 @@ const weft_nn_table CPU(nn) = {
     .bias_bwd = CPU(nn_bias_bwd),
     .compose = CPU(nn_compose),
     .gains = CPU(nn_gains),
+    .copy = CPU(nn_copy),
     .fill = CPU(nn_fill),
     .blend = CPU(nn_blend),
     .adam = CPU(nn_adam),

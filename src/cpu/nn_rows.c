@@ -142,11 +142,12 @@ static void loss_rows(void *context, int64_t item, int thread)
     const weft_loss *a = context;
     (void)thread;
     for (int64_t t = item * TILE; t < min64((item + 1) * TILE, a->tokens); t++) {
-        float *row = (float *)a->logits + t * a->vocab, top;
+        const float *row = (const float *)a->logits + t * a->vocab;
+        float *to = a->losses ? NULL : (float *)a->d_logits + t * a->vocab, top;
         int32_t target = a->targets[t];
         if (target < 0) {
             if (a->losses) ((float *)a->losses)[t] = 0;
-            if (!a->losses) memset(row, 0, (size_t)a->vocab * sizeof *row);
+            if (!a->losses) memset(to, 0, (size_t)a->vocab * sizeof *to);
             continue;
         }
         float sum = row_divisor(row, a->vocab, &top);
@@ -156,8 +157,8 @@ static void loss_rows(void *context, int64_t item, int thread)
         }
         float factor = (float)(a->scale / sum);
         for (int64_t c = 0; c < a->vocab; c += LANES)
-            part_store(row + c, vf_exp(part_load(row + c, a->vocab - c, 0) - top) * factor, a->vocab - c);
-        row[target] -= (float)a->scale;
+            part_store(to + c, vf_exp(part_load(row + c, a->vocab - c, 0) - top) * factor, a->vocab - c);
+        to[target] -= (float)a->scale;
     }
 }
 

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Post of one sub-layer and pre of the next [M11]: forward in a single pass where the plan allows it, else as a chain of
- * launches, as backward is. Backward keeps the whole gradient of y in an
- * fp32 stream tensor in the workspace, and y itself where the caller dropped it. */
+ * Post of one sub-layer and pre of the next [M11]. Forward is a single pass where the plan allows it (single_pass.cuh), and
+ * backward ends with one (mhc_boundary_bwd.cu); otherwise both are chains of launches. As a chain, backward keeps the whole
+ * gradient of y in an fp32 stream tensor in the workspace, and y itself where the caller dropped it. */
 #include "core/mhc_parts.h"
 #include "cuda/common/chain.h"
 #include "cuda/common/launch.cuh"
+#include "cuda/mhc_boundary_bwd.h"
 #include "cuda/mhc_pre.h"
 #include "cuda/mhc_project.cuh"
 #include "cuda/single_pass.h"
@@ -37,7 +38,7 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
                                                          chain_bytes(call, weft_cuda_mhc_pre_fwd, &pre)));
 }
 
-/* ---- backward ------------------------------------------------------------------------------------------------------------ */
+/* ---- backward, as a chain ------------------------------------------------------------------------------------------------ */
 
 struct bwd_chain {
     weft_mhc_post_fwd_args rebuild; /* y absent: not needed */
@@ -73,9 +74,8 @@ static bwd_chain bwd_lay_out(weft_arena *arena, const weft_call *call, const wef
     return c;
 }
 
-static weft_status bwd(const weft_call *call, const void *args)
+static weft_status bwd_by_links(const weft_call *call, const weft_mhc_boundary_bwd_args *a)
 {
-    const weft_mhc_boundary_bwd_args *a = (const weft_mhc_boundary_bwd_args *)args;
     weft_arena arena = cuda_arena(call);
     const bwd_chain c = bwd_lay_out(&arena, call, a);
     weft_exec exec = *call->exec;
@@ -88,11 +88,29 @@ static weft_status bwd(const weft_call *call, const void *args)
     return chain_run(call, weft_cuda_mhc_post_bwd, &c.post, c.room);
 }
 
+static size_t bwd_links_bytes(const weft_call *call, const weft_mhc_boundary_bwd_args *a)
+{
+    weft_arena arena = weft_arena_open(NULL);
+    bwd_lay_out(&arena, call, a);
+    return weft_arena_bytes(&arena);
+}
+
+/* ---- backward -------------------------------------------------------------------------------------------------------------- */
+
+static weft_status bwd(const weft_call *call, const void *args)
+{
+    const weft_mhc_boundary_bwd_args *a = (const weft_mhc_boundary_bwd_args *)args;
+    return weft_cuda_boundary_bwd_path(call, a) == BOUNDARY_BWD_FUSED ? weft_cuda_boundary_bwd(call, a)
+                                                                      : bwd_by_links(call, a);
+}
+
+/* Whether data are aligned is not known here, so there is room for either. */
 static size_t bwd_workspace(const weft_call *call, const void *args)
 {
-    weft_arena arena = cuda_arena(call);
-    bwd_lay_out(&arena, call, (const weft_mhc_boundary_bwd_args *)args);
-    return weft_arena_bytes(&arena);
+    const weft_mhc_boundary_bwd_args *a = (const weft_mhc_boundary_bwd_args *)args;
+    const size_t links = bwd_links_bytes(call, a);
+    if (weft_cuda_boundary_bwd_path(call, a) != BOUNDARY_BWD_FUSED) return links;
+    return larger(links, weft_cuda_boundary_bwd_bytes(call, a));
 }
 
 const weft_kernel weft_cuda_mhc_boundary_fwd[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {}};

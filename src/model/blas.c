@@ -7,7 +7,7 @@
 
 #include <weft/blas.h>
 
-#include "core/status.h"
+#include "core/nn.h"
 
 /* A function from a library: dlsym returns an object pointer, which C does not convert. */
 static int find(void *library, const char *name, void *function)
@@ -48,8 +48,24 @@ weft_status weft_blas_open(const char *path, weft_blas *blas)
                      path ? " in " : " (Debian: libopenblas0)", path ? path : "");
 }
 
+weft_status weft_blas_open_for(const weft_exec *exec, const char *path, weft_blas *blas)
+{
+    if (!exec || exec->backend != WEFT_BACKEND_CUDA) return weft_blas_open(path, blas);
+    weft_clear_error();
+    if (!blas) return weft_fail(WEFT_ERR_ARGUMENT, "blas_open: blas: expected a pointer, got NULL");
+    *blas = (weft_blas){0};
+#if WEFT_HAVE_CUDA
+    return weft_cuda_blas_open(exec, path, blas);
+#else
+    return weft_fail(WEFT_ERR_UNSUPPORTED, "blas_open: exec.backend: expected a backend of this build, got cuda");
+#endif
+}
+
 void weft_blas_close(weft_blas *blas)
 {
+#if WEFT_HAVE_CUDA
+    if (blas && blas->device) weft_cuda_blas_close(blas);
+#endif
     if (blas && blas->library) dlclose(blas->library);
     if (blas) *blas = (weft_blas){0};
 }

@@ -9,10 +9,11 @@ weft_status linear_forward(run *r, const linear *l, const void *x, void *y)
     RUN_NN(r, matmul,
            &(weft_matmul){.a = x,
                           .lda = l->from,
-                          .b = param_data(r, l->weight, l->layer),
+                          .b = param_weight(r, l->weight, l->layer),
                           .ldb = l->from,
                           .b_transposed = 1,
                           .c = y,
+                          .c_full = l->to_full,
                           .ldc = l->to,
                           .m = r->tokens,
                           .n = l->to,
@@ -28,7 +29,7 @@ weft_status linear_d_input(run *r, const linear *l, const void *d_y, void *d_x)
     RUN_NN(r, matmul,
            &(weft_matmul){.a = d_y,
                           .lda = l->to,
-                          .b = param_data(r, l->weight, l->layer),
+                          .b = param_weight(r, l->weight, l->layer),
                           .ldb = l->from,
                           .c = d_x,
                           .ldc = l->from,
@@ -48,6 +49,7 @@ weft_status linear_d_weight(run *r, const linear *l, const void *x, const void *
                           .b = x,
                           .ldb = l->from,
                           .c = param_grad_data(r, l->weight, l->layer),
+                          .c_full = 1,
                           .ldc = l->from,
                           .m = l->to,
                           .n = l->from,
@@ -91,10 +93,10 @@ static maps maps_of(const run *r, int32_t index)
     const weft_model_config *c = r->config;
     int32_t layer = index / SITES;
     if (index % SITES == 0)
-        return (maps){{QKV, QKV_BIAS, layer, c->channels, 3 * c->channels},
-                      {OUT, PARAM_COUNT, layer, c->channels, c->channels}};
-    return (maps){{GATE_UP, GATE_UP_BIAS, layer, c->channels, 2 * c->hidden},
-                  {DOWN, PARAM_COUNT, layer, c->hidden, c->channels}};
+        return (maps){{QKV, QKV_BIAS, layer, c->channels, 3 * c->channels, 0},
+                      {OUT, PARAM_COUNT, layer, c->channels, c->channels, 0}};
+    return (maps){{GATE_UP, GATE_UP_BIAS, layer, c->channels, 2 * c->hidden, 0},
+                  {DOWN, PARAM_COUNT, layer, c->hidden, c->channels, 0}};
 }
 
 weft_status branch_forward(run *r, int32_t index, const void *v)

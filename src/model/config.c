@@ -119,8 +119,8 @@ weft_status weft_model_check(const weft_model_config *c)
     if (c->struct_size != sizeof *c)
         return weft_fail(WEFT_ERR_ARGUMENT, "model: struct_size: expected %zu (use weft_model_defaults), got %zu",
                          sizeof *c, c->struct_size);
-    if (c->dtype != WEFT_F32 && c->dtype != WEFT_F64)
-        return weft_fail(WEFT_ERR_UNSUPPORTED, "model: dtype: expected f32 or f64, got %s",
+    if (c->dtype != WEFT_F32 && c->dtype != WEFT_BF16 && c->dtype != WEFT_F64)
+        return weft_fail(WEFT_ERR_UNSUPPORTED, "model: dtype: expected f32, bf16 or f64, got %s",
                          weft_dtype_name(c->dtype));
     WEFT_TRY(check_ranges(c));
     WEFT_TRY(check_reals(c));

@@ -38,14 +38,20 @@ static weft_grad split_grad(weft_grad g, int64_t a)
     return g;
 }
 
+/* Coefficients and what they come from are full. */
+static weft_dtype full_of(const run *r)
+{
+    return weft_nn_full(r->config->dtype);
+}
+
 static weft_tensor per_token(const run *r, void *data, int64_t count)
 {
-    return weft_dense2(data, r->config->dtype, r->tokens, count);
+    return weft_dense2(data, full_of(r), r->tokens, count);
 }
 
 static weft_tensor mix_of(const run *r, void *data)
 {
-    return weft_dense3(data, r->config->dtype, r->tokens, r->config->streams, r->config->streams);
+    return weft_dense3(data, full_of(r), r->tokens, r->config->streams, r->config->streams);
 }
 
 static weft_tensor streams_of(const run *r, void *data)
@@ -99,7 +105,8 @@ static weft_status hc_forward(run *r, int32_t index, const weft_plan_site *at)
     weft_tensor u = rows_of(r, r->scratch.row_a);
     RUN_OP(r, mhc_project_fwd, .x = hc_streams(r, at->x.data),
            .phi = split(connection_tensor(r, index, ATTENTION_PHI), 1),
-           .h = weft_dense2(s.h, c->dtype, r->tokens * n, n + 2), .ms = weft_dense1(s.ms, c->dtype, r->tokens * n));
+           .h = weft_dense2(s.h, full_of(r), r->tokens * n, n + 2),
+           .ms = weft_dense1(s.ms, full_of(r), r->tokens * n));
     RUN_NN(r, hc_gates_fwd,
            &(weft_hc_gates){.tokens = r->tokens,
                             .streams = n,
@@ -147,8 +154,8 @@ static weft_status hc_backward(run *r, int32_t index, const weft_plan_site *at)
                             .d_beta = connection_grad(r, index, ATTENTION_BETA).to.data});
     RUN_OP(r, mhc_project_bwd, .x = hc_streams(r, at->x.data),
            .phi = split(connection_tensor(r, index, ATTENTION_PHI), 1),
-           .d_h = weft_dense2(w->d_h, c->dtype, r->tokens * n, n + 2),
-           .d_ms = weft_dense1(w->d_ms, c->dtype, r->tokens * n), .d_x = {hc_streams(r, w->d_x), 1},
+           .d_h = weft_dense2(w->d_h, full_of(r), r->tokens * n, n + 2),
+           .d_ms = weft_dense1(w->d_ms, full_of(r), r->tokens * n), .d_x = {hc_streams(r, w->d_x), 1},
            .d_phi = split_grad(connection_grad(r, index, ATTENTION_PHI), 1));
     return WEFT_OK;
 }
@@ -180,7 +187,7 @@ static weft_status mhc_forward(run *r, int32_t index, const weft_plan_site *at)
            .beta = connection_tensor(r, index, ATTENTION_BETA),
            .pre_in = shifted(r) ? pre_of(r, index) : (weft_tensor){0},
            .sub_weight = param_tensor(r, norm_param(index), index / SITES), .h = per_token(r, s.h, n * (n + 2)),
-           .ms = weft_dense1(s.ms, c->dtype, r->tokens), .pre = per_token(r, s.pre, n),
+           .ms = weft_dense1(s.ms, full_of(r), r->tokens), .pre = per_token(r, s.pre, n),
            .post = per_token(r, s.post, n), .res = mix_of(r, s.res), .v = at->v);
     return WEFT_OK;
 }
@@ -197,7 +204,7 @@ static weft_status mhc_backward(run *r, int32_t index, const weft_plan_site *at)
            .alpha = connection_tensor(r, index, ATTENTION_ALPHA),
            .beta = connection_tensor(r, index, ATTENTION_BETA), .pre_in = shifted(r) ? pre_of(r, index) : none,
            .sub_weight = param_tensor(r, norm_param(index), index / SITES), .h = per_token(r, s.h, n * (n + 2)),
-           .ms = weft_dense1(s.ms, c->dtype, r->tokens), .d_v = rows_of(r, w->row_b),
+           .ms = weft_dense1(s.ms, full_of(r), r->tokens), .d_v = rows_of(r, w->row_b),
            .d_pre = shifted(r) ? per_token(r, w->d_pre[index % 2], n) : none, .d_post = per_token(r, w->d_post, n),
            .d_res = mix_of(r, w->d_res), .d_x = {streams_of(r, w->d_x), 1},
            .d_phi = split_grad(connection_grad(r, index, ATTENTION_PHI), n),
@@ -256,8 +263,32 @@ static weft_tensor res_of(const run *r, int32_t index)
     return mix_of(r, site_at(r, index).res);
 }
 
+/* One stream and coefficients of 1: a backend may have something simpler than mhc_post for it. */
+static bool plainly_added(const run *r)
+{
+    return r->config->residual == WEFT_RESIDUAL_PLAIN && r->nn.table->add_fwd;
+}
+
+static weft_add addition_of(const run *r, int32_t index)
+{
+    param bias = bias_param(index);
+    return (weft_add){.tokens = r->tokens,
+                      .channels = r->config->channels,
+                      .dropout = dropout_of(r, index),
+                      .f = site_at(r, index).f,
+                      .biased = r->config->bias,
+                      .bias = param_data(r, bias, index / SITES),
+                      .d_bias = param_grad_data(r, bias, index / SITES)};
+}
+
 weft_status connection_merge(run *r, int32_t index, const weft_plan_site *at)
 {
+    if (plainly_added(r)) {
+        weft_add add = addition_of(r, index);
+        add.x = at->x.data, add.y = at->y.data;
+        RUN_NN(r, add_fwd, &add);
+        return WEFT_OK;
+    }
     RUN_OP(r, mhc_post_fwd, .numerics = connection_numerics(r->config), .dropout = dropout_of(r, index), .x = at->x,
            .f = rows_of(r, site_at(r, index).f), .bias = param_tensor(r, bias_param(index), index / SITES),
            .post = post_of(r, index), .res = res_of(r, index), .y = at->y);
@@ -270,6 +301,12 @@ weft_status connection_merge_bwd(run *r, int32_t index, const weft_plan_site *at
     scratch *w = &r->scratch;
     bool plain = c->residual == WEFT_RESIDUAL_PLAIN;
     weft_tensor d_x = streams_of(r, w->d_x), none = {0};
+    if (plainly_added(r)) { /* what reaches x is what reaches y */
+        weft_add add = addition_of(r, index);
+        add.d_y = w->d_x, add.d_f = w->row_a;
+        RUN_NN(r, add_bwd, &add);
+        return WEFT_OK;
+    }
     RUN_OP(r, mhc_post_bwd, .numerics = connection_numerics(c), .dropout = dropout_of(r, index), .x = at->x,
            .f = rows_of(r, site_at(r, index).f), .bias = param_tensor(r, bias_param(index), index / SITES),
            .post = post_of(r, index), .res = res_of(r, index), .d_y = d_x, .d_x = {d_x, 0},
@@ -318,7 +355,7 @@ weft_status exit_forward(run *r, const weft_tensor *x)
         RUN_OP(r, mhc_head_fwd, .rms_eps = c->norm_eps, .pre_eps = c->norm_eps, .x = *x,
                .phi = split(param_tensor(r, EXIT_PHI, 0), n), .alpha = param_tensor(r, EXIT_ALPHA, 0),
                .beta = param_tensor(r, EXIT_BETA, 0), .u = u, .h = per_token(r, r->whole.exit_h, n),
-               .ms = weft_dense1(r->whole.exit_ms, c->dtype, r->tokens));
+               .ms = weft_dense1(r->whole.exit_ms, full_of(r), r->tokens));
         break;
     case WEFT_EXIT_MIX:
         RUN_OP(r, mhc_aggregate_fwd, .x = *x, .pre = per_token(r, site_at(r, SITES * c->layers - 1).pre, n),
@@ -341,7 +378,7 @@ weft_status exit_backward(run *r, const weft_tensor *x)
         RUN_OP(r, mhc_head_bwd, .rms_eps = c->norm_eps, .pre_eps = c->norm_eps, .x = *x,
                .phi = split(param_tensor(r, EXIT_PHI, 0), n), .alpha = param_tensor(r, EXIT_ALPHA, 0),
                .beta = param_tensor(r, EXIT_BETA, 0), .h = per_token(r, r->whole.exit_h, n),
-               .ms = weft_dense1(r->whole.exit_ms, c->dtype, r->tokens), .d_u = d_u, .d_x = d_x,
+               .ms = weft_dense1(r->whole.exit_ms, full_of(r), r->tokens), .d_u = d_u, .d_x = d_x,
                .d_phi = split_grad(param_grad(r, EXIT_PHI, 0), n), .d_alpha = param_grad(r, EXIT_ALPHA, 0),
                .d_beta = param_grad(r, EXIT_BETA, 0));
         break;

@@ -8,20 +8,27 @@ static void *take(weft_arena *arena, const weft_model_config *c, int64_t element
     return weft_arena_take(arena, (size_t)elements * weft_dtype_size(c->dtype));
 }
 
+static void *full(weft_arena *arena, const weft_model_config *c, int64_t elements)
+{
+    return weft_arena_take(arena, (size_t)elements * weft_dtype_size(weft_nn_full(c->dtype)));
+}
+
 void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int64_t length, whole *w)
 {
     bool learned = c->exit == WEFT_EXIT_LEARNED && contracts(c);
-    *w = (whole){.rope = take(arena, c, length * (c->channels / c->heads)),
-                 .ones = take(arena, c, 1),
-                 .one_hot = take(arena, c, c->streams)};
+    *w = (whole){.rope = full(arena, c, length * (c->channels / c->heads)),
+                 .ones = full(arena, c, 1),
+                 .one_hot = full(arena, c, c->streams)};
+    if (is_narrow(c)) w->weights = take(arena, c, param_elements(c));
     if (contracts(c)) w->z = take(arena, c, tokens * c->channels);
     if (has_exit(c)) {
         w->zn = take(arena, c, tokens * c->channels);
-        w->logits = take(arena, c, tokens * c->vocab);
-        w->losses = take(arena, c, tokens);
+        w->logits = full(arena, c, tokens * c->vocab);
+        w->d_logits = is_narrow(c) ? take(arena, c, tokens * c->vocab) : w->logits;
+        w->losses = full(arena, c, tokens);
     }
-    w->exit_h = learned ? take(arena, c, tokens * c->streams) : NULL;
-    w->exit_ms = learned ? take(arena, c, tokens) : NULL;
+    w->exit_h = learned ? full(arena, c, tokens * c->streams) : NULL;
+    w->exit_ms = learned ? full(arena, c, tokens) : NULL;
 }
 
 void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int32_t parity, site_memory *s)
@@ -30,16 +37,16 @@ void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, in
     bool streams = c->residual != WEFT_RESIDUAL_PLAIN, hc = c->residual == WEFT_RESIDUAL_HC;
     *s = (site_memory){.f = take(arena, c, tokens * c->channels)};
     if (streams) {
-        s->h = take(arena, c, tokens * n * (n + 2));
-        s->ms = take(arena, c, hc ? tokens * n : tokens);
-        s->pre = take(arena, c, tokens * n);
-        s->post = take(arena, c, tokens * n);
-        s->res = take(arena, c, tokens * n * n);
+        s->h = full(arena, c, tokens * n * (n + 2));
+        s->ms = full(arena, c, hc ? tokens * n : tokens);
+        s->pre = full(arena, c, tokens * n);
+        s->post = full(arena, c, tokens * n);
+        s->res = full(arena, c, tokens * n * n);
     }
     if (parity == 0) {
         s->qkv = take(arena, c, tokens * 3 * c->channels);
         s->o = take(arena, c, tokens * c->channels);
-        s->lse = take(arena, c, tokens * c->heads);
+        s->lse = full(arena, c, tokens * c->heads);
     } else
         s->gate_up = take(arena, c, tokens * 2 * c->hidden);
 }
@@ -56,13 +63,13 @@ void scratch_take(weft_arena *arena, const weft_model_config *c, int64_t tokens,
                    .act = take(arena, c, tokens * c->hidden),
                    .d_act = take(arena, c, tokens * c->hidden)};
     if (streams) {
-        s->d_pre[0] = take(arena, c, tokens * n);
-        s->d_pre[1] = take(arena, c, tokens * n);
-        s->d_post = take(arena, c, tokens * n);
-        s->d_res = take(arena, c, tokens * n * n);
+        s->d_pre[0] = full(arena, c, tokens * n);
+        s->d_pre[1] = full(arena, c, tokens * n);
+        s->d_post = full(arena, c, tokens * n);
+        s->d_res = full(arena, c, tokens * n * n);
     }
     if (hc) {
-        s->d_h = take(arena, c, tokens * n * (n + 2));
-        s->d_ms = take(arena, c, tokens * n);
+        s->d_h = full(arena, c, tokens * n * (n + 2));
+        s->d_ms = full(arena, c, tokens * n);
     }
 }

@@ -17,7 +17,7 @@ static weft_tensor param_in(const run *r, const void *base, param p, int32_t lay
     int64_t offset = param_offset(r->config, p, layer);
     if (offset < 0) return (weft_tensor){0};
     weft_tensor t = param_shape(r->config, p);
-    t.data = base ? (char *)base + (size_t)offset * weft_dtype_size(r->config->dtype) : NULL;
+    t.data = base ? (char *)base + (size_t)offset * weft_dtype_size(t.dtype) : NULL;
     return t;
 }
 
@@ -39,6 +39,13 @@ const void *param_data(const run *r, param p, int32_t layer)
 void *param_grad_data(const run *r, param p, int32_t layer)
 {
     return param_grad(r, p, layer).to.data;
+}
+
+const void *param_weight(const run *r, param p, int32_t layer)
+{
+    if (!is_narrow(r->config)) return param_data(r, p, layer);
+    size_t offset = (size_t)param_offset(r->config, p, layer) * weft_dtype_size(r->config->dtype);
+    return r->whole.weights ? (char *)r->whole.weights + offset : NULL;
 }
 
 /* The block: plan | whole | sites | scratch | workspace. */
@@ -109,12 +116,12 @@ static weft_status open_run(run *r, const weft_exec *exec, weft_model *model, co
 
 static linear head_of(const run *r)
 {
-    return (linear){HEAD, PARAM_COUNT, 0, r->config->channels, r->config->vocab};
+    return (linear){HEAD, PARAM_COUNT, 0, r->config->channels, r->config->vocab, 1};
 }
 
 static weft_status copy(run *r, void *to, const void *from, int64_t streams)
 {
-    RUN_NN(r, blend, to, 0, from, 1, r->tokens * streams * r->config->channels);
+    RUN_NN(r, copy, to, from, r->tokens * streams * r->config->channels);
     return WEFT_OK;
 }
 
@@ -127,6 +134,7 @@ static weft_status enter(run *r, const weft_tensor *x)
                &(weft_embed){.tokens = r->args->tokens,
                              .count = r->tokens,
                              .channels = c->channels,
+                             .vocab = c->vocab,
                              .weight = param_data(r, EMBED, 0),
                              .rows = rows.data});
     else if (c->stage == WEFT_STAGE_BLOCK)
@@ -150,6 +158,7 @@ static weft_status enter_bwd(run *r)
                &(weft_embed){.tokens = r->args->tokens,
                              .count = r->tokens,
                              .channels = c->channels,
+                             .vocab = c->vocab,
                              .rows = rows.data,
                              .d_weight = param_grad_data(r, EMBED, 0)});
     return WEFT_OK;
@@ -172,7 +181,7 @@ static weft_status leave(run *r, const weft_tensor *x)
                         .logits = r->whole.logits,
                         .targets = r->args->targets,
                         .losses = r->whole.losses});
-    if (r->args->loss) RUN_NN(r, sum, r->whole.losses, r->tokens, 0, r->args->loss);
+    if (r->nn.query || r->args->loss) RUN_NN(r, sum, r->whole.losses, r->tokens, 0, r->args->loss);
     return WEFT_OK;
 }
 
@@ -191,9 +200,10 @@ static weft_status leave_bwd(run *r, const weft_tensor *x)
                         .vocab = c->vocab,
                         .logits = r->whole.logits,
                         .targets = r->args->targets,
+                        .d_logits = r->whole.d_logits,
                         .scale = scale});
-    WEFT_TRY(linear_d_input(r, &head, r->whole.logits, r->scratch.row_b));
-    WEFT_TRY(linear_d_weight(r, &head, r->whole.zn, r->whole.logits));
+    WEFT_TRY(linear_d_input(r, &head, r->whole.d_logits, r->scratch.row_b));
+    WEFT_TRY(linear_d_weight(r, &head, r->whole.zn, r->whole.d_logits));
     RUN_OP(r, rmsnorm_bwd, .eps = c->norm_eps, .u = rows_of(r, r->whole.z), .weight = param_tensor(r, NORM, 0),
            .d_v = rows_of(r, r->scratch.row_b), .d_u = {rows_of(r, r->scratch.row_a), 0},
            .d_weight = param_grad(r, NORM, 0));
@@ -207,6 +217,7 @@ static weft_status forward(run *r)
     weft_plan_site at;
     WEFT_TRY(weft_plan_begin(&m->plan));
     WEFT_TRY(weft_plan_site_at(&m->plan, 0, &at));
+    if (is_narrow(c)) RUN_NN(r, narrow, r->whole.weights, r->args->parameters, param_elements(c));
     RUN_NN(r, rope_table, r->whole.rope, m->length, c->channels / c->heads, c->rope_base);
     RUN_NN(r, fill, r->whole.ones, 1, 1);
     RUN_NN(r, fill, r->whole.one_hot, 0, c->streams);
@@ -247,6 +258,52 @@ static weft_status backward(run *r)
     return enter_bwd(r);
 }
 
+/* ---- what a forward has left -------------------------------------------------------------------------------------------------------- */
+
+static weft_status gain(run *r, double to[4])
+{
+    const weft_model_config *c = r->config;
+    weft_compose maps = {.tokens = r->tokens,
+                         .streams = c->streams,
+                         .to = r->scratch.d_res,
+                         .in_out = connection_numerics(c).apply == WEFT_APPLY_IN_OUT};
+    if (c->residual == WEFT_RESIDUAL_PLAIN) return WEFT_OK;
+    for (int32_t index = 0; index < SITES * c->layers; index++) {
+        maps.res = site_at(r, index).res;
+        maps.first = index == 0;
+        RUN_NN(r, compose, &maps);
+    }
+    RUN_NN(r, gains, r->scratch.d_res, r->tokens, c->streams, to);
+    return WEFT_OK;
+}
+
+static weft_status first_bad(run *r, char *name)
+{
+    const weft_model_config *c = r->config;
+    weft_dtype full = weft_nn_full(c->dtype);
+    int64_t bad = -1;
+    for (int32_t index = 0; index < SITES * c->layers; index++) {
+        site_memory s = site_at(r, index);
+        const struct {
+            const char *what;
+            const void *data;
+            weft_dtype dtype;
+            int64_t count;
+        } parts[] = {{"connection.res", s.res, full, s.res ? r->tokens * c->streams * c->streams : 0},
+                     {"output", s.f, c->dtype, r->tokens * c->channels}};
+        for (size_t i = 0; i < 2; i++) {
+            RUN_NN(r, first_bad, parts[i].data, parts[i].dtype, parts[i].count, &bad);
+            if (bad < 0) continue;
+            snprintf(name, 64, "layers.%d.%s.%s", (int)(c->first_layer + index / SITES),
+                     index % SITES ? "mlp" : "attention", parts[i].what);
+            return WEFT_OK;
+        }
+    }
+    if (has_exit(c)) RUN_NN(r, first_bad, r->whole.logits, full, r->tokens * c->vocab, &bad);
+    if (bad >= 0) snprintf(name, 64, "logits");
+    return WEFT_OK;
+}
+
 /* ---- public ------------------------------------------------------------------------------------------------------------------------ */
 
 static weft_status shape_model(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
@@ -272,6 +329,8 @@ static weft_status shape_model(const weft_exec *exec, const weft_model_config *c
     WEFT_TRY(open_run(&r, exec, m, &args, true));
     WEFT_TRY(forward(&r));
     WEFT_TRY(backward(&r));
+    WEFT_TRY(gain(&r, NULL));
+    WEFT_TRY(first_bad(&r, NULL));
     m->bytes.workspace = r.need > r.nn.need ? r.need : r.nn.need;
     m->bytes.total = l.workspace + m->bytes.workspace;
     return WEFT_OK;
@@ -370,7 +429,7 @@ weft_tensor weft_model_logits(const weft_model *model)
     int64_t tokens = model->sequences * model->length;
     if (!has_exit(&model->config)) return (weft_tensor){0};
     whole_take(&arena, &model->config, tokens, model->length, &w);
-    return weft_dense2(w.logits, model->config.dtype, tokens, model->config.vocab);
+    return weft_dense2(w.logits, weft_nn_full(model->config.dtype), tokens, model->config.vocab);
 }
 
 /* Looks at what a forward has left; the model itself stays as it is. */
@@ -388,20 +447,8 @@ weft_status weft_model_gain(const weft_exec *exec, const weft_model *model, weft
     run r;
     double to[4] = {1, 1, 1, 1};
     WEFT_TRY(inspect(&r, "model_gain", exec, model));
-    const weft_model_config *c = r.config;
     if (!gains) return weft_fail(WEFT_ERR_ARGUMENT, "model_gain: gains: expected a pointer, got NULL");
-    if (c->residual != WEFT_RESIDUAL_PLAIN && r.tokens > 0) {
-        weft_compose maps = {.tokens = r.tokens,
-                             .streams = c->streams,
-                             .to = r.scratch.d_res,
-                             .in_out = connection_numerics(c).apply == WEFT_APPLY_IN_OUT};
-        for (int32_t index = 0; index < SITES * c->layers; index++) {
-            maps.res = site_at(&r, index).res;
-            maps.first = index == 0;
-            RUN_NN(&r, compose, &maps);
-        }
-        RUN_NN(&r, gains, r.scratch.d_res, r.tokens, c->streams, to);
-    }
+    WEFT_TRY(gain(&r, to));
     *gains = (weft_model_gains){to[0], to[1], to[2], to[3]};
     return WEFT_OK;
 }
@@ -409,27 +456,7 @@ weft_status weft_model_gain(const weft_exec *exec, const weft_model *model, weft
 weft_status weft_model_first_bad(const weft_exec *exec, const weft_model *model, char name[64])
 {
     run r;
-    int64_t bad = -1;
     WEFT_TRY(inspect(&r, "model_first_bad", exec, model));
-    const weft_model_config *c = r.config;
     name[0] = 0;
-    for (int32_t index = 0; index < SITES * c->layers; index++) {
-        site_memory s = site_at(&r, index);
-        const struct {
-            const char *what;
-            const void *data;
-            int64_t count;
-        } parts[] = {{"connection.res", s.res, s.res ? r.tokens * c->streams * c->streams : 0},
-                     {"output", s.f, r.tokens * c->channels}};
-        for (size_t i = 0; i < 2; i++) {
-            RUN_NN(&r, first_bad, parts[i].data, parts[i].count, &bad);
-            if (bad < 0) continue;
-            snprintf(name, 64, "layers.%d.%s.%s", (int)(c->first_layer + index / SITES),
-                     index % SITES ? "mlp" : "attention", parts[i].what);
-            return WEFT_OK;
-        }
-    }
-    if (has_exit(c)) RUN_NN(&r, first_bad, r.whole.logits, r.tokens * c->vocab, &bad);
-    if (bad >= 0) snprintf(name, 64, "logits");
-    return WEFT_OK;
+    return first_bad(&r, name);
 }

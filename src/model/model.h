@@ -59,13 +59,21 @@ static inline bool contracts(const weft_model_config *c)
 int64_t param_offset(const weft_model_config *config, param p, int32_t layer);
 /* Shape of a parameter. */
 weft_tensor param_shape(const weft_model_config *config, param p);
+/* Elements of the array of all of them. */
+int64_t param_elements(const weft_model_config *config);
+
+/* Activations have fewer bits than parameters: matrix products then work on a rounded copy of the weights. */
+static inline bool is_narrow(const weft_model_config *c)
+{
+    return c->dtype != weft_nn_full(c->dtype);
+}
 
 /* A plan without memory (plan.c): its tensors have no data, for queries. */
 void plan_shape(const weft_plan_desc *desc, weft_plan *plan);
 
 /* ---- memory (memory.c) ---------------------------------------------------------------------------------------------------- */
 
-/* What a site leaves for backward, besides the plan's streams. */
+/* What a site leaves for backward, besides the plan's streams. Coefficients and logarithms are full (core/nn.h). */
 typedef struct site_memory {
     void *h, *ms, *pre, *post, *res; /* the connection */
     void *f;                         /* the sub-layer's output, without its bias */
@@ -76,8 +84,9 @@ typedef struct site_memory {
 /* What the whole model leaves: embedding's rotation table, exit, logits. */
 typedef struct whole {
     void *rope, *ones, *one_hot;     /* ones: post and res of the plain residual; one_hot: pre of the first site */
+    void *weights;                   /* the parameters, rounded; NULL where activations are full */
     void *exit_h, *exit_ms, *z, *zn; /* learned exit; exit's output, and behind the norm */
-    void *logits, *losses;
+    void *logits, *d_logits, *losses;
 } whole;
 
 typedef struct scratch {
@@ -127,6 +136,8 @@ weft_grad param_grad(const run *r, param p, int32_t layer);
 /* Pointers to the same, NULL where absent. */
 const void *param_data(const run *r, param p, int32_t layer);
 void *param_grad_data(const run *r, param p, int32_t layer);
+/* A weight as matrix products take it. */
+const void *param_weight(const run *r, param p, int32_t layer);
 
 /* Kept memory of a site, 0 .. 2 layers - 1. */
 site_memory site_at(const run *r, int32_t index);
@@ -160,6 +171,7 @@ typedef struct linear {
     param weight, bias; /* PARAM_COUNT: no bias */
     int32_t layer;
     int64_t from, to;
+    int32_t to_full; /* y is full */
 } linear;
 weft_status linear_forward(run *r, const linear *l, const void *x, void *y);
 weft_status linear_d_input(run *r, const linear *l, const void *d_y, void *d_x);

@@ -15,14 +15,77 @@ static weft_status open_nn(weft_nn *nn, const weft_exec *exec, const weft_blas *
     return weft_nn_open(nn, exec, exec->backend == WEFT_BACKEND_REF ? WEFT_F64 : WEFT_F32, blas);
 }
 
+/* Workspace of a call that is made of one part. */
+static weft_status check_room(const char *call, const weft_exec *exec, size_t need)
+{
+    if (!need || (exec->workspace && exec->workspace_bytes >= need)) return WEFT_OK;
+    return weft_fail(WEFT_ERR_WORKSPACE, "%s: exec.workspace: expected at least %zu bytes, got %zu", call, need,
+                     exec->workspace ? exec->workspace_bytes : (size_t)0);
+}
+
+weft_status weft_sum_squares_workspace(const weft_exec *exec, int64_t count, size_t *bytes)
+{
+    weft_nn nn;
+    WEFT_TRY(open_nn(&nn, exec, NULL));
+    if (!bytes || count < 0)
+        return weft_fail(WEFT_ERR_ARGUMENT, "sum_squares: expected a count and bytes, got %lld or NULL",
+                         (long long)count);
+    nn.query = true;
+    WEFT_TRY(nn.table->sum(&nn, NULL, count, 1, NULL));
+    *bytes = nn.need;
+    return WEFT_OK;
+}
+
 weft_status weft_sum_squares(const weft_exec *exec, const void *values, int64_t count, double *sum)
 {
     weft_nn nn;
+    size_t need;
+    WEFT_TRY(weft_sum_squares_workspace(exec, count < 0 ? 0 : count, &need));
     WEFT_TRY(open_nn(&nn, exec, NULL));
     if (!sum || count < 0 || (count && !values))
         return weft_fail(WEFT_ERR_ARGUMENT, "sum_squares: expected values, a count and sum, got NULL or %lld",
                          (long long)count);
+    WEFT_TRY(check_room("sum_squares", exec, need));
     return nn.table->sum(&nn, values, count, 1, sum);
+}
+
+static bool on_host(const weft_exec *exec)
+{
+    return exec->backend != WEFT_BACKEND_CUDA;
+}
+
+weft_status weft_clip(const weft_exec *exec, const weft_clip_args *a)
+{
+    weft_nn nn;
+    double sum = 0;
+    WEFT_TRY(open_nn(&nn, exec, NULL));
+    if (!a || a->struct_size != sizeof *a)
+        return weft_fail(WEFT_ERR_ARGUMENT, "clip: args: expected a struct of %zu bytes (use WEFT_ARGS)",
+                         sizeof *a);
+    if (a->count < 0 || (a->count && !a->sums) || a->num_others < 0 || (a->num_others && !a->others) || !a->norm ||
+        !a->factor || !(a->largest >= 0))
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "clip: expected sums, others, norm and factor and a largest norm from 0 on, got NULL, "
+                         "%d, %d or %g",
+                         (int)a->count, (int)a->num_others, a->largest);
+    if (!on_host(exec))
+        return nn.table->clip(
+            &nn, &(weft_clip_task){a->sums, a->others, a->count, a->num_others, a->largest, a->norm, a->factor});
+    for (int32_t i = 0; i < a->count; i++) sum += a->sums[i];
+    bool finite = isfinite(sum);
+    for (int32_t i = 0; i < a->num_others; i++) finite = finite && isfinite(a->others[i]);
+    *a->norm = sqrt(sum);
+    *a->factor = !finite ? (double)NAN : a->largest > 0 && *a->norm > a->largest ? a->largest / *a->norm : 1;
+    return WEFT_OK;
+}
+
+/* The factor of a clip as part of scale, where the host can read it; false where nothing is to be updated. */
+static bool resolve(const weft_exec *exec, const double **factor, double *scale)
+{
+    if (!*factor || !on_host(exec)) return true;
+    *scale *= **factor;
+    *factor = NULL;
+    return isfinite(*scale);
 }
 
 static int in_unit(double x)
@@ -47,6 +110,9 @@ weft_status weft_adamw(const weft_exec *exec, const weft_adamw_args *a)
                          "adamw: expected betas in [0, 1), eps above 0, decay from 0 on and a finite "
                          "rate, got %g, %g, %g, %g, %g",
                          a->beta1, a->beta2, a->eps, a->decay, a->rate);
+    const double *factor = a->factor;
+    double scale = a->scale;
+    if (!resolve(exec, &factor, &scale)) return WEFT_OK;
     return nn.table->adam(&nn, &(weft_adam){.parameter = a->parameter,
                                             .first = a->first,
                                             .second = a->second,
@@ -57,7 +123,8 @@ weft_status weft_adamw(const weft_exec *exec, const weft_adamw_args *a)
                                             .beta2 = a->beta2,
                                             .eps = a->eps,
                                             .decay = a->decay,
-                                            .scale = a->scale,
+                                            .scale = scale,
+                                            .factor = factor,
                                             .correct1 = 1 / (1 - pow(a->beta1, (double)a->step)),
                                             .correct2 = 1 / (1 - pow(a->beta2, (double)a->step))});
 }
@@ -105,7 +172,7 @@ static weft_status newton_schulz(weft_nn *nn, const weft_muon_args *m, square *q
             .a = q->a, .lda = r, .b = q->a, .ldb = r, .c = q->b, .ldc = r, .m = r, .n = r, .k = r, .scale = c};
         WEFT_TRY(nn->table->matmul(nn, &gram));
         WEFT_TRY(nn->table->matmul(nn, &square_of));
-        WEFT_TRY(nn->table->blend(nn, q->b, 1, q->a, b, r * r));
+        WEFT_TRY(nn->table->blend(nn, &(weft_blend){.to = q->b, .a = 1, .from = q->a, .b = b, .count = r * r}));
         /* next = b-matrix x; b is symmetric, so a tall x takes it from the right. */
         weft_matmul step = {.a = flat ? q->b : q->x,
                             .lda = flat ? r : ld,
@@ -118,7 +185,8 @@ static weft_status newton_schulz(weft_nn *nn, const weft_muon_args *m, square *q
                             .k = r,
                             .scale = 1};
         WEFT_TRY(nn->table->matmul(nn, &step));
-        WEFT_TRY(nn->table->blend(nn, q->next, 1, q->x, a, m->rows * m->columns));
+        WEFT_TRY(nn->table->blend(
+            nn, &(weft_blend){.to = q->next, .a = 1, .from = q->x, .b = a, .count = m->rows * m->columns}));
         void *swap = q->x;
         q->x = q->next, q->next = swap;
     }
@@ -139,6 +207,16 @@ static weft_status open_muon(weft_nn *nn, const weft_exec *exec, const weft_muon
     return open_nn(nn, exec, a->blas);
 }
 
+/* to = from by its norm. */
+static weft_status unit(weft_nn *nn, void *to, const void *from, int64_t count)
+{
+    double norm;
+    if (nn->query || !on_host(nn->exec)) return nn->table->unit ? nn->table->unit(nn, to, from, count) : WEFT_OK;
+    WEFT_TRY(nn->table->sum(nn, from, count, 1, &norm));
+    return nn->table->blend(nn,
+                            &(weft_blend){.to = to, .from = from, .b = 1 / (sqrt(norm) + 1e-7), .count = count});
+}
+
 /* The arrays above, then room for one product. */
 static weft_status muon_rooms(weft_nn *nn, const weft_muon_args *a, size_t *own, size_t *all)
 {
@@ -147,6 +225,7 @@ static weft_status muon_rooms(weft_nn *nn, const weft_muon_args *a, size_t *own,
     weft_nn query = *nn;
     query.query = true;
     query.blas = NULL; /* the loop needs more than a BLAS does */
+    WEFT_TRY(unit(&query, q.next, q.x, a->rows * a->columns));
     WEFT_TRY(newton_schulz(&query, a, &q));
     *all = *own + query.need;
     return WEFT_OK;
@@ -166,28 +245,35 @@ weft_status weft_muon(const weft_exec *exec, const weft_muon_args *a)
     weft_nn nn;
     square q;
     size_t own, all;
-    double norm;
     WEFT_TRY(open_muon(&nn, exec, a));
     WEFT_TRY(muon_rooms(&nn, a, &own, &all));
     if (!a->parameter || !a->moment || !a->gradient)
         return weft_fail(WEFT_ERR_ARGUMENT, "muon: expected parameter, moment and gradient, got NULL");
-    if (!exec->workspace || exec->workspace_bytes < all)
-        return weft_fail(WEFT_ERR_WORKSPACE, "muon: exec.workspace: expected at least %zu bytes, got %zu", all,
-                         exec->workspace_bytes);
+    WEFT_TRY(check_room("muon", exec, all));
     arrays(a, weft_dtype_size(nn.table->dtype), exec->workspace, &q);
     weft_exec inner = *exec;
     inner.workspace = (char *)exec->workspace + own;
     nn.exec = &inner;
     int64_t count = a->rows * a->columns;
-    WEFT_TRY(nn.table->blend(&nn, a->moment, a->momentum, a->gradient, a->scale, count));
-    WEFT_TRY(nn.table->blend(&nn, q.x, 0, a->gradient, a->scale, count));
-    WEFT_TRY(nn.table->blend(&nn, q.x, 1, a->moment, a->momentum, count));
-    WEFT_TRY(nn.table->sum(&nn, q.x, count, 1, &norm));
-    WEFT_TRY(nn.table->blend(&nn, q.next, 0, q.x, 1 / (sqrt(norm) + 1e-7), count));
+    const double *factor = a->factor;
+    double scale = a->scale, tall = (double)a->rows / (double)a->columns;
+    if (!resolve(exec, &factor, &scale)) return WEFT_OK;
+    const weft_blend moment = {
+        .to = a->moment, .a = a->momentum, .from = a->gradient, .b = scale, .count = count, .factor = factor};
+    const weft_blend gradient = {.to = q.x, .from = a->gradient, .b = scale, .count = count, .factor = factor};
+    const weft_blend ahead = {.to = q.x, .a = 1, .from = a->moment, .b = a->momentum, .count = count};
+    WEFT_TRY(nn.table->blend(&nn, &moment));
+    WEFT_TRY(nn.table->blend(&nn, &gradient));
+    WEFT_TRY(nn.table->blend(&nn, &ahead));
+    WEFT_TRY(unit(&nn, q.next, q.x, count));
     void *swap = q.x;
     q.x = q.next, q.next = swap;
     WEFT_TRY(newton_schulz(&nn, a, &q));
-    double tall = (double)a->rows / (double)a->columns;
-    return nn.table->blend(&nn, a->parameter, 1 - a->rate * a->decay, q.x, -a->rate * sqrt(tall > 1 ? tall : 1),
-                           count);
+    const weft_blend update = {.to = a->parameter,
+                               .a = 1 - a->rate * a->decay,
+                               .from = q.x,
+                               .b = -a->rate * sqrt(tall > 1 ? tall : 1),
+                               .count = count,
+                               .guard = factor};
+    return nn.table->blend(&nn, &update);
 }

@@ -119,8 +119,16 @@ int64_t param_offset(const weft_model_config *c, param p, int32_t layer)
 weft_tensor param_shape(const weft_model_config *c, param p)
 {
     int64_t a = size_of_name(c, rows[p].dim[0]);
-    if (rows[p].dim[1] == NONE) return weft_dense1(NULL, c->dtype, a);
-    return weft_dense2(NULL, c->dtype, a, elements(c, p) / a);
+    weft_dtype dtype = weft_nn_full(c->dtype);
+    if (rows[p].dim[1] == NONE) return weft_dense1(NULL, dtype, a);
+    return weft_dense2(NULL, dtype, a, elements(c, p) / a);
+}
+
+int64_t param_elements(const weft_model_config *c)
+{
+    int64_t total = 0;
+    for (int p = 0; p < PARAM_COUNT; p++) total += padded(c, (param)p) * (rows[p].layered ? c->layers : 1);
+    return total;
 }
 
 weft_status weft_model_param_count(const weft_model_config *config, int32_t *tensors, int64_t *total)
@@ -130,11 +138,7 @@ weft_status weft_model_param_count(const weft_model_config *config, int32_t *ten
     for (int p = 0; p < PARAM_COUNT; p++)
         if (has(config, (param)p)) count += rows[p].layered ? config->layers : 1;
     if (tensors) *tensors = count;
-    if (total) {
-        *total = 0;
-        for (int p = 0; p < PARAM_COUNT; p++)
-            *total += padded(config, (param)p) * (rows[p].layered ? config->layers : 1);
-    }
+    if (total) *total = param_elements(config);
     return WEFT_OK;
 }
 
@@ -239,7 +243,7 @@ weft_status weft_model_init(const weft_model_config *config, uint64_t seed, void
     int64_t total;
     WEFT_TRY(weft_model_param_count(config, &tensors, &total));
     if (!parameters) return weft_fail(WEFT_ERR_ARGUMENT, "model_init: parameters: expected a pointer, got NULL");
-    memset(parameters, 0, (size_t)total * weft_dtype_size(config->dtype));
+    memset(parameters, 0, (size_t)total * weft_dtype_size(weft_nn_full(config->dtype)));
     for (int32_t index = 0; index < tensors; index++) {
         weft_model_param p;
         WEFT_TRY(weft_model_param_at(config, index, &p));

@@ -211,6 +211,23 @@ weft_tensor weft_plan_output(const weft_plan *plan)
     return streams_at(plan, group, SITES * layers_of(plan, group));
 }
 
+/* Fills what a group gives up with a NaN of every dtype. */
+static weft_status poison(const weft_plan *plan, const weft_exec *exec)
+{
+    size_t bytes = count(&plan->desc, plan->layers_per_group).transient;
+    const uint32_t bits = 0x7fff7fff; /* two of bf16, or one of f32 */
+    float value;
+    weft_nn nn;
+    if (!exec) return weft_fail(WEFT_ERR_ARGUMENT, "plan_close: exec: expected a pointer, got NULL");
+    if (exec->backend != WEFT_BACKEND_CUDA) {
+        memset(plan->transient, 0xff, bytes);
+        return WEFT_OK;
+    }
+    memcpy(&value, &bits, sizeof value);
+    WEFT_TRY(weft_nn_open(&nn, exec, WEFT_F32, NULL));
+    return nn.table->fill(&nn, plan->transient, (double)value, (int64_t)(bytes / sizeof value));
+}
+
 weft_status weft_plan_close(weft_plan *plan, const weft_exec *exec, int32_t group)
 {
     WEFT_TRY(check_group(plan, "plan_close", group));
@@ -218,12 +235,7 @@ weft_status weft_plan_close(weft_plan *plan, const weft_exec *exec, int32_t grou
     if (plan->state[group] != WEFT_PLAN_OPEN)
         return weft_fail(WEFT_ERR_STATE, "plan_close: group %d: expected it open, it is %s", (int)group,
                          state_name(plan->state[group]));
-    if (plan->desc.poison && plan->transient) {
-        if (!exec || exec->backend == WEFT_BACKEND_CUDA)
-            return weft_fail(WEFT_ERR_UNSUPPORTED, "plan_close: poison: expected the cpu or ref backend");
-        memset(plan->transient, 0xff,
-               count(&plan->desc, plan->layers_per_group).transient); /* a NaN of every dtype */
-    }
+    if (plan->desc.poison && plan->transient) WEFT_TRY(poison(plan, exec));
     plan->state[group] = WEFT_PLAN_DISCARDED;
     return WEFT_OK;
 }

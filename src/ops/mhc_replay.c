@@ -25,6 +25,7 @@ static const weft_arg_info layer_args[] = {OPT(pre, COEF, TOKENS, STREAMS),
                                            OUT_OPT(y, ACT, TOKENS, STREAMS, CHANNELS)};
 #undef ARGS
 
+WEFT_TABLE_FITS(layer_args);
 static const weft_op_info layer_info = {"mhc_replay_layer", sizeof(weft_mhc_replay_layer),
                                         (int32_t)(sizeof layer_args / sizeof *layer_args), layer_args,
                                         layer_scalars};

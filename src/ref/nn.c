@@ -189,9 +189,10 @@ static weft_status loss_bwd(weft_nn *nn, const weft_loss *a)
 {
     if (nn->query) return WEFT_OK;
     for (int64_t t = 0; t < a->tokens; t++) {
-        double *row = ROW(a->logits, t, a->vocab), lse = log_divisor(row, a->vocab);
+        const double *row = CROW(a->logits, t, a->vocab);
+        double *to = ROW(a->d_logits, t, a->vocab), lse = log_divisor(row, a->vocab);
         for (int64_t i = 0; i < a->vocab; i++)
-            row[i] = a->targets[t] < 0 ? 0 : a->scale * (exp(row[i] - lse) - (i == a->targets[t]));
+            to[i] = a->targets[t] < 0 ? 0 : a->scale * (exp(row[i] - lse) - (i == a->targets[t]));
     }
     return WEFT_OK;
 }
@@ -305,12 +306,18 @@ static weft_status fill(weft_nn *nn, void *to, double value, int64_t count)
     return WEFT_OK;
 }
 
-static weft_status blend(weft_nn *nn, void *to, double a, const void *from, double b, int64_t count)
+static weft_status blend(weft_nn *nn, const weft_blend *a)
 {
+    double *to = a->to;
     if (nn->query) return WEFT_OK;
-    for (int64_t i = 0; i < count; i++)
-        ((double *)to)[i] = (a == 0 ? 0 : a * ((double *)to)[i]) + b * ((const double *)from)[i];
+    for (int64_t i = 0; i < a->count; i++)
+        to[i] = (a->a == 0 ? 0 : a->a * to[i]) + a->b * ((const double *)a->from)[i];
     return WEFT_OK;
+}
+
+static weft_status copy(weft_nn *nn, void *to, const void *from, int64_t count)
+{
+    return blend(nn, &(weft_blend){.to = to, .from = from, .b = 1, .count = count});
 }
 
 static weft_status adam(weft_nn *nn, const weft_adam *a)
@@ -338,8 +345,9 @@ static weft_status sum(weft_nn *nn, const void *values, int64_t count, int32_t s
     return WEFT_OK;
 }
 
-static weft_status first_bad(weft_nn *nn, const void *values, int64_t count, int64_t *index)
+static weft_status first_bad(weft_nn *nn, const void *values, weft_dtype dtype, int64_t count, int64_t *index)
 {
+    (void)dtype;
     *index = -1;
     if (nn->query) return WEFT_OK;
     for (int64_t i = 0; i < count && *index < 0; i++)
@@ -366,6 +374,7 @@ const weft_nn_table weft_ref_nn = {
     .bias_bwd = bias_bwd,
     .compose = compose,
     .gains = gains,
+    .copy = copy,
     .fill = fill,
     .blend = blend,
     .adam = adam,

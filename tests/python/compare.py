@@ -84,6 +84,9 @@ def tuple_of(value) -> tuple:
 
 
 def grads_of(outputs: tuple, upstream: tuple, inputs: list[Tensor]) -> list[Tensor | None]:
+    """Results that depend on none of the inputs take no part."""
+    used = [(o, g) for o, g in zip(outputs, upstream, strict=True) if o.requires_grad]
+    outputs, upstream = zip(*used, strict=True)
     return list(torch.autograd.grad(outputs, inputs, upstream, allow_unused=True))
 
 

@@ -4,6 +4,7 @@
 #include "support/gpt.h"
 #include "support/memory.h"
 #include "support/rng.h"
+#include <device.h> /* the program's, not the one beside this file */
 
 weft_model_config gpt_config(weft_residual residual, weft_dtype dtype)
 {
@@ -38,16 +39,59 @@ double gpt_gradient(const gpt *g, int64_t i)
     return g->config.dtype == WEFT_F64 ? ((double *)g->gradients)[i] : (double)((float *)g->gradients)[i];
 }
 
+static int runs_on_cuda(const gpt *g)
+{
+    return g->exec.backend == WEFT_BACKEND_CUDA;
+}
+
+static void well(const char *wrong)
+{
+    if (wrong) fail_msg("the GPU: %s", wrong);
+}
+
+static size_t array_bytes(const gpt *g)
+{
+    return (size_t)g->elements * (g->config.dtype == WEFT_F64 ? sizeof(double) : sizeof(float));
+}
+
+static size_t batch_bytes(const gpt *g)
+{
+    return (size_t)(g->model.sequences * g->model.length) * sizeof(int32_t);
+}
+
+static char *must_device(size_t bytes)
+{
+    char *p = device_alloc(bytes);
+    if (!p) fail_msg("no device memory");
+    return p;
+}
+
+static void open_device(gpt *g)
+{
+    g->device.parameters = must_device(array_bytes(g));
+    g->device.gradients = must_device(array_bytes(g));
+    g->device.tokens = must_device(batch_bytes(g));
+    g->device.targets = must_device(batch_bytes(g));
+    g->device.step = must_device(sizeof g->step);
+    g->device.loss = must_device(sizeof(double));
+}
+
 void gpt_open(gpt *g, const weft_model_config *config, int64_t sequences, int64_t length, double noise)
+{
+    gpt_open_on(g, config->dtype == WEFT_F64 ? WEFT_BACKEND_REF : WEFT_BACKEND_CPU, config, sequences, length,
+                noise);
+}
+
+void gpt_open_on(gpt *g, weft_backend backend, const weft_model_config *config, int64_t sequences, int64_t length,
+                 double noise)
 {
     rng random = {rng_name(7, "gpt")};
     int32_t tensors;
-    size_t size = weft_dtype_size(config->dtype);
     *g = (gpt){.config = *config, .step = 3, .training = 1};
-    g->exec.backend = config->dtype == WEFT_F64 ? WEFT_BACKEND_REF : WEFT_BACKEND_CPU;
+    g->exec.backend = backend;
     assert_int_equal(weft_model_param_count(config, &tensors, &g->elements), WEFT_OK);
-    g->parameters = must_alloc((size_t)g->elements * size);
-    g->gradients = must_alloc((size_t)g->elements * size);
+    g->parameters = must_alloc(array_bytes(g));
+    g->gradients = must_alloc(array_bytes(g));
     assert_int_equal(weft_model_init(config, 5, g->parameters), WEFT_OK);
     for (int32_t k = 0; k < tensors && noise > 0; k++) {
         weft_model_param p;
@@ -55,55 +99,92 @@ void gpt_open(gpt *g, const weft_model_config *config, int64_t sequences, int64_
         for (int64_t i = p.offset; i < p.offset + p.count; i++)
             gpt_set_parameter(g, i, gpt_parameter(g, i) + noise * rng_normal(&random));
     }
-    g->tokens = must_alloc((size_t)(sequences * length) * sizeof *g->tokens);
-    g->targets = must_alloc((size_t)(sequences * length) * sizeof *g->targets);
+    g->model.sequences = sequences, g->model.length = length;
+    g->tokens = must_alloc(batch_bytes(g));
+    g->targets = must_alloc(batch_bytes(g));
     for (int64_t t = 0; t < sequences * length; t++) {
         g->tokens[t] = (int32_t)rng_below(&random, config->vocab);
         g->targets[t] = (int32_t)rng_below(&random, config->vocab);
     }
-    g->model.sequences = sequences, g->model.length = length;
+    if (runs_on_cuda(g)) open_device(g);
     gpt_bind(g);
+}
+
+static void drop_block(gpt *g)
+{
+    if (runs_on_cuda(g))
+        device_free(g->block);
+    else
+        free(g->block);
 }
 
 void gpt_bind(gpt *g)
 {
     int64_t sequences = g->model.sequences, length = g->model.length;
-    free(g->block);
-    assert_int_equal(weft_model_query(&g->exec, &g->config, sequences, length, &g->bytes), WEFT_OK);
-    g->block = must_alloc(g->bytes.total + 2 * GUARD);
+    drop_block(g);
+    if (weft_model_query(&g->exec, &g->config, sequences, length, &g->bytes) != WEFT_OK)
+        fail_msg("%s", weft_last_error());
+    size_t bytes = g->bytes.total + 2 * GUARD;
+    char *pattern = must_alloc(bytes);
+    fill_pattern(pattern, bytes);
+    g->block = runs_on_cuda(g) ? must_device(bytes) : pattern;
+    if (runs_on_cuda(g)) {
+        well(device_put(g->block, pattern, bytes));
+        free(pattern);
+    }
     g->memory = g->block + GUARD;
-    fill_pattern(g->block, g->bytes.total + 2 * GUARD);
     assert_int_equal(weft_model_bind(&g->exec, &g->config, sequences, length, g->memory, g->bytes.total, &g->model),
                      WEFT_OK);
 }
 
+static void check_guard(const gpt *g, size_t from)
+{
+    unsigned char guard[GUARD];
+    if (runs_on_cuda(g))
+        well(device_get(guard, g->block + from, GUARD));
+    else
+        memcpy(guard, g->block + from, GUARD);
+    for (size_t i = 0; i < GUARD; i++) assert_int_equal(guard[i], guard_pattern[(from + i) & 1]);
+}
+
 void gpt_check_guards(const gpt *g)
 {
-    for (size_t i = 0; i < GUARD; i++) {
-        assert_int_equal((unsigned char)g->block[i], guard_pattern[i & 1]);
-        size_t k = GUARD + g->bytes.total + i;
-        assert_int_equal((unsigned char)g->block[k], guard_pattern[k & 1]);
-    }
+    check_guard(g, 0);
+    check_guard(g, GUARD + g->bytes.total);
 }
 
 void gpt_close(gpt *g)
 {
     gpt_check_guards(g);
-    void *const all[] = {g->parameters, g->gradients, g->tokens, g->targets, g->block};
+    drop_block(g);
+    void *const all[] = {g->parameters, g->gradients, g->tokens, g->targets};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    void *const there[] = {g->device.parameters, g->device.gradients, g->device.tokens,
+                           g->device.targets,    g->device.step,      g->device.loss};
+    for (size_t i = 0; i < sizeof there / sizeof *there; i++) device_free(there[i]);
 }
 
 static weft_model_args args_of(gpt *g, double *loss)
 {
-    return (weft_model_args){.struct_size = sizeof(weft_model_args),
-                             .blas = g->blas,
-                             .parameters = g->parameters,
-                             .gradients = g->gradients,
-                             .tokens = g->tokens,
-                             .targets = g->targets,
-                             .training = g->training,
-                             .step = &g->step,
-                             .loss = loss};
+    weft_model_args a = {.struct_size = sizeof(weft_model_args),
+                         .blas = g->blas,
+                         .parameters = g->parameters,
+                         .gradients = g->gradients,
+                         .tokens = g->tokens,
+                         .targets = g->targets,
+                         .training = g->training,
+                         .step = &g->step,
+                         .loss = loss};
+    if (!runs_on_cuda(g)) return a;
+    well(device_put(g->device.parameters, g->parameters, array_bytes(g)));
+    well(device_put(g->device.tokens, g->tokens, batch_bytes(g)));
+    well(device_put(g->device.targets, g->targets, batch_bytes(g)));
+    well(device_put(g->device.step, &g->step, sizeof g->step));
+    a.parameters = g->device.parameters, a.gradients = g->device.gradients;
+    a.tokens = (int32_t *)(void *)g->device.tokens, a.targets = (int32_t *)(void *)g->device.targets;
+    a.step = (uint64_t *)(void *)g->device.step;
+    if (loss) a.loss = (double *)(void *)g->device.loss;
+    return a;
 }
 
 double gpt_loss(gpt *g)
@@ -111,6 +192,7 @@ double gpt_loss(gpt *g)
     double loss = 0;
     weft_model_args args = args_of(g, &loss);
     if (weft_model_forward(&g->exec, &g->model, &args) != WEFT_OK) fail_msg("%s", weft_last_error());
+    if (runs_on_cuda(g)) well(device_get(&loss, g->device.loss, sizeof loss));
     return loss / (double)(g->model.sequences * g->model.length);
 }
 
@@ -118,7 +200,27 @@ double gpt_step(gpt *g)
 {
     double loss = gpt_loss(g);
     weft_model_args args = args_of(g, NULL);
-    memset(g->gradients, 0, (size_t)g->elements * weft_dtype_size(g->config.dtype));
+    memset(g->gradients, 0, array_bytes(g));
+    if (runs_on_cuda(g)) well(device_fill(g->device.gradients, 0, array_bytes(g)));
     if (weft_model_backward(&g->exec, &g->model, &args) != WEFT_OK) fail_msg("%s", weft_last_error());
+    if (runs_on_cuda(g)) well(device_get(g->gradients, g->device.gradients, array_bytes(g)));
     return loss;
+}
+
+const gpt_variant gpt_variants[GPT_VARIANTS] = {
+    {"residual", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 0, 0, 0, 0},
+    {"residual, bias, dropout", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 1, 0.3, 0, 0},
+    {"hc", WEFT_RESIDUAL_HC, WEFT_EXIT_MEAN, 0, 0, 0, 0},
+    {"hc, learned exit, bias, dropout", WEFT_RESIDUAL_HC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1},
+    {"mhc", WEFT_RESIDUAL_MHC, WEFT_EXIT_MEAN, 0, 0, 0, 0},
+    {"mhc, learned exit, bias, dropout", WEFT_RESIDUAL_MHC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1},
+    {"single pass", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 0, 0, 0, 0},
+    {"single pass, bias, dropout", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 1, 0.3, 1, 0},
+};
+
+weft_model_config gpt_variant_config(const gpt_variant *v, weft_dtype dtype)
+{
+    weft_model_config c = gpt_config(v->residual, dtype);
+    c.exit = v->exit, c.bias = v->bias, c.dropout = v->dropout, c.recompute = v->recompute, c.group = v->group;
+    return c;
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A small model with everything around it: parameters away from their first values, a batch, memory of exactly the size
- * that the query tells, between guards. */
+ * that the query tells, between guards. On a GPU, arrays are copied there and back by the calls below. */
 #ifndef WEFT_TESTS_GPT_H
 #define WEFT_TESTS_GPT_H
 
@@ -14,7 +14,10 @@ typedef struct gpt {
     int64_t elements; /* of the parameters */
     void *parameters, *gradients;
     int32_t *tokens, *targets;
-    char *block, *memory;
+    char *block, *memory; /* the backend's, as device.* are where that is a GPU */
+    struct {
+        char *parameters, *gradients, *tokens, *targets, *step, *loss;
+    } device;
     weft_model_bytes bytes;
     weft_model model;
     uint64_t step;
@@ -23,8 +26,24 @@ typedef struct gpt {
 
 /* A model of this kind that is small enough for finite differences. */
 weft_model_config gpt_config(weft_residual residual, weft_dtype dtype);
-/* noise: how far parameters are moved from their first values. */
+/* Kinds with what goes with them. */
+typedef struct gpt_variant {
+    const char *name;
+    weft_residual residual;
+    weft_exit exit;
+    int bias;
+    double dropout;
+    int recompute, group;
+} gpt_variant;
+
+enum { GPT_VARIANTS = 8 };
+extern const gpt_variant gpt_variants[GPT_VARIANTS];
+weft_model_config gpt_variant_config(const gpt_variant *v, weft_dtype dtype);
+
+/* noise: how far parameters are moved from their first values. f64 runs on ref, everything else on the CPU. */
 void gpt_open(gpt *g, const weft_model_config *config, int64_t sequences, int64_t length, double noise);
+void gpt_open_on(gpt *g, weft_backend backend, const weft_model_config *config, int64_t sequences, int64_t length,
+                 double noise);
 /* Memory anew, after exec has changed. */
 void gpt_bind(gpt *g);
 void gpt_close(gpt *g);

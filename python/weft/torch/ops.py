@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators, registered with PyTorch as torch.ops.weft.*.
 
-Every operator is written as two functions: `outputs` makes the empty results, and serves as the fake kernel;
-`launch` fills them by one call of the library. Gradients are registered the same way, as operators of their own, so
-that compiled graphs see them; they have no gradient in turn and say so. Results are fresh, contiguous or in the memory
-order of x, one storage each, and never alias an input.
+Every operator is written as two functions. `outputs` makes the empty results, and serves as the fake kernel; `plan`
+says which call of the library fills them. Gradients are registered the same way, as operators of their own, so that
+compiled graphs see them; they have no gradient in turn and say so. Results are fresh, contiguous or in the memory order
+of x, one storage each, and never alias an input.
 
 Gradients that nobody wants come back as tensors without elements, since a registered operator has a fixed number of
 results; `want`, the last argument of such an operator, lists which ones are wanted."""
@@ -19,16 +19,13 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from . import framework
 
 LIB = torch.library.Library("weft", "DEF")
 NO_DROPOUT = (0.0, 0, 0, 0, 0)
 
 
-def _allocate(size: int, device: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
-
-
-_C.set_allocator(_allocate)
+_C.set_framework(framework)
 
 
 @lru_cache(maxsize=512)
@@ -37,11 +34,23 @@ def prepared(name: str, scalars: tuple) -> _C.Call:
     return _C.Call(name, dict(scalars))
 
 
-def run(name: str, scalars: tuple, *tensors: Tensor | None, add: tuple = (), precision: int = 0, step=None) -> None:
-    """Calls operator `name` of the library on tensors in the order of its table; None where one is absent. Those in
-    `add` are added to, other gradients are overwritten."""
-    mask = sum(1 << k for k, t in enumerate(tensors) if any(t is a for a in add)) if add else 0
-    _C.run(prepared(name, scalars), mask, precision, torch.get_num_threads(), step, *tensors)
+class Plan(NamedTuple):
+    """A call of the library for an operator with its scalars: for every tensor of the library's table the argument of
+    the operator that it is, ~j for result j, or None; `step` is the argument that is the dropout's step, or -1."""
+
+    call: _C.Call
+    precision: int
+    step: int
+    order: tuple[int | None, ...]
+
+
+def planned(name: str, order: tuple, *scalars: tuple, precision: int = 0, step: int = -1) -> Plan:
+    return Plan(prepared(name, scalars), precision, step, order)
+
+
+def wanted(want: list[bool]) -> list[int | None]:
+    """The places of wanted gradients in an order, the first one's first."""
+    return [~k if w else None for k, w in enumerate(want)]
 
 
 class Definition(NamedTuple):
@@ -93,12 +102,42 @@ class Node(torch.autograd.Function):
         return *backward(ctx, *grads), None, None
 
 
-def define(schema: str, outputs: Callable, launch: Callable, save: Callable | None = None, backward=None) -> None:
-    """Registers an operator: `save(ctx, inputs, output)` keeps what `backward(ctx, *grads)` needs.
+def launch_of(plan: Callable, tensors: int, needs: int, without: Callable | None) -> Callable:
+    """What a plan comes to: launch(results, *args) fills the results by a call of the library. Those in `add` are added
+    to, other gradients are overwritten."""
+
+    def launch(results, *args, add=()):
+        if isinstance(results, Tensor):
+            results = (results,)
+        if needs >= 0 and args[needs] is None:
+            args = without(results, args, add)
+        call, precision, step, order = plan(*args[tensors:])
+        found = [None if k is None else args[k] if k >= 0 else results[~k] for k in order]
+        mask = sum(1 << k for k, t in enumerate(found) if any(t is a for a in add)) if add else 0
+        _C.run(call, mask, precision, framework.threads(), None if step < 0 else args[step], *found)
+
+    return launch
+
+
+def define(
+    schema: str,
+    outputs: Callable,
+    plan: Callable,
+    save: Callable | None = None,
+    backward: Callable | None = None,
+    needs: int = -1,
+    without: Callable | None = None,
+) -> None:
+    """Registers an operator: `plan(*scalars)` says what it does, `save(ctx, inputs, output)` keeps what
+    `backward(ctx, *grads)` needs. Where argument `needs` is None the plan does not apply, and
+    `without(results, args, add)` returns the arguments of a call that comes to the same.
 
     The autograd kernel is written here and not left to torch.library.register_autograd, because the ways through the
-    dispatcher are most of what a small call costs."""
-    name = schema.partition("(")[0]
+    dispatcher are most of what a small call costs. For the same reason an operator is a kernel of the extension
+    (python/kernel.c), and what is here serves the calls that it passes on."""
+    name, _, arguments = schema.partition("(")
+    tensors = arguments.partition("->")[0].count("Tensor")
+    launch = launch_of(plan, tensors, needs, without)
 
     def fake(*args):
         # A call with one tensor on meta is dispatched here, and would return memory that nobody fills.
@@ -121,8 +160,8 @@ def define(schema: str, outputs: Callable, launch: Callable, save: Callable | No
             return op(*args)
 
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIB.impl(name, kernel, "CompositeExplicitAutograd")
-    LIB.impl(name, autograd, "Autograd")
+    for otherwise, key in ((kernel, "CompositeExplicitAutograd"), (autograd, "Autograd")):
+        LIB.impl(name, _C.Kernel(tensors, needs, plan, outputs, otherwise), key)
     torch.library.register_fake(f"weft::{name}", fake, lib=LIB)
     op = getattr(torch.ops.weft, name).default
     DEFINITIONS[name] = Definition(op, outputs, launch, save, backward)
@@ -131,18 +170,9 @@ def define(schema: str, outputs: Callable, launch: Callable, save: Callable | No
 # ---- shapes of results -------------------------------------------------------------------------------------------
 
 
-def none(like: Tensor) -> Tensor:
-    return like.new_empty(0)
-
-
 def maybe(wanted: bool, like: Tensor) -> Tensor:
     """An empty tensor like `like`, in its memory order, or one without elements."""
     return torch.empty_like(like) if wanted else like.new_empty(0)
-
-
-def given(tensor: Tensor) -> Tensor | None:
-    """The tensor, or None for one that stands for "not wanted"."""
-    return tensor if tensor.dim() != 1 or tensor.numel() else None
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -209,8 +239,8 @@ def _project_outputs(x, phi, norm_weight, precision):
     return raw(x, phi.shape[0])
 
 
-def _project(out, x, phi, norm_weight, precision):
-    run("mhc_project_fwd", (), x, phi, norm_weight, *out, precision=precision)
+def _project_plan(precision):
+    return planned("mhc_project_fwd", (0, 1, 2, ~0, ~1), precision=precision)
 
 
 def _project_save(ctx, inputs, output):
@@ -229,14 +259,14 @@ def _project_bwd_outputs(x, phi, norm_weight, d_h, d_ms, precision, want):
     return maybe(want[0], x), maybe(want[1], phi), maybe(want[2], x if norm_weight is None else norm_weight)
 
 
-def _project_bwd(out, x, phi, norm_weight, d_h, d_ms, precision, want, add=()):
-    run("mhc_project_bwd", (), x, phi, norm_weight, d_h, d_ms, *map(given, out), add=add, precision=precision)
+def _project_bwd_plan(precision, want):
+    return planned("mhc_project_bwd", (0, 1, 2, 3, 4, *wanted(want)), precision=precision)
 
 
 define(
     "mhc_project(Tensor x, Tensor phi, Tensor? norm_weight, int precision) -> (Tensor, Tensor)",
     _project_outputs,
-    _project,
+    _project_plan,
     _project_save,
     _project_backward,
 )
@@ -244,7 +274,7 @@ define(
     "mhc_project_bwd(Tensor x, Tensor phi, Tensor? norm_weight, Tensor? d_h, Tensor? d_ms, int precision, bool[] want)"
     " -> (Tensor, Tensor, Tensor)",
     _project_bwd_outputs,
-    _project_bwd,
+    _project_bwd_plan,
 )
 
 # ---- gates, Sinkhorn, and both in one ----------------------------------------------------------------------------
@@ -266,12 +296,11 @@ def _coef_bwd_outputs(h, ms, alpha, beta, d_pre, d_post, d_res, numerics, want):
 def _define_coef(name: str) -> None:
     """`mhc_coef` and `mhc_scale` differ in what their third result is: res or logits."""
 
-    def launch(out, h, ms, alpha, beta, numerics):
-        run(f"{name}_fwd", (("numerics", tuple(numerics)),), h, ms, alpha, beta, *out)
+    def plan(numerics):
+        return planned(f"{name}_fwd", (0, 1, 2, 3, ~0, ~1, ~2), ("numerics", tuple(numerics)))
 
-    def launch_bwd(out, h, ms, alpha, beta, d_pre, d_post, d_res, numerics, want, add=()):
-        scalars = (("numerics", tuple(numerics)),)
-        run(f"{name}_bwd", scalars, h, ms, alpha, beta, d_pre, d_post, d_res, *map(given, out), add=add)
+    def plan_bwd(numerics, want):
+        return planned(f"{name}_bwd", (0, 1, 2, 3, 4, 5, 6, *wanted(want)), ("numerics", tuple(numerics)))
 
     def backward(ctx, *grads):
         want = list(ctx.needs_input_grad[:4])
@@ -281,7 +310,7 @@ def _define_coef(name: str) -> None:
     define(
         f"{name}(Tensor h, Tensor ms, Tensor alpha, Tensor beta, float[] numerics) -> (Tensor, Tensor, Tensor)",
         _coef_outputs,
-        launch,
+        plan,
         _coef_save,
         backward,
     )
@@ -289,7 +318,7 @@ def _define_coef(name: str) -> None:
         f"{name}_bwd(Tensor h, Tensor ms, Tensor alpha, Tensor beta, Tensor? d_pre, Tensor? d_post, Tensor? d_res,"
         " float[] numerics, bool[] want) -> (Tensor, Tensor, Tensor, Tensor)",
         _coef_bwd_outputs,
-        launch_bwd,
+        plan_bwd,
     )
 
 
@@ -301,8 +330,8 @@ def _sinkhorn_outputs(logits, numerics):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def _sinkhorn(out, logits, numerics):
-    run("mhc_sinkhorn_fwd", (("numerics", tuple(numerics)),), logits, out)
+def _sinkhorn_plan(numerics):
+    return planned("mhc_sinkhorn_fwd", (0, ~0), ("numerics", tuple(numerics)))
 
 
 def _sinkhorn_save(ctx, inputs, output):
@@ -319,21 +348,21 @@ def _sinkhorn_bwd_outputs(logits, d_res, numerics):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def _sinkhorn_bwd(out, logits, d_res, numerics):
-    run("mhc_sinkhorn_bwd", (("numerics", tuple(numerics)),), logits, d_res, out)
+def _sinkhorn_bwd_plan(numerics):
+    return planned("mhc_sinkhorn_bwd", (0, 1, ~0), ("numerics", tuple(numerics)))
 
 
 define(
     "mhc_sinkhorn(Tensor logits, float[] numerics) -> Tensor",
     _sinkhorn_outputs,
-    _sinkhorn,
+    _sinkhorn_plan,
     _sinkhorn_save,
     _sinkhorn_backward,
 )
 define(
     "mhc_sinkhorn_bwd(Tensor logits, Tensor d_res, float[] numerics) -> Tensor",
     _sinkhorn_bwd_outputs,
-    _sinkhorn_bwd,
+    _sinkhorn_bwd_plan,
 )
 
 # ---- aggregate ---------------------------------------------------------------------------------------------------
@@ -343,8 +372,8 @@ def _aggregate_outputs(x, pre):
     return single(x)
 
 
-def _aggregate(out, x, pre):
-    run("mhc_aggregate_fwd", (), x, pre, out)
+def _aggregate_plan():
+    return planned("mhc_aggregate_fwd", (0, 1, ~0))
 
 
 def _aggregate_save(ctx, inputs, output):
@@ -360,21 +389,21 @@ def _aggregate_bwd_outputs(x, pre, d_u, want):
     return maybe(want[0], x), maybe(want[1], pre)
 
 
-def _aggregate_bwd(out, x, pre, d_u, want, add=()):
-    run("mhc_aggregate_bwd", (), x, pre, d_u, *map(given, out), add=add)
+def _aggregate_bwd_plan(want):
+    return planned("mhc_aggregate_bwd", (0, 1, 2, *wanted(want)))
 
 
 define(
     "mhc_aggregate(Tensor x, Tensor pre) -> Tensor",
     _aggregate_outputs,
-    _aggregate,
+    _aggregate_plan,
     _aggregate_save,
     _aggregate_backward,
 )
 define(
     "mhc_aggregate_bwd(Tensor x, Tensor pre, Tensor d_u, bool[] want) -> (Tensor, Tensor)",
     _aggregate_bwd_outputs,
-    _aggregate_bwd,
+    _aggregate_bwd_plan,
 )
 
 # ---- post: expand the sub-layer's output and mix the streams -----------------------------------------------------
@@ -394,8 +423,8 @@ def _post_outputs(x, f, post, res, bias, step, numerics, p, token_base):
     return torch.empty_like(x)
 
 
-def _post(out, x, f, post, res, bias, step, numerics, p, token_base):
-    run("mhc_post_fwd", post_scalars(numerics, p, token_base), x, f, bias, post, res, out, step=step)
+def _post_plan(numerics, p, token_base):
+    return planned("mhc_post_fwd", (0, 1, 4, 2, 3, ~0), *post_scalars(numerics, p, token_base), step=5)
 
 
 def _post_save(ctx, inputs, output):
@@ -415,18 +444,17 @@ def _post_bwd_outputs(x, f, post, res, bias, step, d_y, numerics, p, token_base,
     return maybe(want[0], x), maybe(want[1], f), maybe(want[2], post), maybe(want[3], res), d_bias
 
 
-def _post_bwd(out, x, f, post, res, bias, step, d_y, numerics, p, token_base, want, add=()):
-    d_x, d_f, d_post, d_res, d_bias = map(given, out)
-    scalars = post_scalars(numerics, p, token_base)
-    tensors = (x, f, bias, post, res, d_y, d_x, d_f, d_bias, d_post, d_res)
-    run("mhc_post_bwd", scalars, *tensors, add=add, step=step)
+def _post_bwd_plan(numerics, p, token_base, want):
+    d_x, d_f, d_post, d_res, d_bias = wanted(want)
+    order = (0, 1, 4, 2, 3, 6, d_x, d_f, d_bias, d_post, d_res)
+    return planned("mhc_post_bwd", order, *post_scalars(numerics, p, token_base), step=5)
 
 
 define(
     "mhc_post(Tensor x, Tensor f, Tensor post, Tensor res, Tensor? bias, Tensor? step, float[] numerics, float p,"
     " int token_base) -> Tensor",
     _post_outputs,
-    _post,
+    _post_plan,
     _post_save,
     _post_backward,
 )
@@ -434,7 +462,7 @@ define(
     "mhc_post_bwd(Tensor x, Tensor f, Tensor post, Tensor res, Tensor? bias, Tensor? step, Tensor d_y,"
     " float[] numerics, float p, int token_base, bool[] want) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _post_bwd_outputs,
-    _post_bwd,
+    _post_bwd_plan,
 )
 
 # ---- expand and contract -----------------------------------------------------------------------------------------
@@ -444,8 +472,8 @@ def _expand_outputs(u, streams):
     return u.new_empty((*u.shape[:-1], streams, u.shape[-1]))
 
 
-def _expand(out, u, streams):
-    run("mhc_expand_fwd", (), u, out)
+def _expand_plan(streams):
+    return planned("mhc_expand_fwd", (0, ~0))
 
 
 def _expand_save(ctx, inputs, output):
@@ -456,20 +484,26 @@ def _expand_backward(ctx, d_x):
     return torch.ops.weft.mhc_expand_bwd(dense(d_x)), None
 
 
-def _expand_bwd(out, d_x):
-    run("mhc_expand_bwd", (), d_x, out)
+def _expand_bwd_plan():
+    return planned("mhc_expand_bwd", (0, ~0))
 
 
-define("mhc_expand(Tensor u, int streams) -> Tensor", _expand_outputs, _expand, _expand_save, _expand_backward)
-define("mhc_expand_bwd(Tensor d_x) -> Tensor", single, _expand_bwd)
+define(
+    "mhc_expand(Tensor u, int streams) -> Tensor",
+    _expand_outputs,
+    _expand_plan,
+    _expand_save,
+    _expand_backward,
+)
+define("mhc_expand_bwd(Tensor d_x) -> Tensor", single, _expand_bwd_plan)
 
 
 def _contract_outputs(x, kind):
     return single(x)
 
 
-def _contract(out, x, kind):
-    run("mhc_contract_fwd", (("kind", kind),), x, out)
+def _contract_plan(kind):
+    return planned("mhc_contract_fwd", (0, ~0), ("kind", kind))
 
 
 def _contract_save(ctx, inputs, output):
@@ -489,21 +523,21 @@ def _contract_bwd_outputs(d_u, streams, kind, swapped):
     return d_u.new_empty((*d_u.shape[:-1], streams, d_u.shape[-1]))
 
 
-def _contract_bwd(out, d_u, streams, kind, swapped):
-    run("mhc_contract_bwd", (("kind", kind),), d_u, out)
+def _contract_bwd_plan(streams, kind, swapped):
+    return planned("mhc_contract_bwd", (0, ~0), ("kind", kind))
 
 
 define(
     "mhc_contract(Tensor x, int kind) -> Tensor",
     _contract_outputs,
-    _contract,
+    _contract_plan,
     _contract_save,
     _contract_backward,
 )
 define(
     "mhc_contract_bwd(Tensor d_u, int streams, int kind, bool swapped) -> Tensor",
     _contract_bwd_outputs,
-    _contract_bwd,
+    _contract_bwd_plan,
 )
 
 # ---- learned head ------------------------------------------------------------------------------------------------
@@ -517,9 +551,9 @@ def _head_outputs(x, phi, alpha, beta, norm_weight, rms_eps, rms_eps_kind, pre_e
     return single(x), *raw(x, x.shape[-2])
 
 
-def _head(out, x, phi, alpha, beta, norm_weight, rms_eps, rms_eps_kind, pre_eps, precision):
+def _head_plan(rms_eps, rms_eps_kind, pre_eps, precision):
     scalars = head_scalars(rms_eps, rms_eps_kind, pre_eps)
-    run("mhc_head_fwd", scalars, x, phi, norm_weight, alpha, beta, *out, precision=precision)
+    return planned("mhc_head_fwd", (0, 1, 4, 2, 3, ~0, ~1, ~2), *scalars, precision=precision)
 
 
 def _head_save(ctx, inputs, output):
@@ -542,25 +576,17 @@ def _head_bwd_outputs(x, phi, alpha, beta, norm_weight, h, ms, d_u, rms_eps, rms
     return tuple(maybe(w, t) for w, t in zip(want, tensors, strict=True))
 
 
-def _head_bwd(
-    out, x, phi, alpha, beta, norm_weight, h, ms, d_u, rms_eps, rms_eps_kind, pre_eps, precision, want, add=()
-):
-    d_x, d_phi, d_alpha, d_beta, d_norm_weight = map(given, out)
-    run(
-        "mhc_head_bwd",
-        head_scalars(rms_eps, rms_eps_kind, pre_eps),
-        *(x, phi, norm_weight, alpha, beta, h, ms, d_u),
-        *(d_x, d_phi, d_norm_weight, d_alpha, d_beta),
-        add=add,
-        precision=precision,
-    )
+def _head_bwd_plan(rms_eps, rms_eps_kind, pre_eps, precision, want):
+    d_x, d_phi, d_alpha, d_beta, d_norm_weight = wanted(want)
+    order = (0, 1, 4, 2, 3, 5, 6, 7, d_x, d_phi, d_norm_weight, d_alpha, d_beta)
+    return planned("mhc_head_bwd", order, *head_scalars(rms_eps, rms_eps_kind, pre_eps), precision=precision)
 
 
 define(
     "mhc_head(Tensor x, Tensor phi, Tensor alpha, Tensor beta, Tensor? norm_weight, float rms_eps, int rms_eps_kind,"
     " float pre_eps, int precision) -> (Tensor, Tensor, Tensor)",
     _head_outputs,
-    _head,
+    _head_plan,
     _head_save,
     _head_backward,
 )
@@ -569,7 +595,7 @@ define(
     " Tensor d_u, float rms_eps, int rms_eps_kind, float pre_eps, int precision, bool[] want)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _head_bwd_outputs,
-    _head_bwd,
+    _head_bwd_plan,
 )
 
 # ---- RMSNorm of the sub-layer's input ----------------------------------------------------------------------------
@@ -579,8 +605,8 @@ def _rmsnorm_outputs(u, weight, eps):
     return torch.empty_like(u, memory_format=torch.contiguous_format)
 
 
-def _rmsnorm(out, u, weight, eps):
-    run("rmsnorm_fwd", (("eps", eps),), u, weight, out)
+def _rmsnorm_plan(eps):
+    return planned("rmsnorm_fwd", (0, 1, ~0), ("eps", eps))
 
 
 def _rmsnorm_save(ctx, inputs, output):
@@ -597,19 +623,19 @@ def _rmsnorm_bwd_outputs(u, weight, d_v, eps, want):
     return maybe(want[0], u), maybe(want[1], u if weight is None else weight)
 
 
-def _rmsnorm_bwd(out, u, weight, d_v, eps, want, add=()):
-    run("rmsnorm_bwd", (("eps", eps),), u, weight, d_v, *map(given, out), add=add)
+def _rmsnorm_bwd_plan(eps, want):
+    return planned("rmsnorm_bwd", (0, 1, 2, *wanted(want)), ("eps", eps))
 
 
 define(
     "rmsnorm(Tensor u, Tensor? weight, float eps) -> Tensor",
     _rmsnorm_outputs,
-    _rmsnorm,
+    _rmsnorm_plan,
     _rmsnorm_save,
     _rmsnorm_backward,
 )
 define(
     "rmsnorm_bwd(Tensor u, Tensor? weight, Tensor d_v, float eps, bool[] want) -> (Tensor, Tensor)",
     _rmsnorm_bwd_outputs,
-    _rmsnorm_bwd,
+    _rmsnorm_bwd_plan,
 )

@@ -12,12 +12,12 @@ from .ops import (
     dense,
     differentiate,
     dropped,
-    given,
     maybe,
+    planned,
     raw,
     rows_of,
-    run,
     single,
+    wanted,
 )
 
 # ---- pre ---------------------------------------------------------------------------------------------------------
@@ -32,29 +32,27 @@ def placed(sub_norm: bool, u):
     return (None, u) if sub_norm else (u, None)
 
 
-def normed(d_u, sub_weight, d_sub_weight, add: tuple):
-    """The gain of the norm and its gradient, or neither where the sub-layer's input is not part of the loss: the
-    library refuses a gain without a gradient that comes through it."""
-    if d_u is not None:
-        return sub_weight, d_sub_weight
-    if d_sub_weight is not None and not any(d_sub_weight is a for a in add):
-        d_sub_weight.zero_()
-    return None, None
+def unnormed(gain: int):
+    """For a backward pass in which the sub-layer's input is not part of the loss: the same without its norm's gain,
+    argument and result number `gain`. The library refuses a gain without a gradient that comes through it."""
+
+    def without(results, args, add):
+        *args, want = args
+        if want[gain] and not any(results[gain] is a for a in add):
+            results[gain].zero_()
+        args[gain] = None
+        return *args, [w and k != gain for k, w in enumerate(want)]
+
+    return without
 
 
 def _pre_outputs(x, phi, alpha, beta, norm_weight, sub_weight, pre_in, numerics, sub_norm, sub_eps, precision):
     return single(x), *coefficients(x.shape[:-2], x.shape[-2], x), *raw(x, phi.shape[0])
 
 
-def _pre(out, x, phi, alpha, beta, norm_weight, sub_weight, pre_in, numerics, sub_norm, sub_eps, precision):
-    u, pre, post, res, h, ms = out
-    run(
-        "mhc_pre_fwd",
-        pre_scalars(numerics, sub_eps),
-        *(x, phi, norm_weight, alpha, beta, pre_in, sub_weight),
-        *(h, ms, pre, post, res, *placed(sub_norm, u)),
-        precision=precision,
-    )
+def _pre_plan(numerics, sub_norm, sub_eps, precision):
+    order = (0, 1, 4, 2, 3, 6, 5, ~4, ~5, ~1, ~2, ~3, *placed(sub_norm, ~0))
+    return planned("mhc_pre_fwd", order, *pre_scalars(numerics, sub_eps), precision=precision)
 
 
 def _pre_save(ctx, inputs, output):
@@ -79,21 +77,11 @@ def _pre_bwd_outputs(
     return tuple(maybe(w, x if t is None else t) for w, t in zip(want, tensors, strict=True))
 
 
-def _pre_bwd(
-    out, x, phi, alpha, beta, norm_weight, sub_weight, pre_in, h, ms, d_u, d_pre, d_post, d_res, numerics, sub_norm,
-    sub_eps, precision, want, add=(),
-):  # fmt: skip
-    d_x, d_phi, d_alpha, d_beta, d_norm_weight, d_sub_weight, d_pre_in = map(given, out)
-    sub_weight, d_sub_weight = normed(d_u, sub_weight, d_sub_weight, add)
-    run(
-        "mhc_pre_bwd",
-        pre_scalars(numerics, sub_eps),
-        *(x, phi, norm_weight, pre_in, sub_weight, alpha, beta, h, ms),
-        *(*placed(sub_norm, d_u), d_pre, d_post, d_res),
-        *(d_x, d_phi, d_norm_weight, d_alpha, d_beta, d_pre_in, d_sub_weight),
-        add=add,
-        precision=precision,
-    )
+def _pre_bwd_plan(numerics, sub_norm, sub_eps, precision, want):
+    d_x, d_phi, d_alpha, d_beta, d_norm_weight, d_sub_weight, d_pre_in = wanted(want)
+    order = (0, 1, 4, 6, 5, 2, 3, 7, 8, *placed(sub_norm, 9), 10, 11, 12)
+    order = (*order, d_x, d_phi, d_norm_weight, d_alpha, d_beta, d_pre_in, d_sub_weight)
+    return planned("mhc_pre_bwd", order, *pre_scalars(numerics, sub_eps), precision=precision)
 
 
 _PRE_TENSORS = (
@@ -104,7 +92,7 @@ _PRE_SCALARS = "float[] numerics, bool sub_norm, float sub_eps, int precision"
 define(
     f"mhc_pre({_PRE_TENSORS}, {_PRE_SCALARS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _pre_outputs,
-    _pre,
+    _pre_plan,
     _pre_save,
     _pre_backward,
 )
@@ -112,7 +100,9 @@ define(
     f"mhc_pre_bwd({_PRE_TENSORS}, Tensor h, Tensor ms, Tensor? d_u, Tensor? d_pre, Tensor? d_post, Tensor? d_res,"
     f" {_PRE_SCALARS}, bool[] want) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _pre_bwd_outputs,
-    _pre_bwd,
+    _pre_bwd_plan,
+    needs=9,
+    without=unnormed(5),
 )
 
 # ---- boundary ----------------------------------------------------------------------------------------------------
@@ -130,19 +120,10 @@ def _boundary_outputs(
     return y, single(x), *coefficients(x.shape[:-2], x.shape[-2], x), *raw(x, phi.shape[0])
 
 
-def _boundary(
-    out, x, f, post, res, bias, phi, alpha, beta, norm_weight, sub_weight, pre_in, step, numerics, sub_norm, sub_eps, p,
-    token_base, precision,
-):  # fmt: skip
-    y, u, pre_out, post_out, res_out, h, ms = out
-    run(
-        "mhc_boundary_fwd",
-        boundary_scalars(numerics, sub_eps, p, token_base),
-        *(x, f, bias, post, res, phi, norm_weight, alpha, beta, pre_in, sub_weight),
-        *(y, h, ms, pre_out, post_out, res_out, *placed(sub_norm, u)),
-        precision=precision,
-        step=step,
-    )
+def _boundary_plan(numerics, sub_norm, sub_eps, p, token_base, precision):
+    order = (0, 1, 4, 2, 3, 5, 8, 6, 7, 10, 9, ~0, ~5, ~6, ~2, ~3, ~4, *placed(sub_norm, ~1))
+    scalars = boundary_scalars(numerics, sub_eps, p, token_base)
+    return planned("mhc_boundary_fwd", order, *scalars, precision=precision, step=11)
 
 
 def _boundary_save(ctx, inputs, output):
@@ -169,25 +150,12 @@ def _boundary_bwd_outputs(
     return tuple(maybe(w, x if t is None else t) for w, t in zip(want, tensors, strict=True))
 
 
-def _boundary_bwd(
-    out, x, f, post, res, bias, phi, alpha, beta, norm_weight, sub_weight, pre_in, step, y, h, ms, d_y, d_u, d_pre,
-    d_post, d_res, numerics, sub_norm, sub_eps, p, token_base, precision, want, add=(),
-):  # fmt: skip
-    d_x, d_f, d_post_in, d_res_in, d_bias, d_phi, d_alpha, d_beta, d_norm_weight, d_sub_weight, d_pre_in = map(
-        given, out
-    )
-    sub_weight, d_sub_weight = normed(d_u, sub_weight, d_sub_weight, add)
-    run(
-        "mhc_boundary_bwd",
-        boundary_scalars(numerics, sub_eps, p, token_base),
-        *(x, f, bias, post, res, y, phi, norm_weight, pre_in, sub_weight, alpha, beta, h, ms),
-        *(d_y, *placed(sub_norm, d_u), d_pre, d_post, d_res),
-        *(d_x, d_f, d_bias, d_post_in, d_res_in),
-        *(d_phi, d_norm_weight, d_alpha, d_beta, d_pre_in, d_sub_weight),
-        add=add,
-        precision=precision,
-        step=step,
-    )
+def _boundary_bwd_plan(numerics, sub_norm, sub_eps, p, token_base, precision, want):
+    d_x, d_f, d_post, d_res, d_bias, d_phi, d_alpha, d_beta, d_norm_weight, d_sub_weight, d_pre_in = wanted(want)
+    order = (0, 1, 4, 2, 3, 12, 5, 8, 10, 9, 6, 7, 13, 14, 15, *placed(sub_norm, 16), 17, 18, 19)
+    order = (*order, d_x, d_f, d_bias, d_post, d_res, d_phi, d_norm_weight, d_alpha, d_beta, d_pre_in, d_sub_weight)
+    scalars = boundary_scalars(numerics, sub_eps, p, token_base)
+    return planned("mhc_boundary_bwd", order, *scalars, precision=precision, step=11)
 
 
 _BOUNDARY_TENSORS = (
@@ -200,7 +168,7 @@ define(
     f"mhc_boundary({_BOUNDARY_TENSORS}, {_BOUNDARY_SCALARS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _boundary_outputs,
-    _boundary,
+    _boundary_plan,
     _boundary_save,
     _boundary_backward,
 )
@@ -209,5 +177,7 @@ define(
     f" Tensor? d_post, Tensor? d_res, {_BOUNDARY_SCALARS}, bool[] want) -> (Tensor, Tensor, Tensor, Tensor, Tensor,"
     " Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _boundary_bwd_outputs,
-    _boundary_bwd,
+    _boundary_bwd_plan,
+    needs=16,
+    without=unnormed(9),
 )

@@ -62,26 +62,19 @@ static weft_status launch(const weft_call *call, const char *what, void (*kernel
 /* Dynamic shared memory that a block may have beside up to 4 KiB that its kernel declares. */
 static inline size_t most_shared(const weft_call *call)
 {
-    int bytes = 0;
-    if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, call->exec->device) !=
-        cudaSuccess) {
-        (void)cudaGetLastError();
-        bytes = 48 * 1024;
-    }
-    return (size_t)bytes - 4096;
+    return (size_t)call->device_shared - 4096;
 }
 
 /* At most as many blocks as are resident at once, so that they may wait for each other. */
 static inline weft_status keep_together(const weft_call *call, const char *what, const void *kernel,
                                         launch_shape *s)
 {
-    int per_sm = 0, sms = 0;
+    int per_sm = 0;
     if (s->shared > 48 * 1024)
         CUDA_TRY(call, what,
                  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)s->shared));
     CUDA_TRY(call, what, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, (int)s->block, s->shared));
-    CUDA_TRY(call, what, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, call->exec->device));
-    if (call->sms < sms) sms = call->sms;
+    const int sms = call->sms < call->device_sms ? call->sms : call->device_sms;
     const int64_t most = (int64_t)per_sm * sms;
     if (s->grid.x > most) s->grid.x = (unsigned)(most > 0 ? most : 1);
     s->together = true;

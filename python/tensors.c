@@ -1,0 +1,192 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * From a framework's tensors, through DLPack's exchange interface, to the library's. */
+#include "ext.h"
+
+static const char *device_name(dl_device device, char text[32])
+{
+    const char *type = device.type == DL_CPU ? "cpu" : device.type == DL_CUDA ? "cuda" : "another device";
+    if (device.type == DL_CUDA)
+        PyOS_snprintf(text, 32, "%s:%d", type, (int)device.index);
+    else
+        PyOS_snprintf(text, 32, "%s", type);
+    return text;
+}
+
+static const dl_exchange *find_exchange(module_state *state, PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    for (int i = 0; i < state->num_known; i++)
+        if (state->known[i].type == type) return state->known[i].exchange;
+
+    PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
+    if (!capsule) {
+        PyErr_Clear();
+        return NULL;
+    }
+    const dl_exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    Py_DECREF(capsule); /* the table is static: the interface asks for that */
+    if (!exchange) PyErr_Clear();
+    const dl_header *header = exchange ? &exchange->header : NULL;
+    while (header && header->major > DL_MAJOR) header = header->older;
+    exchange = header && header->major == DL_MAJOR ? (const dl_exchange *)header : NULL;
+    if (!exchange || !exchange->view) return NULL;
+    if (state->num_known < KNOWN_TYPES) {
+        Py_INCREF(type);
+        state->known[state->num_known++] = (known_type){type, exchange};
+    }
+    return exchange;
+}
+
+static weft_dtype dtype_of(dl_dtype dtype)
+{
+    if (dtype.lanes != 1) return WEFT_NONE;
+    if (dtype.code == DL_BFLOAT && dtype.bits == 16) return WEFT_BF16;
+    if (dtype.code != DL_FLOAT) return WEFT_NONE;
+    return dtype.bits == 16 ? WEFT_F16 : dtype.bits == 32 ? WEFT_F32 : dtype.bits == 64 ? WEFT_F64 : WEFT_NONE;
+}
+
+/* Joins the dimensions [0, count) of v into one. */
+static bool collapse(const dl_tensor *v, int count, int64_t *size, int64_t *stride)
+{
+    int64_t next = 0; /* stride that the next outer dimension must have; 0 before the first one of more than one */
+    *size = 1;
+    *stride = 0;
+    for (int d = 0; d < count; d++)
+        if (v->shape[d] == 0) {
+            *size = 0;
+            return true;
+        }
+    for (int d = count - 1; d >= 0; d--) {
+        if (v->shape[d] == 1) continue;
+        if (*size > 1 && v->strides[d] != next) return false;
+        if (*size == 1) *stride = v->strides[d];
+        *size *= v->shape[d];
+        next = v->strides[d] * v->shape[d];
+    }
+    return true;
+}
+
+bool ext_view_tensor(gathered *g, const char *name, PyObject *object, dl_tensor *v)
+{
+    const dl_exchange *exchange = find_exchange(g->state, object);
+    if (!exchange) {
+        PyObject *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
+        PyErr_Format(PyExc_TypeError, "%s: %s: expected a tensor with DLPack's exchange interface, got %S", g->op,
+                     name, type ? type : Py_None);
+        Py_XDECREF(type);
+        return false;
+    }
+    if (exchange->view(object, v) != 0) {
+        if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "%s: %s: the tensor cannot be read", g->op, name);
+        return false;
+    }
+    v->data = v->data ? (char *)v->data + v->byte_offset : NULL;
+    if (v->device.type == DL_CUDA_HOST) v->device.type = DL_CPU;
+    if (v->device.type == DL_CPU) v->device.index = 0;
+    char want[32], got[32];
+    if (v->device.type != DL_CPU && v->device.type != DL_CUDA) {
+        PyErr_Format(PyExc_ValueError, "%s: %s: expected a tensor on cpu or cuda, got one on %s", g->op, name,
+                     device_name(v->device, got));
+        return false;
+    }
+    if (!g->any) {
+        *g = (gathered){g->op, g->state, true, v->device, dtype_of(v->dtype), exchange, name, g->streams};
+    } else if (v->device.type != g->device.type || v->device.index != g->device.index) {
+        PyErr_Format(PyExc_ValueError, "%s: %s: expected a tensor on %s like %s, got one on %s", g->op, name,
+                     device_name(g->device, want), g->first, device_name(v->device, got));
+        return false;
+    }
+    return true;
+}
+
+static bool wrong_shape(const gathered *g, const weft_arg_info *arg, const dl_tensor *v, const char *expected)
+{
+    char text[128] = "";
+    for (int d = 0; d < v->ndim && strlen(text) < 96; d++)
+        PyOS_snprintf(text + strlen(text), sizeof text - strlen(text), "%s%lld", d ? ", " : "",
+                      (long long)v->shape[d]);
+    PyErr_Format(PyExc_ValueError, "%s: %s: expected %s, got shape [%s]", g->op, arg->name, expected, text);
+    return false;
+}
+
+bool ext_place_tensor(gathered *g, const weft_arg_info *arg, const dl_tensor *v, weft_tensor *t)
+{
+    *t = (weft_tensor){v->data, dtype_of(v->dtype), arg->ndim, {0}, {0}};
+    if (t->dtype == WEFT_NONE) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s: %s: expected float32, bfloat16, float16 or float64, got a dtype of %d bits", g->op,
+                     arg->name, (int)v->dtype.bits);
+        return false;
+    }
+    char expected[96];
+    int first = 0; /* dimensions of t that the leading dimensions of v have filled */
+    int lead = 0;  /* and how many dimensions of v these are */
+    if (arg->dim[0] == WEFT_DIM_TOKENS) {
+        lead = v->ndim - (arg->ndim - 1);
+        first = 1;
+        if (lead < 0) {
+            PyOS_snprintf(expected, sizeof expected, "at least %d dimensions", (int)arg->ndim - 1);
+            return wrong_shape(g, arg, v, expected);
+        }
+        if (!collapse(v, lead, &t->shape[0], &t->stride[0]))
+            return wrong_shape(g, arg, v, "leading dimensions that are one run of tokens (call contiguous())");
+    }
+    int rest = v->ndim - lead, want = arg->ndim - first;
+    bool weight = first == 0 && want >= 2 && arg->dim[want - 2] == WEFT_DIM_STREAMS &&
+                  arg->dim[want - 1] == WEFT_DIM_CHANNELS;
+    if (weight && rest == want - 1 && g->streams > 0 && v->shape[rest - 1] % g->streams == 0) {
+        int64_t channels = v->shape[rest - 1] / g->streams, step = v->strides[rest - 1];
+        for (int d = 0; d < rest - 1; d++) t->shape[d] = v->shape[d], t->stride[d] = v->strides[d];
+        t->shape[want - 2] = g->streams, t->stride[want - 2] = channels * step;
+        t->shape[want - 1] = channels, t->stride[want - 1] = step;
+        return true;
+    }
+    if (rest != want) {
+        PyOS_snprintf(expected, sizeof expected, "%d dimensions", want);
+        return wrong_shape(g, arg, v, expected);
+    }
+    for (int d = 0; d < rest; d++) {
+        t->shape[first + d] = v->shape[lead + d];
+        t->stride[first + d] = v->strides[lead + d];
+        if (arg->dim[first + d] == WEFT_DIM_STREAMS && g->streams == 0) g->streams = v->shape[lead + d];
+    }
+    return true;
+}
+
+bool ext_read_tensors(gathered *g, const weft_op_info *info, char *args, PyObject *const *objects, uint64_t add)
+{
+    for (int32_t k = 0; k < info->num_args; k++) {
+        const weft_arg_info *arg = &info->args[k];
+        if (Py_IsNone(objects[k])) continue; /* a missing one that is needed is the library's to refuse */
+        weft_tensor *t = (weft_tensor *)(args + arg->offset);
+        if (arg->kind == WEFT_ARG_GRAD) {
+            weft_grad *grad = (weft_grad *)t;
+            grad->add = add >> k & 1;
+            t = &grad->to;
+        }
+        dl_tensor v;
+        if (!ext_view_tensor(g, arg->name, objects[k], &v) || !ext_place_tensor(g, arg, &v, t)) return false;
+    }
+    return true;
+}
+
+bool ext_place_step(const gathered *g, const dl_tensor *v, const uint64_t **step)
+{
+    int64_t count = 1;
+    for (int d = 0; d < v->ndim; d++) count *= v->shape[d];
+    if (v->dtype.bits != 64 || v->dtype.lanes != 1 || count < 1) {
+        PyErr_Format(PyExc_ValueError, "%s: step: expected an int64 or uint64 tensor of one element", g->op);
+        return false;
+    }
+    *step = v->data;
+    return true;
+}
+
+bool ext_read_step(gathered *g, PyObject *object, const uint64_t **step)
+{
+    *step = NULL;
+    if (Py_IsNone(object)) return true;
+    dl_tensor v;
+    return ext_view_tensor(g, "step", object, &v) && ext_place_step(g, &v, step);
+}

@@ -1,0 +1,134 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The copy engine of compute capability 9.0 and newer: boxes of a tensor between global and shared memory, and rows of
+ * bytes. A load completes on a barrier that was told how many bytes to expect; a store completes in the order of its
+ * group. What the engine writes beyond the tensor's edge it leaves out, what it reads there is zero.
+ *
+ * Boxes are 64 16-bit channels wide, so a row of one is 128 bytes: piece p of 16 bytes of row r lies at piece p ^ (r & 7),
+ * where boxes begin on multiples of 1024 bytes. */
+#ifndef WEFT_CUDA_TMA_CUH
+#define WEFT_CUDA_TMA_CUH
+
+#include <cuda.h>
+
+#include "cuda/common/launch.cuh"
+#include "cuda/common/mma.cuh"
+
+enum { TMA_CHANNELS = 64, TMA_ROW = 128, TMA_ALIGN = 1024 };
+
+/* ---- host ----------------------------------------------------------------------------------------------------------- */
+
+/* A bf16 tensor [tokens][streams][channels] as boxes of `tokens_of_box` tokens, all streams and 64 channels: in shared
+ * memory box[stream][token][channel]. Strides in elements, multiples of 8 but for one stream's; data aligned to 16 bytes. */
+struct tma_tensor {
+    void *data;
+    int64_t tokens, streams, channels, token_stride, stream_stride;
+};
+
+/* The driver's function that makes maps. */
+typedef CUresult tma_encode(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                            const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* Looked up, so that the library needs no driver to load. */
+static inline weft_status tma_open(const weft_call *call, tma_encode **encode)
+{
+    const char *what = "tensor maps";
+    void *found = NULL;
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    CUDA_TRY(call, what,
+             cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
+#else
+    CUDA_TRY(call, what, cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result));
+#endif
+    if (result != cudaDriverEntryPointSuccess || !found)
+        return weft_cuda_status(call, what, cudaErrorSymbolNotFound);
+    *encode = (tma_encode *)found;
+    return WEFT_OK;
+}
+
+static inline weft_status tma_map(const weft_call *call, tma_encode *encode, CUtensorMap *map, const tma_tensor *t,
+                                  int tokens_of_box)
+{
+    const cuuint64_t size[3] = {(cuuint64_t)t->channels, (cuuint64_t)t->tokens, (cuuint64_t)t->streams};
+    const cuuint64_t stride[2] = {(cuuint64_t)t->token_stride * 2,
+                                  (cuuint64_t)(t->streams > 1 ? t->stream_stride : t->token_stride) * 2};
+    const cuuint32_t box[3] = {TMA_CHANNELS, (cuuint32_t)tokens_of_box, (cuuint32_t)t->streams};
+    const cuuint32_t step[3] = {1, 1, 1};
+    const CUresult error = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t->data, size, stride, box, step,
+                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return error == CUDA_SUCCESS ? WEFT_OK : weft_cuda_status(call, "a tensor map", cudaErrorInvalidValue);
+}
+
+/* ---- device --------------------------------------------------------------------------------------------------------- */
+
+/* Where 16-byte piece p of row r of a box lies. */
+static __device__ __forceinline__ uint32_t tma_piece(uint32_t row, uint32_t piece)
+{
+    return row * TMA_ROW + ((piece ^ (row & 7)) << 4);
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+/* Barriers that were just initialised are known to the copy engine after this. */
+static __device__ __forceinline__ void tma_barriers_ready()
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+/* One arrival, and `bytes` to come. */
+static __device__ __forceinline__ void tma_expect(uint32_t barrier, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap *map, int channel, int token,
+                                                uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4, %5}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(channel), "r"(token), "r"(0)
+                 : "memory");
+}
+
+/* bytes: a multiple of 16; both addresses too. */
+static __device__ __forceinline__ void tma_load_bytes(uint32_t to, const void *from, uint32_t bytes,
+                                                      uint32_t barrier)
+{
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+static __device__ __forceinline__ void tma_store(const CUtensorMap *map, uint32_t from, int channel, int token)
+{
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(from), "r"(channel), "r"(token), "r"(0)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void tma_commit()
+{
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* The committed stores have read their shared memory; with ALL, they have written theirs. */
+template <bool ALL> static __device__ __forceinline__ void tma_wait()
+{
+    if constexpr (ALL)
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    else
+        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+/* What this thread wrote to shared memory is there for the copy engine. */
+static __device__ __forceinline__ void tma_publish()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+#endif
+#endif

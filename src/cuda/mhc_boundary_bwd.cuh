@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What the kernels of boundary's single-pass backward [M11] share: a token's record and the workspace. */
+#ifndef WEFT_CUDA_MHC_BOUNDARY_BWD_CUH
+#define WEFT_CUDA_MHC_BOUNDARY_BWD_CUH
+
+#include "cuda/mhc_boundary_bwd_plan.h"
+#include "cuda/mhc_post.cuh"
+#include "cuda/mhc_project.cuh"
+
+/* A token's numbers beside its streams, in pieces of 16 bytes: the rows of d_h as bf16, hi then lo; w[o][i], post, pre as
+ * floats; 2 d_ms / K and the norm's r and k. An odd number of pieces, so that eight records begin in eight banks. */
+template <int N> struct boundary_record {
+    static constexpr int rows = 2 * N + N * N, row_tiles = (rows + 7) / 8;
+    static constexpr int floats_at = 2 * row_tiles, rest_at = floats_at + (N * N + 2 * N) / 4, pieces = rest_at + 1;
+    static_assert(pieces % 2 == 1, "records in different banks");
+    static_assert(rows % 8 == 0, "no half-empty tile of rows");
+};
+
+/* The floats of a record. */
+template <int N> struct alignas(16) token_coefs {
+    float w[N][N], post[N], pre[N], scale, r, k, unused;
+};
+
+template <int N> static __device__ __forceinline__ void get_record(token_coefs<N> &k, const char *record)
+{
+    constexpr int COUNT = boundary_record<N>::pieces - boundary_record<N>::floats_at;
+    static_assert(sizeof k == COUNT * 16, "as the records are written");
+    float4 v[COUNT];
+#pragma unroll
+    for (int e = 0; e < COUNT; e++) v[e] = ((const float4 *)record)[boundary_record<N>::floats_at + e];
+    memcpy(&k, v, sizeof k);
+}
+
+/* What the launches of a call hand to each other. */
+struct boundary_work {
+    const weft_mhc_boundary_bwd_args *a;
+    boundary_bwd_plan plan;
+    bool stored;              /* y is there and can be read in vectors */
+    weft_tensor pre;          /* [T, n]; absent where no gradient of u or v is there */
+    weft_tensor d_pre;        /* fp32 [T, n]: the gradient of this site's pre, with the aggregate's part */
+    weft_tensor d_h, d_ms;    /* fp32 */
+    uint4 *records;           /* [tiles * 16] */
+    float2 *norm;             /* [T]: r and k, where there is a norm */
+    float *psi;               /* [rows][n C], where phi is not like that itself */
+    float *dpsi;              /* [splits][rows][n C], where d_phi or d_norm_weight is wanted */
+    float *sums;              /* [slices][tiles * 16][sums of a token], where one of them is wanted */
+    float *d_bias, *d_weight; /* [splits][C], where they are wanted */
+    void *room;               /* of the gates' kernels */
+};
+
+/* The copy engine can take boxes of this tensor; absent ones too. In a query, as if data were aligned. */
+bool weft_cuda_boundary_is_wide(const weft_call *call, const weft_tensor *t);
+
+/* Sums over the whole token that must be known before the pass: the aggregate's part of d_pre, added to d_pre_out, and the
+ * norm's r and k. Reads y and one gradient, 2nC + 2C bytes a token, or rebuilds y: 2nC + 4C. */
+weft_status weft_cuda_boundary_bwd_sums(const weft_call *call, const boundary_work *w);
+/* Compute capability that the pass was compiled for, 10 major + minor. For others than BOUNDARY_OLDEST to
+ * BOUNDARY_NEWEST it is empty. */
+int32_t weft_cuda_boundary_bwd_code(void);
+/* Everything behind d_h. */
+weft_status weft_cuda_boundary_bwd_pass(const weft_call *call, const boundary_work *w);
+
+#endif

@@ -1,0 +1,687 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Backward of `boundary` [M11] from the gradients of the projection on, in one pass: reads x, f, d_y, d_u (or d_v) and
+ * writes d_x, d_f, 6nC + 6C bytes a token in bf16. y and its whole gradient never leave the chip.
+ *
+ *     y[o]      = post (x, f), rounded, as forward made it                                             mhc_post.cuh
+ *     du        = d_u + r (d_v weight - k u), u = sum_o pre[o] y[o], rounded
+ *     g[o]      = d_y[o] + pre[o] du + sum_j d_h[j] psi[j,o] + (2 d_ms / K) y[o]                       fp32
+ *     d_f, d_x  = sum_o post[o] g[o], sum_o W(i,o) g[o]
+ *     d_post[o] = sum_c g[o] (f + bias);  d_W(i,o) = sum_c x[i] g[o];  d_pre_in[o] = sum_c du y[o]
+ *     dpsi[j,o] = sum_t d_h[j] y[o];      d_sub_weight = sum_t d_v u r;  d_bias = sum_t d_f
+ *
+ * A block owns 128 channels of all streams and a range of tokens. Eight warps own 16 channels each: psi of these stays in
+ * registers, and so do their sums over tokens. Four more warps let the copy engine fill a ring of tiles of 16 tokens, let it
+ * store what the others left in a tile, and add their sums over channels. The parts of d_x and dpsi that are products of
+ * matrices run on tensor cores, fp32 factors as bf16 hi + lo, as in mhc_project_bwd.cu.
+ *
+ * `fold_kernel` adds the slices of the channels in order. The number of token ranges depends on the shape only. */
+#include "core/status.h"
+#include "cuda/common/tma.cuh"
+#include "cuda/mhc_boundary_bwd.cuh"
+
+/* Three groups of four warps: two work, the third serves. Registers are handed from the third to the others, as far as the
+ * GPU can: the two that are resident beside one serving warp then have 232 each. */
+enum { WARPS = 8, SERVERS = 4, THREADS = (WARPS + SERVERS) * 32 };
+enum { WORKING_REGISTERS = 232, SERVING_REGISTERS = 40 };
+
+template <int COUNT, bool MORE> static __device__ __forceinline__ void set_registers()
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (MORE)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+    else
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
+/* Shared memory. A stage of the ring: x and d_y as two boxes of 64 channels each, f, and d_u or d_v. Behind all tiles their
+ * records, the norm's weights, a lane's sums over tokens, and where there are no registers left for it psi's lo part. */
+template <int N, bool FULL_> struct sizes {
+    static constexpr int stages = FULL_ ? BOUNDARY_FULL_STAGES : BOUNDARY_STAGES;
+    static constexpr int row_box = BOUNDARY_TILE * TMA_ROW, box = N * row_box;
+    static constexpr int x = 0, d_y = 2 * box, f = 4 * box, row = f + 2 * row_box, tile = row + 2 * row_box;
+    static constexpr int record = BOUNDARY_TILE * boundary_record<N>::pieces * 16;
+    static constexpr int records = stages * tile, weight = records + stages * record;
+    static constexpr int d_weight = weight + BOUNDARY_SLICE * 4, d_bias = d_weight + WARPS * 32 * 16;
+    static constexpr int psi_lo = d_bias + (FULL_ ? WARPS * 32 * 16 : 0);
+    static constexpr int barriers = psi_lo + (FULL_ ? WARPS * 2 * N * 32 * 16 : 0);
+    static constexpr int all = barriers + 3 * stages * 8 + TMA_ALIGN;
+    static_assert(tile % TMA_ALIGN == 0, "boxes begin on multiples of what the copy engine swizzles");
+    static_assert(boundary_record<N>::row_tiles <= 3, "a tile of psi's lo part is a piece of 16 bytes");
+};
+
+/* ---- the pass ----------------------------------------------------------------------------------------------------------- */
+
+struct fused_args {
+    CUtensorMap x, f, d_y, row, d_x, d_f; /* row: d_u, or d_v where there is a norm */
+    const uint4 *records;
+    const float *psi;            /* [rows], psi_stride apart */
+    float *dpsi;                 /* [splits][rows][n C], or NULL */
+    float *sums;                 /* [slices][tiles * 16][sums of a token], or NULL */
+    float *d_bias, *d_weight;    /* [splits][C], or NULL */
+    view weight;                 /* NORM: of the norm */
+    view bias, d_x_any, d_f_any; /* FULL: gradients that the copy engine cannot store */
+    view d_u;                    /* FULL: beside d_v */
+    weft_dropout dropout;
+    int64_t psi_stride, tokens;
+    int32_t channels, slices, tiles, split_tiles;
+    bool has_d_y, has_row, store_d_x, store_d_f;
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+
+/* How many numbers a token's sums over channels are, to a multiple of four, and where they lie between two warps: in place
+ * of the warp's y, where a token has two pieces of 16 bytes for each stream. Either half of the numbers takes one of them;
+ * tokens 8 to 15 swap the halves of a piece, or they would meet tokens 0 to 7 in the same banks. */
+template <int N, bool SHIFTED> struct sum_room {
+    static constexpr int used = N + N * N + (SHIFTED ? N : 0), count = (used + 3) / 4 * 4, half = count / 2;
+    static_assert(half <= N * 4, "a piece for each stream");
+    static __device__ __forceinline__ uint32_t at(int warp, int token, int part, int k)
+    {
+        return (warp >> 2) * sizes<N, false>::box + (k >> 2) * sizes<N, false>::row_box +
+               tma_piece(token, 2 * (warp & 3) + part) + (((k >> 1) ^ (token >> 3)) & 1) * 8;
+    }
+    /* Of the first warp: the piece that k is in. */
+    static __device__ __forceinline__ uint32_t piece_at(int token, int part, int k)
+    {
+        return (k >> 2) * sizes<N, false>::row_box + tma_piece(token, part);
+    }
+    /* The place in another warp's room that is like this one of warp 0; tiles are aligned to more than a row. */
+    static __device__ __forceinline__ uint32_t of_warp(uint32_t of_first, int warp)
+    {
+        return (of_first ^ (uint32_t)(warp & 3) << 5) + (warp >> 2) * sizes<N, false>::box;
+    }
+};
+
+/* Barriers, one of each kind for each stage: a tile has come; the eight warps have done with it; it has gone and its sums
+ * are added. */
+struct ring_barriers {
+    uint32_t full, done, free;
+};
+
+/* What a warp knows of the block's work. */
+struct tiles_of_block {
+    char *shared;
+    ring_barriers at;
+    int slice, split, first, count; /* tiles from first on */
+};
+
+/* One thread: tiles in. */
+template <int N, bool FULL_>
+static __device__ __forceinline__ void bring(const fused_args &p, const tiles_of_block &b)
+{
+    typedef sizes<N, FULL_> S;
+    const uint32_t tiles = shared_address(b.shared), records = tiles + S::records;
+    const int channel = b.slice * BOUNDARY_SLICE;
+    auto load_record = [&](int i, int slot) {
+        tma_load_bytes(records + slot * S::record,
+                       p.records + (int64_t)(b.first + i) * (BOUNDARY_TILE * boundary_record<N>::pieces), S::record,
+                       b.at.full + slot * 8);
+    };
+    auto load_tile = [&](int i, int slot) {
+        const uint32_t barrier = b.at.full + slot * 8;
+        const int token = (b.first + i) * BOUNDARY_TILE;
+        tma_expect(barrier, S::record + 2 * S::box + 2 * S::row_box + (p.has_d_y ? 2 * S::box : 0) +
+                                (p.has_row ? 2 * S::row_box : 0));
+#pragma unroll 1
+        for (int k = 0; k < 2; k++) {
+            const uint32_t to = tiles + slot * S::tile + k * S::row_box;
+            const int c = channel + k * TMA_CHANNELS;
+            tma_load(to + S::x + k * (S::box - S::row_box), &p.x, c, token, barrier);
+            tma_load(to + S::f, &p.f, c, token, barrier);
+            if (p.has_d_y) tma_load(to + S::d_y + k * (S::box - S::row_box), &p.d_y, c, token, barrier);
+            if (p.has_row) tma_load(to + S::row, &p.row, c, token, barrier);
+        }
+    };
+#pragma unroll 1
+    for (int i = 0; i < S::stages && i < b.count; i++) load_tile(i, i);
+    wait_for_previous();
+#pragma unroll 1
+    for (int i = 0; i < S::stages && i < b.count; i++) load_record(i, i);
+    int slot = 0, phase = 0;
+#pragma unroll 1
+    for (int i = S::stages; i < b.count; i++) {
+        barrier_wait(b.at.free + slot * 8, phase);
+        load_tile(i, slot);
+        load_record(i, slot);
+        if (++slot == S::stages) slot = 0, phase ^= 1;
+    }
+}
+
+/* The other serving warps, `server` from 0 on: tiles out, and the sums of the eight warps in their order. */
+template <int N, bool FULL_, bool SHIFTED>
+static __device__ __forceinline__ void clear(const fused_args &p, const tiles_of_block &b, int server)
+{
+    typedef sizes<N, FULL_> S;
+    typedef sum_room<N, SHIFTED> room;
+    /* A lane adds four of a token's sums. */
+    constexpr int EACH = (room::half + 3) / 4, PIECES = BOUNDARY_TILE * 2 * EACH,
+                  ITEMS = BOUNDARY_TILE * room::count / 2;
+    static_assert(PIECES <= (SERVERS - 1) * 32, "a piece for each lane");
+    const int lane = threadIdx.x & 31, channel = b.slice * BOUNDARY_SLICE, piece = server * 32 + lane;
+    const int token = piece / (2 * EACH), part = piece / EACH & 1, k = piece % EACH * 4;
+    const bool stores = server == 0 && lane == 0 && (p.store_d_x || p.store_d_f);
+    float2 *sums = (float2 *)p.sums + ((int64_t)b.slice * p.tiles + b.first) * ITEMS +
+                   (token * room::count + part * room::half + k) / 2;
+    int slot = 0, phase = 0;
+    for (int i = 0; i < b.count; i++, sums += ITEMS) {
+        char *const tile = b.shared + slot * S::tile;
+        barrier_wait(b.at.done + slot * 8, phase);
+        if (stores) {
+            const uint32_t from = shared_address(tile);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int c = channel + h * TMA_CHANNELS, first = (b.first + i) * BOUNDARY_TILE;
+                if (p.store_d_x) tma_store(&p.d_x, from + S::d_y + h * S::box, c, first);
+                if (p.store_d_f) tma_store(&p.d_f, from + S::f + h * S::row_box, c, first);
+            }
+            tma_commit();
+        }
+        __syncwarp();
+        if (p.sums && piece < PIECES) {
+            const uint32_t from = S::x + room::piece_at(token, part, k);
+            float4 total = *(const float4 *)(tile + from);
+#pragma unroll
+            for (int w = 1; w < WARPS; w++) {
+                const float4 v = *(const float4 *)(tile + room::of_warp(from, w));
+                total.x = total.x + v.x, total.y = total.y + v.y, total.z = total.z + v.z, total.w = total.w + v.w;
+            }
+            if (token & 8) total = make_float4(total.z, total.w, total.x, total.y);
+            sums[0] = make_float2(total.x, total.y);
+            if (k + 2 < room::half) sums[1] = make_float2(total.z, total.w);
+        }
+        if (stores) tma_wait<false>();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(b.at.free + slot * 8);
+        if (++slot == S::stages) slot = 0, phase ^= 1;
+    }
+    if (stores) tma_wait<true>();
+}
+
+/* What a lane holds of one token: four channels of all streams. */
+struct quad {
+    uint32_t word[2];
+};
+
+static __device__ __forceinline__ quad get_quad(const char *p)
+{
+    const uint2 v = *(const uint2 *)p;
+    return {{v.x, v.y}};
+}
+
+static __device__ __forceinline__ void put_quad(char *p, const quad &q)
+{
+    *(uint2 *)p = make_uint2(q.word[0], q.word[1]);
+}
+
+/* The second half of a sum over the four lanes that share two tokens; the first is in the order of the work. Afterwards
+ * lane t has half of the sums, part t >> 1, in the first elements. */
+template <int M> static __device__ __forceinline__ void share_sums(float (&v)[M], int t)
+{
+#pragma unroll
+    for (int k = 0; k < M / 2; k++)
+        v[k] = (t & 2 ? v[k + M / 2] : v[k]) + __shfl_xor_sync(0xffffffffu, t & 2 ? v[k] : v[k + M / 2], 2);
+}
+
+/* Two channels of gradients that the copy engine does not store. */
+template <int N>
+static __device__ __forceinline__ void put_pairs(const fused_args &p, int64_t token, int channel,
+                                                 const float (&d_x)[N][2], const float (&d_f)[2])
+{
+    const view &to = p.d_x_any, &row = p.d_f_any;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (has(to)) put(to, token * to.stride[0] + j * to.stride[1] + (channel + e) * to.stride[2], d_x[j][e]);
+        if (has(row)) put(row, token * row.stride[0] + (channel + e) * row.stride[1], d_f[e]);
+    }
+}
+
+/* Sums over tokens of four channels: of all lanes that have the same ones. */
+static __device__ __forceinline__ void put_sums(float *to, const float2 *from, bool inside)
+{
+    float v[4] = {from[0].x, from[0].y, from[1].x, from[1].y};
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+#pragma unroll
+        for (int step = 16; step >= 4; step >>= 1) v[c] += __shfl_xor_sync(0xffffffffu, v[c], step);
+        if (inside && (threadIdx.x & 31) < 4) to[c] = v[c];
+    }
+}
+
+/* One of the eight warps. */
+template <int N, bool FULL_, bool SHIFTED, bool NORM>
+static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_block &b, const weft_mask &mask)
+{
+    typedef sizes<N, FULL_> S;
+    typedef sum_room<N, SHIFTED> room;
+    constexpr int NT = boundary_record<N>::row_tiles, PIECES = boundary_record<N>::pieces, M = room::count;
+    /* y is stored word by word where there is no register left to keep it in. */
+    constexpr bool AT_ONCE = SHIFTED && NORM;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int64_t columns = (int64_t)N * p.channels;
+    const int channel0 = b.slice * BOUNDARY_SLICE + warp * 16, channel = channel0 + t * 4;
+    /* Which token is a tensor-core tile's row r is free as well: with 0 2 4 6 1 3 5 7 the sixteen lanes of half a warp read
+     * eight different pieces of 16 bytes. */
+    auto token_of = [](int r) { return (r & 8) | (r & 3) << 1 | (r >> 2 & 1); };
+    const int token = token_of(g);
+    const uint32_t piece = tma_piece(token, 2 * (warp & 3) + (t >> 1)) + (t & 1) * 8;
+    const uint32_t at = (warp >> 2) * S::box + piece, row_at = (warp >> 2) * S::row_box + piece;
+    /* psi of this warp's columns, hi and lo, as halves of B. Column n of tile q of a stream is channel
+     * (n >> 1) * 4 + 2 q + (n & 1), so that a lane ends up with four neighbours. */
+    uint32_t psi_hi[2 * N][NT], psi_lo[2 * N][NT];
+    uint4 *const psi_room = (uint4 *)(b.shared + S::psi_lo) + (warp * 2 * N) * 32 + lane;
+#pragma unroll
+    for (int q = 0; q < 2 * N; q++) {
+        const int c = channel0 + (g >> 1) * 4 + 2 * (q & 1) + (g & 1);
+#pragma unroll
+        for (int h = 0; h < NT; h++) {
+            float v[2] = {};
+            const float *from = p.psi + (8 * h + 2 * t) * p.psi_stride + (int64_t)(q >> 1) * p.channels + c;
+            if (c < p.channels) v[0] = __ldg(from), v[1] = __ldg(from + p.psi_stride);
+            split2(psi_hi[q][h], psi_lo[q][h], v[0], v[1]);
+        }
+        if constexpr (FULL_)
+            psi_room[q * 32] = make_uint4(psi_lo[q][0], psi_lo[q][NT > 1 ? 1 : 0], psi_lo[q][NT > 2 ? 2 : 0], 0);
+    }
+    float dpsi[N][NT][4] = {};
+    /* A lane's sums over tokens of its four channels. */
+    float2 *const d_weight = (float2 *)(b.shared + S::d_weight) + threadIdx.x * 2;
+    float2 *const d_bias = (float2 *)(b.shared + S::d_bias) + threadIdx.x * 2;
+    if constexpr (NORM) d_weight[0] = d_weight[1] = make_float2(0.0f, 0.0f);
+    if constexpr (FULL_) d_bias[0] = d_bias[1] = make_float2(0.0f, 0.0f);
+    const float factor_kept = FULL_ ? (float)mask.scale : 1.0f;
+
+    int slot = 0, phase = 0;
+    for (int tile_token = b.first * BOUNDARY_TILE, end = tile_token + b.count * BOUNDARY_TILE; tile_token != end;
+         tile_token += BOUNDARY_TILE) {
+        char *const tile = b.shared + slot * S::tile, *const record = b.shared + S::records + slot * S::record;
+        barrier_wait(b.at.full + slot * 8, phase);
+
+        /* The projection's part of g: halves of A are 8 columns of d_h, hi then lo; hi hi, lo hi, then hi lo. */
+        float acc[2 * N][4] = {};
+        {
+            uint32_t a[2 * NT][2];
+#pragma unroll
+            for (int h = 0; h < 2 * NT; h += 2) {
+                uint32_t r[4];
+                ldmatrix4(r, shared_address(record) + (token_of(lane & 15) * PIECES + h + (lane >> 4)) * 16);
+                a[h][0] = r[0], a[h][1] = r[1], a[h + 1][0] = r[2], a[h + 1][1] = r[3];
+            }
+            /* NT is odd: one product begins with hi hi and ends with lo hi, and one is of half the size. */
+#pragma unroll
+            for (int h = 0; h < 2 * NT; h += 2)
+#pragma unroll
+                for (int q = 0; q < 2 * N; q++)
+                    mma16(acc[q], a[h][0], a[h][1], a[h + 1][0], a[h + 1][1], psi_hi[q][h % NT],
+                          psi_hi[q][(h + 1) % NT]);
+#pragma unroll
+            for (int q = 0; q < 2 * N; q++) {
+                if constexpr (FULL_) {
+                    const uint4 v = psi_room[q * 32];
+                    const uint32_t word[3] = {v.x, v.y, v.z};
+#pragma unroll
+                    for (int h = 0; h < NT; h++) psi_lo[q][h] = word[h];
+                }
+                if constexpr (NT == 3)
+                    mma16(acc[q], a[0][0], a[0][1], a[1][0], a[1][1], psi_lo[q][0], psi_lo[q][1]);
+                mma8(acc[q], a[NT - 1][0], a[NT - 1][1], psi_lo[q][NT - 1]);
+            }
+        }
+
+        /* Lane t first works on the token whose sums lane t ^ 1 keeps, hands these over, and goes on from what it gets in
+         * return: even lanes keep the first token's, odd lanes the second's. */
+        float sums[M];
+#pragma unroll
+        for (int turn = 0; turn < 2; turn++) {
+            const int half = turn ? t & 1 : ~t & 1;
+            char *const mine = tile + at + half * 8 * TMA_ROW, *const my_row = tile + row_at + half * 8 * TMA_ROW;
+            const int own = tile_token + token + half * 8;
+            token_coefs<N> k;
+            get_record<N>(k, record + (token + half * 8) * PIECES * 16);
+            quad x[N], d_y[N], f = get_quad(my_row + S::f), row = {};
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                x[j] = get_quad(mine + S::x + j * S::row_box);
+                d_y[j] = quad{};
+                if (p.has_d_y) d_y[j] = get_quad(mine + S::d_y + j * S::row_box);
+            }
+            if (NORM || p.has_row) row = get_quad(my_row + S::row);
+            const bool inside = own < p.tokens && channel < p.channels;
+            uint32_t kept = 0; /* four bits for each stream */
+            if constexpr (FULL_)
+                if (mask.on) {
+                    uint32_t keep[N];
+                    keep_tile<N, 4>(keep, mask, own, channel);
+#pragma unroll
+                    for (int o = 0; o < N; o++) kept |= keep[o] << 4 * o;
+                }
+#pragma unroll
+            for (int e = 0; e < M; e++) sums[e] = turn ? __shfl_xor_sync(0xffffffffu, sums[e], 1) : 0.0f;
+#pragma unroll
+            for (int q = 0; q < 2; q++) {
+                float xs[N][2], ys[N][2], gs[N][2], fb[2], du[2], d_x[N][2], d_f[2];
+                widen2(fb[0], fb[1], f.word[q], bf16());
+                widen2(du[0], du[1], row.word[q], bf16());
+#pragma unroll
+                for (int j = 0; j < N; j++) widen2(xs[j][0], xs[j][1], x[j].word[q], bf16());
+                if constexpr (FULL_)
+                    if (has(p.bias) && inside) {
+                        float bias[2];
+                        get_param<2>(bias, p.bias, channel + 2 * q);
+                        fb[0] = fb[0] + bias[0], fb[1] = fb[1] + bias[1];
+                    }
+                auto factor = [&](int o, int e) { return kept >> (4 * o + 2 * q + e) & 1 ? factor_kept : 0.0f; };
+#pragma unroll
+                for (int o = 0; o < N; o++) {
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        ys[o][e] = k.post[o] * fb[e];
+                        if constexpr (FULL_)
+                            if (mask.on) ys[o][e] = ys[o][e] * factor(o, e);
+#pragma unroll
+                        for (int j = 0; j < N; j++) ys[o][e] = fmaf(k.w[o][j], xs[j][e], ys[o][e]);
+                    }
+                    x[o].word[q] = narrow2(ys[o][0], ys[o][1], bf16());
+                    widen2(ys[o][0], ys[o][1], x[o].word[q], bf16());
+                    if constexpr (AT_ONCE) *(uint32_t *)(mine + S::x + o * S::row_box + 4 * q) = x[o].word[q];
+                }
+                if constexpr (NORM) {
+                    const float2 weight = ((const float2 *)(b.shared + S::weight))[(warp * 16 + t * 4 + 2 * q) / 2];
+                    float u[2], d_u[2] = {};
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        u[e] = k.pre[0] * ys[0][e];
+#pragma unroll
+                        for (int o = 1; o < N; o++) u[e] = fmaf(k.pre[o], ys[o][e], u[e]);
+                    }
+                    widen2(u[0], u[1], narrow2(u[0], u[1], bf16()), bf16());
+                    if constexpr (FULL_)
+                        if (has(p.d_u) && inside) {
+                            const bf16 *from = (const bf16 *)p.d_u.data + own * p.d_u.stride[0] + channel + 2 * q;
+                            widen2(d_u[0], d_u[1], *(const uint32_t *)from, bf16());
+                        }
+                    float2 sum = d_weight[q];
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        (e ? sum.y : sum.x) = fmaf(du[e], u[e] * k.r, e ? sum.y : sum.x);
+                        du[e] = fmaf(fmaf(u[e], -k.k, du[e] * (e ? weight.y : weight.x)), k.r, d_u[e]);
+                    }
+                    d_weight[q] = sum;
+                }
+#pragma unroll
+                for (int o = 0; o < N; o++) {
+                    widen2(gs[o][0], gs[o][1], d_y[o].word[q], bf16());
+#pragma unroll
+                    for (int e = 0; e < 2; e++)
+                        gs[o][e] = fmaf(k.pre[o], du[e], gs[o][e]) +
+                                   fmaf(k.scale, ys[o][e], half ? acc[2 * o + q][2 + e] : acc[2 * o + q][e]);
+                }
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+#pragma unroll
+                    for (int o = 0; o < N; o++) {
+                        float gm = gs[o][e];
+                        if constexpr (FULL_)
+                            if (mask.on) gm = gm * factor(o, e);
+                        d_f[e] = o ? fmaf(k.post[o], gm, d_f[e]) : k.post[o] * gm;
+                        sums[o] = fmaf(gm, fb[e], sums[o]);
+#pragma unroll
+                        for (int j = 0; j < N; j++) {
+                            sums[N + o * N + j] = fmaf(xs[j][e], gs[o][e], sums[N + o * N + j]);
+                            d_x[j][e] = o ? fmaf(k.w[o][j], gs[o][e], d_x[j][e]) : k.w[o][j] * gs[o][e];
+                        }
+                        if constexpr (SHIFTED) sums[N + N * N + o] = fmaf(du[e], ys[o][e], sums[N + N * N + o]);
+                    }
+                }
+#pragma unroll
+                for (int j = 0; j < N; j++) d_y[j].word[q] = narrow2(d_x[j][0], d_x[j][1], bf16());
+                f.word[q] = narrow2(d_f[0], d_f[1], bf16());
+                if constexpr (FULL_) {
+                    const float2 sum = d_bias[q];
+                    d_bias[q] = make_float2(sum.x + d_f[0], sum.y + d_f[1]);
+                    if (inside) put_pairs<N>(p, own, channel + 2 * q, d_x, d_f);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                if constexpr (!AT_ONCE) put_quad(mine + S::x + j * S::row_box, x[j]);
+                put_quad(mine + S::d_y + j * S::row_box, d_y[j]);
+            }
+            put_quad(my_row + S::f, f);
+        }
+        __syncwarp();
+
+        /* dpsi: A = y with channels as rows, B = d_h: both transposed on the way out of shared memory. */
+        if (p.dpsi) {
+            uint32_t dh[NT][4]; /* hi of tokens 0-7, 8-15, lo of the same */
+#pragma unroll
+            for (int q = 0; q < NT; q++)
+                ldmatrix4_trans(dh[q], shared_address(record) + ((lane & 15) * PIECES + q + (lane >> 4) * NT) * 16);
+            const uint32_t row = (lane & 7) + (lane >> 4) * 8;
+            const uint32_t from = shared_address(tile) + S::x + (warp >> 2) * S::box +
+                                  tma_piece(row, 2 * (warp & 3) + (lane >> 3 & 1));
+#pragma unroll
+            for (int o = 0; o < N; o++) {
+                uint32_t a[4];
+                ldmatrix4_trans(a, from + o * S::row_box);
+#pragma unroll
+                for (int q = 0; q < NT; q++) mma16(dpsi[o][q], a[0], a[1], a[2], a[3], dh[q][0], dh[q][1]);
+#pragma unroll
+                for (int q = 0; q < NT; q++) mma16(dpsi[o][q], a[0], a[1], a[2], a[3], dh[q][2], dh[q][3]);
+            }
+        }
+        share_sums(sums, t); /* while the tensor cores are busy */
+        __syncwarp();
+        if (p.sums) {
+#pragma unroll
+            for (int e = 0; e < room::half; e += 2)
+                *(float2 *)(tile + S::x + room::at(warp, token + (t & 1) * 8, t >> 1, e)) =
+                    make_float2(sums[e], sums[e + 1]);
+        }
+        tma_publish();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(b.at.done + slot * 8);
+        if (++slot == S::stages) slot = 0, phase ^= 1;
+    }
+
+    if (p.dpsi) {
+        float *const to = p.dpsi + (int64_t)b.split * boundary_record<N>::rows * columns;
+#pragma unroll
+        for (int o = 0; o < N; o++)
+#pragma unroll
+            for (int q = 0; q < NT; q++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int c = channel0 + g + (e >> 1) * 8, row = q * 8 + 2 * t + (e & 1);
+                    if (c < p.channels) to[row * columns + (int64_t)o * p.channels + c] = dpsi[o][q][e];
+                }
+    }
+    const int64_t own = (int64_t)b.split * p.channels + channel;
+    if constexpr (NORM)
+        if (p.d_weight) put_sums(p.d_weight + own, d_weight, channel < p.channels);
+    if constexpr (FULL_)
+        if (p.d_bias) put_sums(p.d_bias + own, d_bias, channel < p.channels);
+}
+
+#endif
+
+/* FULL: also bias, dropout, d_u beside d_v, and gradients of any dtype and layout. SHIFTED: also the gradient of pre_in.
+ * NORM: the gradient comes through the sub-layer's norm. */
+template <int N, bool FULL_, bool SHIFTED, bool NORM>
+static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_constant__ fused_args p)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+    typedef sizes<N, FULL_> S;
+    extern __shared__ char raw_shared[];
+    __shared__ weft_mask mask; /* registers are scarce */
+    char *const shared = raw_shared + (-shared_address(raw_shared) & (TMA_ALIGN - 1));
+    const uint32_t barriers = shared_address(shared) + S::barriers;
+    tiles_of_block b = {shared, {barriers, barriers + S::stages * 8, barriers + S::stages * 16}};
+    b.slice = (int)(blockIdx.x % (unsigned)p.slices), b.split = (int)(blockIdx.x / (unsigned)p.slices);
+    b.first = b.split * p.split_tiles;
+    b.count = b.first + p.split_tiles < p.tiles ? p.split_tiles : p.tiles - b.first;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < S::stages; s++) {
+            barrier_init(b.at.full + s * 8, 1);
+            barrier_init(b.at.done + s * 8, WARPS);
+            barrier_init(b.at.free + s * 8, SERVERS - 1);
+        }
+        tma_barriers_ready();
+        if constexpr (FULL_) mask = weft_mask_open(&p.dropout, p.channels);
+    }
+    if (NORM && threadIdx.x < BOUNDARY_SLICE) {
+        const int c = b.slice * BOUNDARY_SLICE + (int)threadIdx.x;
+        ((float *)(shared + S::weight))[threadIdx.x] =
+            has(p.weight) && c < p.channels ? get(p.weight, c * p.weight.stride[0]) : 1.0f;
+    }
+    __syncthreads();
+    if (threadIdx.x >= WARPS * 32) {
+        set_registers<SERVING_REGISTERS, false>();
+        const int server = (int)(threadIdx.x >> 5) - WARPS;
+        if (server < SERVERS - 1)
+            clear<N, FULL_, SHIFTED>(p, b, server);
+        else if ((threadIdx.x & 31) == 0)
+            bring<N, FULL_>(p, b);
+    } else {
+        set_registers<WORKING_REGISTERS, true>();
+        work<N, FULL_, SHIFTED, NORM>(p, b, mask);
+    }
+    let_next_begin();
+#endif
+}
+
+/* ---- sums over channels --------------------------------------------------------------------------------------------------- */
+
+struct fold_args {
+    const float *sums; /* [slices][padded][count] */
+    int64_t tokens, padded;
+    int32_t slices, in_out;
+    view d_post, d_res, d_pre;
+};
+
+/* A thread per four numbers of a token. */
+template <int N, int COUNT> static __global__ void __launch_bounds__(128) fold_kernel(fold_args a)
+{
+    constexpr int QUADS = COUNT / 4;
+    const int64_t items = a.tokens * QUADS, apart = a.padded * QUADS;
+    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, token = i / QUADS;
+    wait_for_previous();
+    if (i >= items) return;
+    const float4 *from = (const float4 *)a.sums + i;
+    float4 total = *from;
+#pragma unroll 8
+    for (int s = 1; s < a.slices; s++) {
+        const float4 v = from[s * apart];
+        total.x = total.x + v.x, total.y = total.y + v.y, total.z = total.z + v.z, total.w = total.w + v.w;
+    }
+    const float values[4] = {total.x, total.y, total.z, total.w};
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+        const int e = (int)(i - token * QUADS) * 4 + q;
+        if (e < N) {
+            if (has(a.d_post)) put(a.d_post, token * a.d_post.stride[0] + e * a.d_post.stride[1], values[q]);
+        } else if (e < N + N * N) {
+            const int o = (e - N) / N, j = (e - N) % N, r = a.in_out ? j : o, c = a.in_out ? o : j;
+            if (has(a.d_res))
+                put(a.d_res, token * a.d_res.stride[0] + r * a.d_res.stride[1] + c * a.d_res.stride[2], values[q]);
+        } else if (e < 2 * N + N * N && has(a.d_pre)) {
+            put(a.d_pre, token * a.d_pre.stride[0] + (e - N - N * N) * a.d_pre.stride[1], values[q]);
+        }
+    }
+}
+
+/* ---- host --------------------------------------------------------------------------------------------------------------------- */
+
+static weft_status map_of(const weft_call *call, tma_encode *encode, CUtensorMap *map, const weft_tensor *t)
+{
+    if (!weft_has(t)) return WEFT_OK;
+    const bool streams = t->ndim == 3;
+    const tma_tensor tensor = {t->data,        call->tokens, streams ? call->streams : 1,
+                               call->channels, t->stride[0], streams ? t->stride[1] : 0};
+    return tma_map(call, encode, map, &tensor, BOUNDARY_TILE);
+}
+
+/* The copy engine can store this gradient. */
+static bool is_stored(const weft_call *call, const weft_grad *g)
+{
+    return weft_has(&g->to) && !g->add && g->to.dtype == WEFT_BF16 && weft_cuda_boundary_is_wide(call, &g->to);
+}
+
+template <int N> static weft_status args_of(const weft_call *call, const boundary_work *w, fused_args *p)
+{
+    const weft_mhc_boundary_bwd_args *a = w->a;
+    const weft_tensor *row = weft_has(&a->d_v) ? &a->d_v : &a->d_u;
+    tma_encode *encode = NULL;
+    *p = fused_args{};
+    p->records = w->records;
+    p->dpsi = w->dpsi, p->sums = w->sums, p->d_bias = w->d_bias, p->d_weight = w->d_weight;
+    p->weight = view_of(&a->sub_weight), p->bias = view_of(&a->bias);
+    if (weft_has(&a->d_v)) p->d_u = view_of(&a->d_u);
+    p->dropout = a->dropout;
+    p->tokens = call->tokens, p->channels = (int32_t)call->channels;
+    p->slices = w->plan.slices, p->tiles = (int32_t)w->plan.tiles, p->split_tiles = (int32_t)w->plan.split_tiles;
+    p->has_d_y = weft_has(&a->d_y), p->has_row = weft_has(row);
+    p->store_d_x = is_stored(call, &a->d_x), p->store_d_f = is_stored(call, &a->d_f);
+    if (!p->store_d_x) p->d_x_any = view_of(&a->d_x);
+    if (!p->store_d_f) p->d_f_any = view_of(&a->d_f);
+    WEFT_TRY(tma_open(call, &encode));
+    WEFT_TRY(map_of(call, encode, &p->x, &a->x));
+    WEFT_TRY(map_of(call, encode, &p->f, &a->f));
+    WEFT_TRY(map_of(call, encode, &p->d_y, &a->d_y));
+    WEFT_TRY(map_of(call, encode, &p->row, row));
+    if (p->store_d_x) WEFT_TRY(map_of(call, encode, &p->d_x, &a->d_x.to));
+    if (p->store_d_f) WEFT_TRY(map_of(call, encode, &p->d_f, &a->d_f.to));
+    p->psi = w->psi, p->psi_stride = call->streams * call->channels;
+    if (weft_project_phi_is_psi(&a->phi, &a->norm_weight, LAYOUT_NC))
+        p->psi = (const float *)a->phi.data, p->psi_stride = a->phi.stride[0];
+    return WEFT_OK;
+}
+
+template <int N> static weft_status run(const weft_call *call, const boundary_work *w)
+{
+    const weft_mhc_boundary_bwd_args *a = w->a;
+    const bool shifted = weft_has(&a->d_pre_in.to), norm = weft_has(&a->d_v);
+    fused_args p;
+    WEFT_TRY(args_of<N>(call, w, &p));
+    const bool plain =
+        !has(p.d_x_any) && !has(p.d_f_any) && !has(p.bias) && !p.d_bias && !has(p.d_u) && !(a->dropout.p > 0);
+    void (*const kernels[2][2][2])(fused_args) = {
+        {{fused_kernel<N, false, false, false>, fused_kernel<N, false, false, true>},
+         {fused_kernel<N, false, true, false>, fused_kernel<N, false, true, true>}},
+        {{fused_kernel<N, true, false, false>, fused_kernel<N, true, false, true>},
+         {fused_kernel<N, true, true, false>, fused_kernel<N, true, true, true>}}};
+    WEFT_TRY(launch(call, "boundary backward", kernels[!plain][shifted][norm],
+                    {.grid = (unsigned)w->plan.blocks,
+                     .block = THREADS,
+                     .shared = (size_t)(plain ? sizes<N, false>::all : sizes<N, true>::all),
+                     .order = OVERLAP},
+                    p));
+    if (!p.sums) return WEFT_OK;
+    const fold_args fold = {.sums = p.sums,
+                            .tokens = call->tokens,
+                            .padded = w->plan.tiles * BOUNDARY_TILE,
+                            .slices = w->plan.slices,
+                            .in_out = a->numerics.apply == WEFT_APPLY_IN_OUT,
+                            .d_post = view_of(&a->d_post),
+                            .d_res = view_of(&a->d_res),
+                            .d_pre = view_of(&a->d_pre_in)};
+    constexpr int FEW = (N + N * N + 3) / 4 * 4, ALL = (2 * N + N * N + 3) / 4 * 4;
+    const int64_t items = call->tokens * (shifted ? ALL : FEW) / 4;
+    return launch(call, "sums over channels", shifted ? fold_kernel<N, ALL> : fold_kernel<N, FEW>,
+                  {.grid = (unsigned)((items + 127) / 128), .block = 128, .order = OVERLAP}, fold);
+}
+
+int32_t weft_cuda_boundary_bwd_code(void)
+{
+    cudaFuncAttributes code = {};
+    if (cudaFuncGetAttributes(&code, fused_kernel<4, false, false, false>) != cudaSuccess) (void)cudaGetLastError();
+    return code.ptxVersion;
+}
+
+weft_status weft_cuda_boundary_bwd_pass(const weft_call *call, const boundary_work *w)
+{
+    return call->streams == 2 ? run<2>(call, w) : run<4>(call, w);
+}

@@ -1,0 +1,94 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "cuda/mhc_boundary_bwd_plan.h"
+
+#include <stddef.h>
+
+static int64_t ceil_div(int64_t a, int64_t b)
+{
+    return (a + b - 1) / b;
+}
+
+boundary_bwd_path weft_boundary_bwd_path(const boundary_bwd_facts *f)
+{
+    /* coordinates of a box are 32-bit numbers, and so are numbers of tiles and of columns */
+    const int64_t most = INT32_MAX / 2;
+    if (f->tokens == 0) return BOUNDARY_BWD_NO_TOKENS;
+    if (f->capability < BOUNDARY_OLDEST || f->capability > BOUNDARY_NEWEST) return BOUNDARY_BWD_OTHER_GPU;
+    if (!f->bf16) return BOUNDARY_BWD_DTYPE;
+    if (f->streams != 2 && f->streams != 4) return BOUNDARY_BWD_STREAMS;
+    if (f->channels % 8) return BOUNDARY_BWD_CHANNELS;
+    if (!f->rows_are_wide) return BOUNDARY_BWD_LAYOUT;
+    if (f->tokens > most || f->channels > most / 80) return BOUNDARY_BWD_SIZE;
+    if (weft_boundary_bwd_ring(f->streams).bytes > f->shared) return BOUNDARY_BWD_SMALL_GPU;
+    return BOUNDARY_BWD_FUSED;
+}
+
+const char *weft_boundary_bwd_path_text(boundary_bwd_path path)
+{
+    static const char *const text[BOUNDARY_BWD_PATHS] = {
+        [BOUNDARY_BWD_FUSED] = "a single pass over the streams",
+        [BOUNDARY_BWD_NO_TOKENS] = "a chain, for there are no tokens",
+        [BOUNDARY_BWD_OTHER_GPU] = "a chain, for the kernels are not compiled for compute capability 9.0",
+        [BOUNDARY_BWD_SMALL_GPU] = "a chain, for a block's shared memory does not hold enough tiles",
+        [BOUNDARY_BWD_DTYPE] = "a chain, for streams or upstream gradients are not bf16",
+        [BOUNDARY_BWD_STREAMS] = "a chain, for there is no kernel for this number of streams",
+        [BOUNDARY_BWD_CHANNELS] = "a chain, for the number of channels is not a multiple of 8",
+        [BOUNDARY_BWD_LAYOUT] = "a chain, for rows cannot be copied 16 bytes at a time",
+        [BOUNDARY_BWD_SIZE] = "a chain, for tokens or columns are more than a 32-bit number counts",
+    };
+    return path >= 0 && path < BOUNDARY_BWD_PATHS ? text[path] : NULL;
+}
+
+/* A record: rows of d_h as bf16 hi and lo, then the mix, post, pre and four more floats. */
+static int32_t record_bytes(int64_t streams)
+{
+    const int64_t n = streams, row_tiles = ceil_div(2 * n + n * n, 8);
+    return (int32_t)(2 * row_tiles * 16 + (n * n + 2 * n + 4) * 4);
+}
+
+boundary_bwd_ring weft_boundary_bwd_ring(int64_t streams)
+{
+    boundary_bwd_ring r = {0};
+    r.row_bytes = BOUNDARY_TILE * BOUNDARY_SLICE * 2;
+    r.streams_bytes = (int32_t)streams * r.row_bytes;
+    r.tile_bytes = 2 * r.streams_bytes + 2 * r.row_bytes; /* x, d_y; f, d_u */
+    r.record_bytes = BOUNDARY_TILE * record_bytes(streams);
+    r.bytes = 1024 + (int64_t)BOUNDARY_STAGES * (r.tile_bytes + r.record_bytes + 3 * 8) + BOUNDARY_SLICE * 4 + 4096;
+    return r;
+}
+
+int32_t weft_boundary_bwd_sums(int64_t streams, bool shifted)
+{
+    const int64_t n = streams;
+    return (int32_t)ceil_div(n + n * n + (shifted ? n : 0), 4) * 4;
+}
+
+/* Candidates by the number of partial sums, each a copy of phi, for a nominal GPU of 132 multiprocessors with a block on
+ * each: the result depends on that number and must not depend on the GPU at hand. */
+boundary_bwd_plan weft_boundary_bwd_plan(int64_t tokens, int64_t streams, int64_t channels)
+{
+    const int64_t at_once = 132, n = streams, copy = (2 * n + n * n) * n * channels * 4, budget = (int64_t)24 << 20;
+    boundary_bwd_plan best = {0};
+    double best_cost = 0;
+    best.slices = (int32_t)ceil_div(channels, BOUNDARY_SLICE);
+    best.tiles = ceil_div(tokens > 0 ? tokens : 1, BOUNDARY_TILE);
+    int64_t most = budget / copy;
+    if (most > 64) most = 64;
+    for (int64_t splits = 1; splits == 1 || splits <= most; splits++) {
+        const int64_t per_split = ceil_div(best.tiles, splits), used = ceil_div(best.tiles, per_split);
+        if (used != splits) continue;
+        /* In units of a block's tile, 2 us or so: three to begin and end, and the partial sums, which are written and
+         * read, against what a tile moves. */
+        const double rounds = (double)ceil_div(best.slices * used, at_once);
+        const double tile = (double)BOUNDARY_TILE * BOUNDARY_SLICE * (double)(6 * n + 6);
+        const double partial = 2.0 * (double)(used * copy) / tile / (double)at_once;
+        const double cost = rounds * ((double)per_split + 3) + partial;
+        if (best.blocks == 0 || cost < best_cost) {
+            best_cost = cost;
+            best.splits = (int32_t)used;
+            best.split_tiles = per_split;
+            best.blocks = best.slices * used;
+        }
+    }
+    return best;
+}

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of the extension remember plans and shapes. Whatever they remember, a call is the one that Python makes."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import weft.torch as wt
+from compare import same, tuple_of
+from test_library import KINDS, record
+from torch.utils._python_dispatch import TorchDispatchMode
+from weft import _C
+from weft.torch import framework, ops
+
+
+def by_python(name: str, args: tuple) -> tuple:
+    """What operator `name` does, without a kernel of the extension."""
+    definition = ops.DEFINITIONS[name]
+    results = definition.outputs(*args)
+    definition.launch(results, *args)
+    return tuple_of(results)
+
+
+def alike(got, want, what: str) -> None:
+    got = tuple_of(got)
+    same(got, want, what)
+    assert [(t.shape, t.stride(), t.dtype, t.device) for t in got] == [
+        (t.shape, t.stride(), t.dtype, t.device) for t in want
+    ], what
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_operator_is_the_one_in_python(kind, device):
+    for name, calls in record(device, **KINDS[kind]).items():
+        for func, args in calls:
+            want = by_python(name, args)
+            for again in range(3):  # the first call of these scalars and shapes, and two that are remembered
+                with torch.no_grad():
+                    alike(func(*args), want, f"{name}, call {again}")
+
+
+def test_results_have_memory_of_their_own(device):
+    x, pre = torch.randn(3, 4, 8, device=device), torch.rand(3, 4, device=device)
+    results = [torch.ops.weft.mhc_aggregate(x, pre) for _ in range(4)]
+    assert len({t.data_ptr() for t in results}) == 4
+    assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in results)
+    results[0].untyped_storage().resize_(0)  # as FSDP and recompute do
+    results[0].untyped_storage().resize_(results[1].untyped_storage().nbytes())
+    assert all(torch.equal(t, results[1]) for t in results[2:])
+
+
+LEADS = [(6,), (2, 3), (3, 2), (1, 6), (6, 1), (), (12,), (2, 3, 2)]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_shapes_take_turns(swapped, device):
+    """More of them than are remembered, and some that are the same to the library."""
+    for lead in LEADS * 3:
+        x = torch.randn(*lead, 8, 4, device=device).transpose(-1, -2) if swapped else None
+        x = torch.randn(*lead, 4, 8, device=device) if x is None else x
+        f, post = torch.randn(*lead, 8, device=device), torch.rand(*lead, 4, device=device)
+        res = torch.rand(*lead, 4, 4, device=device)
+        args = (x, f, post, res, None, None, wt.numerics.pack("liger"), 0.0, 0)
+        alike(torch.ops.weft.mhc_post(*args), by_python("mhc_post", args), f"post of {lead}")
+        alike(torch.ops.weft.mhc_aggregate(x, post), by_python("mhc_aggregate", (x, post)), f"aggregate of {lead}")
+
+
+def test_dtypes_and_absent_tensors_take_turns(device):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
+        for weight in (None, torch.rand(8, device=device), None):
+            args = (torch.randn(3, 8, device=device, dtype=dtype), weight, 1e-6)
+            alike(torch.ops.weft.rmsnorm(*args), by_python("rmsnorm", args), f"{dtype}, {weight}")
+
+
+def test_many_scalars():
+    """More tuples of scalars than are kept."""
+    u = torch.randn(2, 8)
+    for k in range(1200):
+        eps = (k % 600 + 1) / 64
+        got = torch.ops.weft.rmsnorm(u, None, eps)
+        assert torch.allclose(got, u / (u.square().mean(-1, keepdim=True) + eps).sqrt(), atol=1e-5), eps
+
+
+def test_workspaces_of_one_call():
+    """A prepared call remembers what its last shapes took; others take more, or less."""
+    call = _C.Call("mhc_project_bwd", {})
+    for tokens, channels in ((64, 32), (3, 8), (200, 64), (200, 64), (1, 8), (64, 32)):
+        x, phi = torch.randn(tokens, 4, channels), torch.randn(24, 4, channels)
+        d_h, d_ms = torch.randn(tokens, 24), torch.randn(tokens)
+        for add in (0, 1 << 5):
+            got, want = ([torch.ones_like(x), torch.empty_like(phi)] for _ in range(2))
+            _C.run(call, add, 0, 2, None, x, phi, None, d_h, d_ms, *got, None)
+            _C.run(_C.Call("mhc_project_bwd", {}), add, 0, 2, None, x, phi, None, d_h, d_ms, *want, None)
+            same(tuple(got), tuple(want), f"{tokens} tokens of {channels} channels")
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += func.namespace == "weft"
+        return func(*args, **(kwargs or {}))
+
+
+class Sub(torch.Tensor):
+    """A tensor around another."""
+
+    seen = 0
+
+    @staticmethod
+    def __new__(cls, inner):
+        self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        self.inner = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        Sub.seen += func.namespace == "weft"
+        return func(*(a.inner if isinstance(a, Sub) else a for a in args), **(kwargs or {}))
+
+
+def test_others_see_calls(device):
+    x, pre = torch.randn(3, 4, 8, device=device), torch.rand(3, 4, device=device)
+    want = torch.ops.weft.mhc_aggregate(x, pre)
+    with Counting() as counting:
+        alike(torch.ops.weft.mhc_aggregate(x, pre), (want,), "under a mode")
+    assert counting.seen == 1
+    Sub.seen = 0
+    same((torch.ops.weft.mhc_aggregate(Sub(x), pre),), (want,))
+    assert Sub.seen == 1
+    leaf = x.clone().requires_grad_()
+    assert torch.ops.weft.mhc_aggregate(leaf, pre).grad_fn is not None
+    with torch.no_grad():
+        assert torch.ops.weft.mhc_aggregate(leaf, pre).grad_fn is None
+    assert torch.ops.weft.mhc_aggregate(torch.nn.Parameter(x, requires_grad=False), pre).grad_fn is None
+    with torch.inference_mode():
+        inside = torch.ops.weft.mhc_aggregate(x, pre)
+    assert inside.is_inference() and not torch.ops.weft.mhc_aggregate(x, pre).is_inference()
+    meta = torch.ops.weft.mhc_aggregate(x.to("meta"), pre.to("meta"))
+    assert meta.is_meta and meta.shape == (3, 8)
+
+
+def test_a_framework_without_a_short_way(device):
+    names = vars(framework)
+    slow = SimpleNamespace(**{k: None if k.startswith("empty_") else names[k] for k in framework.__all__})
+    x, pre = torch.randn(3, 4, 8, device=device), torch.rand(3, 4, device=device)
+    want = by_python("mhc_aggregate", (x, pre))
+    try:
+        _C.set_framework(slow)
+        for _ in range(2):
+            alike(torch.ops.weft.mhc_aggregate(x, pre), want, "without a short way")
+    finally:
+        _C.set_framework(framework)
+    alike(torch.ops.weft.mhc_aggregate(x, pre), want, "with it again")
+
+
+def test_the_short_way_is_taken(device):
+    """From the second call with the same shapes on, and for every result."""
+    made = []
+    hooks = {k: vars(framework)[k] for k in framework.__all__}
+    empty = hooks[f"empty_{device.type}"]
+    if empty is None:
+        pytest.skip("this PyTorch has no short way")
+    hooks[f"empty_{device.type}"] = lambda *shape: made.append(shape) or empty(*shape)
+    args = (torch.randn(5, 24, device=device), torch.rand(5, device=device), torch.rand(3, device=device))
+    args = (*args, torch.randn(24, device=device), wt.numerics.pack("liger"))
+    try:
+        _C.set_framework(SimpleNamespace(**hooks))
+        for count in (0, 3, 6):
+            torch.ops.weft.mhc_scale(*args)
+            assert len(made) == count
+    finally:
+        _C.set_framework(framework)
+    assert made[2] == ((5, 4, 4), (16, 4, 1), torch.float32)
+
+
+def test_threads_share_kernels():
+    """Shapes and scalars that several threads change all the time."""
+    wrong = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for k in range(300):
+            lead = LEADS[(seed + k) % len(LEADS)]
+            x, pre = torch.rand(*lead, 4, 8, generator=generator), torch.rand(*lead, 4, generator=generator)
+            u = torch.ops.weft.mhc_aggregate(x, pre)
+            v = torch.ops.weft.rmsnorm(u, None, float(k % 7 + seed + 1))
+            exact = torch.einsum("...nc,...n->...c", x, pre)
+            norm = exact / (exact.square().mean(-1, keepdim=True) + k % 7 + seed + 1).sqrt()
+            if (
+                u.shape != exact.shape
+                or not torch.allclose(u, exact, atol=1e-5)
+                or not torch.allclose(v, norm, atol=1e-5)
+            ):
+                wrong.append((seed, k))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_bad_kernels():
+    def passed(*args, **kwargs):
+        return "passed on"
+
+    def outputs(x, pre):
+        return ops.single(x)
+
+    with pytest.raises(TypeError, match="Kernel takes no keyword arguments"):
+        _C.Kernel(2, -1, passed, outputs, otherwise=passed)
+    with pytest.raises(ValueError, match="Kernel: tensors: expected 1 to 32, got 0"):
+        _C.Kernel(0, -1, passed, outputs, passed)
+    with pytest.raises(ValueError, match="Kernel: needs: expected -1 to 1, got 2"):
+        _C.Kernel(2, 2, passed, outputs, passed)
+    call = _C.Call("mhc_aggregate_fwd", {})
+    args = torch.randn(3, 4, 8), torch.rand(3, 4)
+    plans = {
+        "no tuple": lambda: call,
+        "another call": lambda: (passed, 0, -1, (0, 1, ~0)),
+        "too short": lambda: (call, 0, -1, (0, 1)),
+        "no such argument": lambda: (call, 0, -1, (0, 2, ~0)),
+        "no such step": lambda: (call, 0, 2, (0, 1, ~0)),
+    }
+    for what, plan in plans.items():
+        assert _C.Kernel(2, -1, plan, outputs, passed)(*args) == "passed on", what
+    kernel = _C.Kernel(2, -1, lambda: (call, 0, -1, (0, 1, ~0)), outputs, passed)
+    alike(kernel(*args), by_python("mhc_aggregate", args), "a good one")
+    assert kernel(args[0]) == kernel(*args, pre=1) == kernel(None, None) == kernel(args[0], 3) == "passed on"
+    with pytest.raises(IndexError):
+        _C.Kernel(2, -1, lambda: (call, 0, -1, (0, 1, ~1)), outputs, passed)(*args)
+    with pytest.raises(AttributeError, match="Tensor"):
+        _C.set_framework(SimpleNamespace())
