@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Every operator of libweft's CPU backend beside the same expression in PyTorch, eager and torch.compile.
+"""Every operator of weft.torch beside the same expression in PyTorch, eager and torch.compile.
 
-    bench/compare_torch.py [--quick] [--op mhc_post] [--json] ...      (build libweft first: make)
+    bench/compare_torch.py [--quick] [--op mhc_post] [--device cuda] [--json] ...      (build weft first: make python)
 
-One row is one operator and pass. All sides get the same inputs and the same number of threads, and allocate
-their results anew in every call; weft's workspace is allocated once. A time is the median over repeats in
-which the sides take turns. Forward runs without autograd. Backward is torch.autograd.grad alone, from random
-upstream gradients, through a graph that is built once and retained; weft's backward gets what its forward
-saved.
+One row is one operator and pass. All sides get the same inputs and the same number of threads, and allocate their
+results anew in every call. A time is the median over repeats in which the sides take turns. Forward runs without
+autograd. Backward is torch.autograd.grad alone, from random upstream gradients, through a graph that is built once and
+retained.
 
-The expressions are in bench/mhc_torch.py and bench/gdn_torch.py. Eager mixes streams with batched matrix products, its fastest
-spelling; torch.compile gets products and sums, which it fuses. --eager sums gives eager that spelling too.
+The expressions are in bench/mhc_torch.py and bench/gdn_torch.py. Eager mixes streams with batched matrix products, its
+fastest spelling; torch.compile gets products and sums, which it fuses. --eager sums gives eager that spelling too.
 
 Before a row is timed, weft's results are compared with eager's on the same buffers: norm of the difference
 over the norm. Goals: 3 times as fast as eager (a pass that only copies or broadcasts, which is expand forward
@@ -30,10 +29,16 @@ from pathlib import Path
 import torch
 import torch._dynamo
 import torch._functorch.config
-import weft_ctypes as weft
+
+try:
+    import weft
+except ImportError:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+    import weft
+
+import weft.torch as wt
 from gdn_torch import make_gdn_cases
 from mhc_torch import ACTIVATIONS, Expressions, make_cases
-from weft_ctypes import Call, Fresh
 
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-4}
 EAGER_GOAL, COPY_GOAL, COMPILE_GOAL = 3.0, 1.0, 1.0
@@ -41,61 +46,24 @@ SHORT = 0.01  # seconds: shorter calls are timed in bursts of about this length
 
 
 # ---- the sides of a row ------------------------------------------------------------------------------------
-# Both functions return names of results and, for each side, a function that prepares it: that one returns the
-# function to be timed, which takes nothing and returns a tuple of results.
+# A side is a function of the case's inputs. Both of these return what is timed: it takes nothing, and returns a tuple.
 
 
 def tuple_of(value):
     return value if isinstance(value, tuple) else (value,)
 
 
-def forward_sides(lib, case, eager, compiled):
+def forward_of(case, function):
     inputs = tuple(case.inputs.values())
-    shapes = tuple_of(eager(*(t.to("meta") for t in inputs)))
-    outputs = {name: Fresh.like(t) for name, t in zip(case.outputs, shapes, strict=True)}
-
-    def prepare_weft():
-        if case.op != "mhc_replay":
-            return Call(lib, f"{case.op}_fwd", **case.scalars, **case.inputs, **outputs)
-        named, layers = {**case.inputs, **outputs}, {}
-        for name, value in named.items():
-            if name != "x":  # "post2" is post of layer 2
-                layers.setdefault(name[-1], {})[name[:-1]] = value
-        return Call(lib, f"{case.op}_fwd", **case.scalars, x=named["x"], layers=list(layers.values()))
-
-    return list(outputs), {
-        "weft": prepare_weft,
-        "eager": lambda: lambda: tuple_of(eager(*inputs)),
-        "compile": lambda: lambda: tuple_of(compiled(*inputs)),
-    }
+    return lambda: tuple_of(function(*inputs))
 
 
-def backward_sides(lib, case, eager, compiled):
-    takes = weft.ARGS[f"{case.op}_bwd"].split()
-    ends = [name for name in case.outputs if f"d_{name}" in takes]
-
-    def graph(function):
-        leaves = [t.detach().requires_grad_() for t in case.inputs.values()]
-        return leaves, dict(zip(case.outputs, tuple_of(function(*leaves)), strict=True))
-
-    def gradient(leaves, results):
-        of, upstream = [results[name] for name in ends], list(d_results.values())
-        return lambda: torch.autograd.grad(of, leaves, upstream, retain_graph=True)
-
-    leaves, results = graph(eager)
-    d_results = {f"d_{name}": torch.randn(results[name].shape, dtype=results[name].dtype) for name in ends}
-
-    def prepare_weft():
-        # Of the inputs and of what forward returned, the tensors that this backward takes.
-        given = {name: t.detach() for name, t in {**results, **case.inputs}.items() if name in takes}
-        d_inputs = {f"d_{name}": Fresh.like(t) for name, t in case.inputs.items()}
-        return Call(lib, f"{case.op}_bwd", **case.scalars, **given, **d_results, **d_inputs)
-
-    return [f"d_{name}" for name in case.inputs], {
-        "weft": prepare_weft,
-        "eager": lambda: gradient(leaves, results),
-        "compile": lambda: gradient(*graph(compiled)),
-    }
+def backward_of(case, function):
+    leaves = [t.detach().requires_grad_() for t in case.inputs.values()]
+    results = tuple_of(function(*leaves))
+    torch.manual_seed(3)
+    upstream = [torch.randn(t.shape, dtype=t.dtype, device=t.device) for t in results]
+    return lambda: torch.autograd.grad(results, leaves, upstream, retain_graph=True)
 
 
 # ---- checking and timing -----------------------------------------------------------------------------------
@@ -103,9 +71,7 @@ def backward_sides(lib, case, eager, compiled):
 
 def relative_error(got, want):
     want = want.float()
-    return float(
-        torch.linalg.vector_norm(got.float() - want) / torch.linalg.vector_norm(want).clamp(min=1e-30)
-    )
+    return float(torch.linalg.vector_norm(got.float() - want) / torch.linalg.vector_norm(want).clamp(min=1e-30))
 
 
 def compare(names, got, want, narrow):
@@ -119,14 +85,22 @@ def compare(names, got, want, narrow):
     return largest, ", ".join(off)
 
 
+def wait():
+    """Until the GPU has done what it was given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def sample(function, calls):
     """Seconds for one call. The pause lets threads of the previous side that still spin go to sleep."""
     time.sleep(0.01)
     if calls > 1:
         function()
+    wait()
     start = time.perf_counter()
     for _ in range(calls):
         results = function()
+    wait()
     seconds = (time.perf_counter() - start) / calls
     del results
     return seconds
@@ -144,28 +118,29 @@ def measure(sides, repeats, long):
     return {side: statistics.median(times[side]) for side in sides}
 
 
-def run_row(lib, case, direction, eager, compiled, repeats):
+def run_row(case, direction, eager, compiled, repeats):
     """A dict. `wrong`: why weft was not timed; `note`: what is odd about torch.compile; both mostly empty."""
     row = {"op": case.op, "pass": direction, "copy": case.copies == direction, "wrong": "", "note": ""}
     narrow = next(iter(case.inputs.values())).dtype if case.narrow == direction else None
+    names = case.outputs if direction == "fwd" else [f"d_{name}" for name in case.inputs]
+    prepare = forward_of if direction == "fwd" else backward_of
     with torch.set_grad_enabled(direction == "bwd"):
-        prepare = forward_sides if direction == "fwd" else backward_sides
-        names, prepared = prepare(lib, case, eager, compiled)
-        sides = {"eager": prepared["eager"]()}
+        sides = {"eager": prepare(case, eager)}
         start = time.perf_counter()
         want = sides["eager"]()
+        wait()
         long = ["eager"] if time.perf_counter() - start > 10 * SHORT else []
         try:
-            sides["weft"] = prepared["weft"]()
+            sides["weft"] = prepare(case, case.weft)
             error, row["wrong"] = compare(names, sides["weft"](), want, narrow)
-        except weft.WeftError as failure:
+        except (ValueError, NotImplementedError, RuntimeError) as failure:
             row["wrong"] = str(failure)
         if row["wrong"]:
             return row
         row["error"] = error
         try:
             if compiled:
-                sides["compile"] = prepared["compile"]()
+                sides["compile"] = prepare(case, compiled)
                 _, off = compare(names, sides["compile"](), want, narrow)
                 row["note"] = off and f"torch.compile differs: {off}"
         except Exception as failure:  # noqa: BLE001 - a compiler fails in any way; the other sides still count
@@ -216,7 +191,7 @@ def table_line(row):
 
 
 def json_line(row, options):
-    sizes = ("tokens", "channels", "streams", "dtype", "preset", "threads")
+    sizes = ("tokens", "channels", "streams", "dtype", "preset", "threads", "device")
     record = {"op": row["op"], "pass": row["pass"], **{name: getattr(options, name) for name in sizes}}
     record |= {f"{side}_us": round(seconds * 1e6, 2) for side, seconds in row.get("seconds", {}).items()}
     record |= {name: value for name, value in row.items() if name != "seconds"}
@@ -235,14 +210,11 @@ def summary(rows):
 
 
 def parse_options():
-    root = Path(__file__).resolve().parent.parent
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--channels", type=int, default=2048)
     parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument(
-        "--dtype", choices=ACTIVATIONS, default="bf16", help="of activations; the rest is f32"
-    )
+    parser.add_argument("--dtype", choices=ACTIVATIONS, default="bf16", help="of activations; the rest is f32")
     parser.add_argument("--preset", default="deepseek_v4", help="numerics, by weft's name for them")
     parser.add_argument("--iterations", type=int, help="of Sinkhorn; as in the preset by default")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's by default")
@@ -252,23 +224,29 @@ def parse_options():
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--quick", action="store_true", help="2048 tokens")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the table")
-    parser.add_argument("--lib", type=Path, default=root / "build" / "libweft.so")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     if options.quick:
         options.tokens = 2048
     return options
 
 
-def run_all(lib, numerics, options):
+def all_cases(numerics, options):
+    dtype, gdn = ACTIVATIONS[options.dtype], options.op is not None and options.op.startswith("gdn")
+    cases = []
+    with torch.device(options.device):
+        if not gdn:
+            cases += make_cases(options.tokens, options.channels, options.streams, dtype, numerics)
+        if gdn or options.op is None:
+            cases += make_gdn_cases(max(1, options.tokens // 8), dtype)  # a token is about eight times as wide there
+    return cases
+
+
+def run_all(numerics, options):
     n = options.streams
     eager, fusible = Expressions(numerics, n, options.eager == "sums"), Expressions(numerics, n, sums=True)
-    rows, dtype = [], ACTIVATIONS[options.dtype]
-    cases = []
-    if options.op is None or not options.op.startswith("gdn"):
-        cases += make_cases(options.tokens, options.channels, n, dtype, numerics)
-    if options.op is None or options.op.startswith("gdn"):
-        cases += make_gdn_cases(max(1, options.tokens // 8), dtype)  # a token is about eight times as wide there
-    for case in cases:
+    rows = []
+    for case in all_cases(numerics, options):
         for direction in case.passes:
             if options.op not in (None, case.op, f"{case.op}_{direction}"):
                 continue
@@ -278,7 +256,7 @@ def run_all(lib, numerics, options):
             plain, compiled = case.function or getattr(eager, case.expression), None
             if not options.no_compile:
                 compiled = torch.compile(case.function or getattr(fusible, case.expression), dynamic=False)
-            rows.append(judge(run_row(lib, case, direction, plain, compiled, options.repeats)))
+            rows.append(judge(run_row(case, direction, plain, compiled, options.repeats)))
             print(json_line(rows[-1], options) if options.json else table_line(rows[-1]), flush=True)
     return rows
 
@@ -287,20 +265,20 @@ def main():
     options = parse_options()
     torch.set_num_threads(options.threads)
     torch._functorch.config.donated_buffer = False  # a graph that is retained keeps its buffers
-    try:
-        lib = weft.Library(options.lib, options.threads)
-        numerics = lib.numerics(options.preset)
-    except (OSError, weft.WeftError) as error:
-        sys.exit(f"compare_torch.py: {error}")
-    if options.op and not any(options.op in (name, name.rpartition("_")[0]) for name in lib.ops):
-        sys.exit(f"compare_torch.py: no operator {options.op!r}; there are {', '.join(lib.ops)}")
+    if options.preset not in weft.presets():
+        sys.exit(f"compare_torch.py: no preset {options.preset!r}; there are {', '.join(weft.presets())}")
+    numerics = wt.Numerics.preset(options.preset)
     if options.iterations is not None:
-        numerics.sinkhorn_iters = options.iterations
+        numerics = numerics._replace(sinkhorn_iters=options.iterations)
     if not options.json:
+        info = weft.info()
+        where = torch.cuda.get_device_name() if options.device == "cuda" else f"{options.threads} threads"
         sizes = f"tokens {options.tokens}, channels {options.channels}, streams {options.streams}"
-        print(f"{lib.describe()}, torch {torch.__version__}, {options.threads} threads")
+        print(f"weft {info['version']} ({info['isa']}), torch {torch.__version__}, {where}")
         print(f"{sizes}, {options.dtype}, {options.preset}\n\n{HEADER}")
-    rows = run_all(lib, numerics, options)
+    rows = run_all(numerics, options)
+    if not rows:
+        sys.exit(f"compare_torch.py: no operator {options.op!r}")
     print(
         summary(rows) if options.json else f"\n{summary(rows)}",
         file=sys.stderr if options.json else sys.stdout,

@@ -2,14 +2,15 @@
 """The operators of weft as plain PyTorch, the way one writes them without a library, and data for them: what
 bench/compare_torch.py compares weft with.
 
-Arguments and results are in weft's order and have weft's dtypes. Everything is computed in fp32 and rounded
-once, where a result is stored."""
+Arguments and results are those of weft.torch. Everything is computed in fp32 and rounded once, where a result is
+stored."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-import weft_ctypes as weft
+import weft.torch as wt
 
 ACTIVATIONS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 REPLAY_LAYERS = 4
@@ -37,7 +38,7 @@ class Expressions:
         return rows @ phi.flatten(1).T, rows.square().mean(-1)
 
     def _inverse(self, ms):
-        if self.rms_eps_kind == weft.EPS_INSIDE:
+        if self.rms_eps_kind == "inside":
             return torch.rsqrt(ms + self.rms_eps).unsqueeze(-1)
         return (1 / (ms.sqrt() + self.rms_eps)).unsqueeze(-1)
 
@@ -50,13 +51,13 @@ class Expressions:
 
     def sinkhorn(self, logits):
         rule, eps, iterations = self.rule, self.eps, self.iterations
-        if rule == weft.SINKHORN_LOG:
+        if rule == "log":
             g = torch.zeros_like(logits[:, :1])
             for _ in range(iterations):
                 f = -torch.logsumexp(logits + g, -1, keepdim=True)
                 g = -torch.logsumexp(logits + f, -2, keepdim=True)
             return torch.exp(logits + f + g)
-        if rule == weft.SINKHORN_SOFTMAX_EPS:
+        if rule == "softmax_eps":
             a = torch.softmax(logits, -1) + eps
             a = a / (a.sum(-2, keepdim=True) + eps)
             axes = (-1, -2) * (iterations - 1)
@@ -65,7 +66,7 @@ class Expressions:
             axes = (-1, -2) * iterations
         for axis in axes:
             total = a.sum(axis, keepdim=True)
-            a = a / (total.clamp(min=eps) if rule == weft.SINKHORN_CLAMP else total + eps)
+            a = a / (total.clamp(min=eps) if rule == "clamp" else total + eps)
         return a
 
     def coef(self, h, ms, alpha, beta):
@@ -81,7 +82,7 @@ class Expressions:
         return torch.bmm(pre.unsqueeze(1), xf).squeeze(1)
 
     def post(self, x, f, post, res):
-        xf, by_output = x.float(), res if self.apply == weft.APPLY_OUT_IN else res.transpose(1, 2)
+        xf, by_output = x.float(), res if self.apply == "out_in" else res.transpose(1, 2)
         mixed = (by_output.unsqueeze(-1) * xf.unsqueeze(1)).sum(2) if self.sums else torch.bmm(by_output, xf)
         return (post.unsqueeze(-1) * f.unsqueeze(1) + mixed).to(x.dtype)
 
@@ -95,13 +96,13 @@ class Expressions:
         xf = x.float()
         h, ms = self._project(xf, phi)
         gate = torch.sigmoid(alpha * h * torch.rsqrt(ms + EPS).unsqueeze(-1) + beta) + EPS
-        return self._aggregate(xf, gate).to(x.dtype), h, ms
+        return self._aggregate(xf, gate).to(x.dtype)
 
     def pre(self, x, phi, alpha, beta):
         xf = x.float()
         h, ms = self._project(xf, phi)
         pre, post, res = self.coef(h, ms, alpha, beta)
-        return h, ms, pre, post, res, self._aggregate(xf, pre).to(x.dtype)
+        return self._aggregate(xf, pre).to(x.dtype), pre, post, res
 
     def boundary(self, x, f, post, res, phi, alpha, beta):
         y = self.post(x, f, post, res)
@@ -122,23 +123,23 @@ class Expressions:
 
 @dataclass
 class Case:
-    """One operator of weft, its data, and by the same names the expression's arguments and results."""
+    """One operator: its data, weft's function of them and the expression."""
 
     op: str
-    inputs: dict  # differentiable, all of them, and in the order of the expression's arguments
+    inputs: dict  # differentiable, all of them, and in the order of the arguments of both
     outputs: tuple
-    scalars: dict = field(default_factory=dict)
+    weft: Callable
     copies: str = ""  # the pass that only moves data
     narrow: str = ""  # the pass where torch rounds to 16 bits half-way and weft does not
     passes: tuple = ("fwd", "bwd")
-    function: object = None  # the expression, where it is not one of Expressions
+    function: Callable | None = None  # the expression, where it is not one of Expressions
 
     @property
     def expression(self):
         return self.op.removeprefix("mhc_")
 
 
-def replay_case(x, post, res, scalars):
+def replay_case(x, post, res, numerics):
     tokens, n, channels = x.shape
     inputs, outputs = {"x": x}, []
     for i in range(REPLAY_LAYERS):
@@ -146,7 +147,12 @@ def replay_case(x, post, res, scalars):
         of_layer = {"pre": torch.rand(tokens, n), "f": f, "post": post.roll(i, 0), "res": res.roll(i, 0)}
         inputs.update({f"{name}{i}": tensor for name, tensor in of_layer.items()})
         outputs += [f"u{i}", f"y{i}"]
-    return Case("mhc_replay", inputs, tuple(outputs), scalars, passes=("fwd",))
+
+    def replay(x, *tensors):
+        layers = [wt.ReplayLayer(*of_layer) for of_layer in zip(*[iter(tensors)] * 4, strict=True)]
+        return tuple(t for pair in wt.replay(x, layers, numerics) for t in pair)
+
+    return Case("mhc_replay", inputs, tuple(outputs), replay, passes=("fwd",))
 
 
 def make_cases(tokens, channels, n, dtype, numerics):
@@ -164,20 +170,24 @@ def make_cases(tokens, channels, n, dtype, numerics):
     head = {"phi": phi[:n].clone(), "alpha": alpha[:1].clone(), "beta": beta[:n].clone()}
     gate = {"h": h, "ms": ms, "alpha": alpha, "beta": beta}
     mix = {"x": x, "f": u, "post": post, "res": res}
-    rules = {"numerics": numerics}
-    boundary = ("y", "h", "ms", "pre_out", "post_out", "res_out", "u")
+
+    def ruled(function):
+        """The function with these numerics."""
+        return lambda *tensors: function(*tensors, numerics=numerics)
+
+    coefficients = ("u", "pre", "post", "res")
     return [
-        Case("mhc_project", {"x": x, "phi": phi}, ("h", "ms")),
-        Case("mhc_scale", gate, ("pre", "post", "logits"), rules),
-        Case("mhc_sinkhorn", {"logits": logits}, ("res",), rules),
-        Case("mhc_coef", gate, ("pre", "post", "res"), rules),
-        Case("mhc_aggregate", {"x": x, "pre": pre}, ("u",)),
-        Case("mhc_post", mix, ("y",), rules),
-        Case("mhc_expand", {"u": u}, ("x",), copies="fwd"),
-        Case("mhc_contract", {"x": x}, ("u",), {"kind": weft.CONTRACT_MEAN}, copies="bwd"),
-        Case("mhc_head", {"x": x, **head}, ("u", "h", "ms"), {"rms_eps": EPS, "pre_eps": EPS}),
-        Case("mhc_pre", {"x": x, **site}, ("h", "ms", "pre", "post", "res", "u"), rules),
-        Case("mhc_boundary", {**mix, **site}, boundary, rules, narrow="bwd"),
-        replay_case(x, post, res, rules),
-        Case("rmsnorm", {"u": u, "weight": 0.5 + torch.rand(channels)}, ("v",), {"eps": EPS}),
+        Case("mhc_project", {"x": x, "phi": phi}, ("h", "ms"), wt.project),
+        Case("mhc_scale", gate, ("pre", "post", "logits"), ruled(wt.scale)),
+        Case("mhc_sinkhorn", {"logits": logits}, ("res",), ruled(wt.sinkhorn)),
+        Case("mhc_coef", gate, ("pre", "post", "res"), ruled(wt.coef)),
+        Case("mhc_aggregate", {"x": x, "pre": pre}, ("u",), wt.aggregate),
+        Case("mhc_post", mix, ("y",), ruled(wt.post)),
+        Case("mhc_expand", {"u": u}, ("x",), lambda u: wt.expand(u, n), copies="fwd"),
+        Case("mhc_contract", {"x": x}, ("u",), wt.contract, copies="bwd"),
+        Case("mhc_head", {"x": x, **head}, ("u",), lambda *t: wt.head(*t, rms_eps=EPS, pre_eps=EPS)),
+        Case("mhc_pre", {"x": x, **site}, coefficients, ruled(wt.pre)),
+        Case("mhc_boundary", {**mix, **site}, ("y", *coefficients), ruled(wt.boundary), narrow="bwd"),
+        replay_case(x, post, res, numerics),
+        Case("rmsnorm", {"u": u, "weight": 0.5 + torch.rand(channels)}, ("v",), lambda *t: wt.rmsnorm(*t, eps=EPS)),
     ]

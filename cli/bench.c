@@ -29,15 +29,22 @@ static int is_gdn(const weft_op_info *op)
     return !strncmp(op->name, "gdn", 3);
 }
 
-/* One sequence of all tokens, heads of 128, query and key repeated, a gate of its own; decoding of up to 256 requests. */
+static int is_step(const weft_op_info *op)
+{
+    return !strcmp(op->name, "gdn_pre_step");
+}
+
+/* One sequence of all tokens, or several; heads of 128, query and key repeated, a gate of its own. Where the shape is not one
+ * of decoding, its tokens are those of up to 256 requests. */
 static problem_spec spec_of(const bench *b, const weft_op_info *op)
 {
     problem_spec s = b->spec;
-    int step = !strcmp(op->name, "gdn_pre_step");
+    int step = is_step(op);
     if (!is_gdn(op)) return s;
-    s.batch = step ? (s.tokens < 256 ? s.tokens : 256) : 1;
+    s.batch = step ? (b->decoding || s.tokens < 256 ? s.tokens : 256) : 1;
     s.steps = step ? 1 : s.tokens;
-    s.sequences = s.batch;
+    s.packed = !step && b->sequences > 0;
+    s.sequences = s.packed ? b->sequences : s.batch;
     s.key_heads = b->key_heads;
     s.value_heads = b->value_heads;
     s.key_dim = s.value_dim = 128;
@@ -186,10 +193,17 @@ typedef struct suite {
     int gdn;                   /* its shapes are those of gdn_shapes instead */
 } suite;
 
-/* Models of 16/32 and 16/64 heads, and a rank of eight of the latter: tokens on a GPU, tokens on the CPU, heads. */
-static const int64_t gdn_shapes[][4] = {
-    {16384, 2048, 16, 32}, {32768, 4096, 16, 32}, {16384, 2048, 16, 64},
-    {32768, 4096, 16, 64}, {16384, 2048, 2, 8},   {32768, 4096, 2, 8},
+/* Models of 16/32 and 16/64 heads and a rank of eight of the latter, dense and packed; decoding. */
+static const struct gdn_shape {
+    int64_t tokens[2]; /* on a GPU, on the CPU */
+    int64_t key_heads, value_heads, sequences;
+    int decoding;
+} gdn_shapes[] = {
+    {{16384, 2048}, 16, 32, 0, 0}, {{16384, 2048}, 16, 32, 8, 0}, {{32768, 4096}, 16, 32, 0, 0},
+    {{32768, 4096}, 16, 32, 8, 0}, {{16384, 2048}, 16, 64, 0, 0}, {{16384, 2048}, 16, 64, 8, 0},
+    {{32768, 4096}, 16, 64, 0, 0}, {{32768, 4096}, 16, 64, 8, 0}, {{16384, 2048}, 2, 8, 0, 0},
+    {{16384, 2048}, 2, 8, 8, 0},   {{1, 1}, 16, 32, 0, 1},        {{64, 64}, 16, 32, 0, 1},
+    {{512, 256}, 16, 32, 0, 1},
 };
 
 /* The table of TransformerEngine's pull request: batch x sequence x channels, and its own numerics. */
@@ -223,6 +237,7 @@ static int is_measured(const bench *b, const suite *s, const char *filter, const
 {
     char key[64];
     if (!weft_op_has(op, b->exec.backend)) return 0;
+    if (s->gdn && is_gdn(op) && is_step(op) != b->decoding) return 0;
     if (filter || !s->ops) return run_selected(filter, op);
     snprintf(key, sizeof key, " %.*s ", stem_of(op), op->name);
     return strstr(s->ops, key) != NULL;
@@ -255,7 +270,8 @@ static void print_timing(const bench *b, const weft_op_info *op, const timing *t
            b->copy * 1e-9, t->bytes);
     if (sinkhorn) printf(", \"matrices_per_s_core\": %.0f", matrices);
     if (is_gdn(op))
-        printf(", \"key_heads\": %lld, \"value_heads\": %lld", (long long)b->key_heads, (long long)b->value_heads);
+        printf(", \"key_heads\": %lld, \"value_heads\": %lld, \"packed\": %lld", (long long)b->key_heads,
+               (long long)b->value_heads, (long long)b->sequences);
     if (gpu) printf(", \"gpu\": \"%s\", \"cache\": \"%s\"", b->gpu.name, t->cache);
     printf("}\n");
 }
@@ -269,8 +285,11 @@ static int run_shape(bench *b, const suite *s, const char *filter)
             fprintf(stderr, "weft bench: %s: skipped, backend %s has no kernels for it yet\n", weft_op_at(i)->name,
                     weft_backend_name(b->exec.backend));
     if (!b->json && s->gdn) {
-        printf("\ntokens %lld, heads %lld/%lld of 128, %s\n\n", (long long)b->spec.tokens, (long long)b->key_heads,
-               (long long)b->value_heads, weft_dtype_name(b->spec.act));
+        printf("\ntokens %lld%s, heads %lld/%lld of 128, %s", (long long)b->spec.tokens,
+               b->decoding ? " of as many requests" : "", (long long)b->key_heads, (long long)b->value_heads,
+               weft_dtype_name(b->spec.act));
+        if (b->sequences) printf(", packed, %lld sequences", (long long)b->sequences);
+        printf("\n\n");
         printf("operator        pass           us      GB/s   of copy\n");
     } else if (!b->json) {
         printf("\ntokens %lld, channels %lld, streams %lld, %s, layout %s, preset %s\n\n",
@@ -310,9 +329,12 @@ static int run_all(bench *b, const suite *s, const char *filter)
     if (!s->count) return run_shape(b, s, filter);
     for (int i = 0; i < s->count; i++) {
         if (s->gdn) {
-            b->spec.tokens = gdn_shapes[i][b->memory.device ? 0 : 1];
-            b->key_heads = gdn_shapes[i][2];
-            b->value_heads = gdn_shapes[i][3];
+            const struct gdn_shape *g = &gdn_shapes[i];
+            b->spec.tokens = g->tokens[b->memory.device ? 0 : 1];
+            b->key_heads = g->key_heads;
+            b->value_heads = g->value_heads;
+            b->sequences = g->sequences;
+            b->decoding = g->decoding;
         } else {
             b->spec.tokens = s->shape[i][0];
             b->spec.channels = s->shape[i][1];
@@ -378,7 +400,7 @@ int command_bench(int argc, char **argv)
          .to = &chosen_suite,
          .choices = suite_names,
          .help = "a list of shapes and operators: te (thirteen training shapes), small (1 to 512 tokens), "
-                 "gdn (heads 16/32, 16/64 and 2/8)"},
+                 "gdn (heads 16/32, 16/64 and 2/8, dense, packed and decoding)"},
         {.name = "preset",
          .kind = OPTION_TEXT,
          .to = &preset_name,

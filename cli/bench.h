@@ -12,6 +12,8 @@ typedef struct bench {
     weft_exec exec;
     problem_spec spec;
     int64_t key_heads, value_heads; /* of weft/gdn.h */
+    int64_t sequences;              /* packed into so many; 0: one, as it is */
+    int decoding;                   /* tokens are requests of one token each */
     double seconds, copy;           /* for one operator; bytes per second */
     int json, threads;
     const char *isa, *preset;

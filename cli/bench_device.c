@@ -120,20 +120,65 @@ double bench_device_copy(bench *b)
 
 /* ---- correctness ------------------------------------------------------------------------------------------------- */
 
-static int by_token(const problem_arg *arg)
+/* Some neighbouring tokens of a call, as a call of their own. Where a convolution reaches from token to token, those at an
+ * edge of the window that is none of the sequence come out otherwise. */
+typedef struct window {
+    int64_t all, tokens; /* of the call, of the window */
+    int64_t margin;      /* tokens at such an edge */
+    int requests;        /* tokens are requests, with rows of a cache */
+} window;
+
+static window window_of(const problem *p)
 {
-    return arg->info->dim[0] == WEFT_DIM_TOKENS;
+    const problem_spec *s = &p->spec;
+    window w = {.all = s->tokens, .tokens = CHECKED_TOKENS};
+    if (!strncmp(p->op->name, "gdn", 3)) {
+        w.requests = s->batch > 1 || s->steps == 1;
+        w.all = w.requests  ? s->batch
+                : s->packed ? s->steps - 1
+                            : s->steps; /* the last one of packed ones is padding */
+        w.margin = w.requests ? 0 : s->width - 1;
+    }
+    w.tokens += 2 * w.margin;
+    if (w.tokens > w.all) w.tokens = w.all;
+    return w;
+}
+
+/* Which axis of an argument counts tokens; -1: none does. What is in front of it is 1. */
+static int token_axis(const window *w, const problem_arg *arg)
+{
+    switch (arg->info->dim[0]) {
+    case WEFT_DIM_TOKENS: return 0;
+    case WEFT_DIM_BATCH: return w->requests ? 0 : 1;
+    case WEFT_DIM_CACHE: return w->requests ? 0 : -1;
+    default: return -1;
+    }
+}
+
+static int make_small(problem *small, const problem *p, const window *w)
+{
+    problem_spec spec = p->spec;
+    spec.tokens = w->tokens;
+    if (spec.steps) {
+        spec.batch = spec.sequences = w->requests ? w->tokens : 1;
+        spec.steps = w->requests ? 1 : w->tokens;
+        spec.packed = 0;
+    }
+    return problem_make(small, p->op, &spec);
 }
 
 /* Tokens from `first` on of the problem on the device, as a problem in host memory: its inputs, or its outputs. */
-static const char *fetch(const problem *p, const problem *small, int64_t first, int outputs)
+static const char *fetch(const problem *p, const problem *small, const window *w, int64_t first, int outputs)
 {
     const char *wrong = NULL;
-    for (int i = 0; i < p->num_args && !wrong; i++) {
-        const problem_arg *from = &p->arg[i], *to = &small->arg[i];
+    for (int i = 0, k = 0; i < p->num_args && !wrong; i++) {
+        const problem_arg *from = &p->arg[i];
+        if (k == small->num_args || small->arg[k].info != from->info) continue; /* offsets */
+        const problem_arg *to = &small->arg[k++];
+        int axis = token_axis(w, from);
         if ((from->info->kind != WEFT_ARG_IN) != outputs) continue;
-        if (outputs && !by_token(from)) continue;
-        size_t skip = by_token(from) ? (size_t)(first * from->tensor->stride[0]) : 0;
+        if (outputs && axis < 0) continue;
+        size_t skip = axis < 0 ? 0 : (size_t)(first * from->tensor->stride[axis]);
         wrong =
             device_get(to->tensor->data, (char *)from->tensor->data + skip * weft_dtype_size(from->tensor->dtype),
                        problem_bytes(to));
@@ -141,47 +186,56 @@ static const char *fetch(const problem *p, const problem *small, int64_t first, 
     return wrong;
 }
 
-static const char *judge(const problem *small, const expectation *e, int tokens_only, const char *what, char *text,
-                         size_t size)
+/* The results of tokens `low` to `high` of the window. */
+static const char *judge(const problem *small, const expectation *e, const window *w, int64_t low, int64_t high,
+                         const char *what, char *text, size_t size)
 {
     for (int i = 0; i < e->num_results; i++) {
         const expect_result *r = &e->result[i];
-        int of_token = 0;
+        int axis = -1, whole = low == 0 && high == w->tokens;
         for (int k = 0; k < small->num_args; k++)
-            if (small->arg[k].tensor == r->tensor) of_token = by_token(&small->arg[k]);
-        if (tokens_only && !of_token) continue;
-        comparison c = compare(r->tensor, r->want, r->bound);
+            if (small->arg[k].tensor == r->tensor) axis = token_axis(w, &small->arg[k]);
+        if (axis < 0 && what) continue;
+        weft_tensor t = *r->tensor;
+        int64_t skip = 0;
+        if (axis >= 0 && !whole) {
+            t.shape[axis] = high - low;
+            t.data = (char *)t.data + (size_t)(low * t.stride[axis]) * weft_dtype_size(t.dtype);
+            skip = low * (tensor_count(&t) / (high - low));
+        }
+        comparison c = compare(&t, r->want + skip, r->bound + skip);
         if (!c.failed) continue;
-        snprintf(text, size, "wrong result: %s, %s: %lld of %lld elements, got %.9g, want %.9g, bound %.3g", what,
-                 r->name, (long long)c.failed, (long long)c.count, c.got, c.want, c.bound);
+        snprintf(text, size, "wrong result: %s, %s: %lld of %lld elements, got %.9g, want %.9g, bound %.3g",
+                 what ? what : "a few tokens", r->name, (long long)c.failed, (long long)c.count, c.got, c.want,
+                 c.bound);
         return text;
     }
     return NULL;
 }
 
-/* The first tokens by themselves, with all results; then the whole call on the buffers that are about to be timed, its
- * first and its last tokens. */
+/* A few tokens by themselves, with all results; then the whole call on the buffers that are about to be timed, its first
+ * and its last tokens. */
 static const char *check(bench *b, problem *p, char *text, size_t size)
 {
-    int64_t all = p->spec.tokens, tokens = all < CHECKED_TOKENS ? all : CHECKED_TOKENS;
-    problem_spec spec = p->spec;
+    window w = window_of(p);
     problem small;
-    spec.tokens = tokens;
-    if (!problem_make(&small, p->op, &spec)) return "not enough memory";
+    if (!make_small(&small, p, &w)) return "not enough memory";
     const char *wrong = NULL;
     for (int i = 0; i < small.num_args && !wrong; i++)
         if (!(small.arg[i].tensor->data = malloc(problem_bytes(&small.arg[i]) + 1))) wrong = "not enough memory";
     for (int step = 0; step < 3 && !wrong; step++) {
-        static const char *const what[] = {"a few tokens", "first tokens", "last tokens"};
+        static const char *const what[] = {NULL, "first tokens", "last tokens"};
         expectation e = {0};
-        int64_t first = step == 2 ? all - tokens : 0;
-        wrong = fetch(p, &small, first, 0);
+        int64_t first = step == 2 ? w.all - w.tokens : 0;
+        int cut = w.all > w.tokens;
+        int64_t low = step == 2 && cut ? w.margin : 0, high = w.tokens - (step == 1 && cut ? w.margin : 0);
+        wrong = fetch(p, &small, &w, first, 0);
         if (!wrong) expect_begin(&e, &b->exec, p->op, small.args);
         if (!wrong && step == 0) wrong = run_call(&b->exec, p->op, small.args);
         if (!wrong && step == 1) wrong = run_resident(&b->exec, p->op, p->args);
-        if (!wrong && step > 0) wrong = fetch(p, &small, first, 1);
+        if (!wrong && step > 0) wrong = fetch(p, &small, &w, first, 1);
         if (!wrong && !expect_finish(&e)) wrong = e.scope.problem;
-        if (!wrong) wrong = judge(&small, &e, step > 0, what[step], text, size);
+        if (!wrong) wrong = judge(&small, &e, &w, low, high, what[step], text, size);
         if (wrong && wrong != text) snprintf(text, size, "%s", wrong);
         if (wrong) wrong = text;
         expect_end(&e);
@@ -204,10 +258,15 @@ static const char *call(void *context)
     return weft_op_call(c->p->op, &c->exec, c->p->args) == WEFT_OK ? NULL : weft_last_error();
 }
 
+static int64_t problem_tokens(const problem *p)
+{
+    return !strncmp(p->op->name, "gdn", 3) ? p->spec.batch * p->spec.steps : p->spec.tokens;
+}
+
 static const char *measure(bench *b, problem *p, timing *t)
 {
     captured c = {.exec = b->exec, .p = p};
-    int small = p->spec.tokens <= SMALL_TOKENS, calls = small ? CALLS_PER_GRAPH : 1, replays = 1, count;
+    int small = problem_tokens(p) <= SMALL_TOKENS, calls = small ? CALLS_PER_GRAPH : 1, replays = 1, count;
     double times[MAX_TIMES], one = 0;
     if (weft_op_workspace(p->op, &c.exec, p->args, &c.exec.workspace_bytes) != WEFT_OK) return weft_last_error();
     if (c.exec.workspace_bytes > b->workspace_bytes || !b->workspace) {

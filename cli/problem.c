@@ -297,15 +297,6 @@ size_t problem_bytes(const problem_arg *arg)
     return (size_t)tensor_span(arg->tensor) * weft_dtype_size(arg->tensor->dtype);
 }
 
-void problem_slice(problem *p, int64_t tokens)
-{
-    for (int i = 0; i < p->num_args; i++)
-        if (p->arg[i].info->dim[0] == WEFT_DIM_TOKENS)
-            p->arg[i].tensor->shape[0] = tokens;
-        else if (p->arg[i].info->dim[0] == WEFT_DIM_BATCH)
-            p->arg[i].tensor->shape[1] = tokens < p->spec.steps ? tokens : p->spec.steps;
-}
-
 /* ---- values -------------------------------------------------------------------------------------------------- */
 
 typedef struct distribution {
@@ -381,6 +372,19 @@ static double index_value(const problem *p, const problem_arg *arg, int64_t i)
     if (arg->info->dim[0] != WEFT_DIM_OFFSETS) return i % 7 == 5 ? -1 : (double)(s->sequences - i);
     int64_t end = s->steps > 1 ? s->steps - 1 : s->steps;
     return (double)(i == 0 ? 0 : i == s->sequences ? end : end * (i / 2) / s->sequences);
+}
+
+void problem_slice(problem *p, int64_t tokens)
+{
+    for (int i = 0; i < p->num_args; i++) {
+        const problem_arg *arg = &p->arg[i];
+        weft_tensor *t = arg->tensor;
+        if (arg->info->dim[0] == WEFT_DIM_TOKENS) t->shape[0] = tokens;
+        if (arg->info->dim[0] == WEFT_DIM_BATCH) t->shape[1] = tokens < p->spec.steps ? tokens : p->spec.steps;
+        if (arg->info->dim[0] != WEFT_DIM_OFFSETS) continue;
+        for (int64_t n = 0; n < t->shape[0]; n++)
+            element_store(t->data, t->dtype, n, fmin(index_value(p, arg, n), (double)tokens));
+    }
 }
 
 void problem_fill_block(const problem *p, const problem_arg *arg, void *data, int64_t count)

@@ -64,7 +64,7 @@ void problem_fill(const problem *p, const problem_arg *arg);
 void problem_fill_block(const problem *p, const problem_arg *arg, void *data, int64_t count);
 /* 1 where those values are plain normal numbers, so that one buffer can serve for another. */
 int problem_is_normal(const problem *p, const problem_arg *arg);
-/* Changes the number of tokens of the call; at most what it was made with. */
+/* Changes the number of tokens of the call, in host memory; at most what it was made with. */
 void problem_slice(problem *p, int64_t tokens);
 
 /* Dtype of a class of arguments. */

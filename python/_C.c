@@ -48,6 +48,25 @@ static bool read_dropout(PyObject *value, weft_dropout *d)
     return true;
 }
 
+static bool read_gdn(PyObject *value, weft_gdn_options *o)
+{
+    double activation, l2norm, map, rounding, chunk, log2; /* whole numbers, as in numerics */
+    if (!PyTuple_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "options: expected a tuple of nine numbers");
+        return false;
+    }
+    if (!PyArg_ParseTuple(value, "ddddddddd;options: nine numbers", &activation, &l2norm, &o->l2_eps, &o->q_scale,
+                          &o->beta_scale, &map, &rounding, &chunk, &log2))
+        return false;
+    o->activation = (weft_gdn_activation)activation;
+    o->l2norm = (int32_t)l2norm;
+    o->head_map = (weft_gdn_head_map)map;
+    o->rounding = (weft_gdn_rounding)rounding;
+    o->g_chunk = chunk >= INT32_MIN && chunk <= INT32_MAX ? (int32_t)chunk : -1;
+    o->g_log2 = (int32_t)log2;
+    return true;
+}
+
 static bool read_scalar(const weft_scalar_info *scalar, PyObject *value, void *field)
 {
     switch (scalar->type) {
@@ -55,7 +74,7 @@ static bool read_scalar(const weft_scalar_info *scalar, PyObject *value, void *f
     case WEFT_SCALAR_INT: *(int32_t *)field = (int32_t)PyLong_AsLong(value); return !PyErr_Occurred();
     case WEFT_SCALAR_NUMERICS: return read_numerics(value, field);
     case WEFT_SCALAR_DROPOUT: return read_dropout(value, field);
-    case WEFT_SCALAR_GDN: break; /* the package has no functions for these operators yet */
+    case WEFT_SCALAR_GDN: return read_gdn(value, field);
     }
     PyErr_Format(PyExc_SystemError, "%s: a kind of scalar this module does not know", scalar->name);
     return false;
@@ -285,6 +304,24 @@ static PyObject *ops(PyObject *module, PyObject *unused)
     return dict;
 }
 
+/* has(op, backend): whether this build has kernels of that backend ("ref", "cpu", "cuda") for the operator. */
+static PyObject *has(PyObject *module, PyObject *args)
+{
+    static const struct {
+        const char *name;
+        weft_backend backend;
+    } known[] = {{"ref", WEFT_BACKEND_REF}, {"cpu", WEFT_BACKEND_CPU}, {"cuda", WEFT_BACKEND_CUDA}};
+    (void)module;
+    const char *name, *backend;
+    if (!PyArg_ParseTuple(args, "ss:has", &name, &backend)) return NULL;
+    const weft_op_info *op = weft_op_find(name);
+    for (size_t k = 0; op && k < sizeof known / sizeof *known; k++)
+        if (strcmp(backend, known[k].name) == 0) return PyBool_FromLong(weft_op_has(op, known[k].backend));
+    PyErr_Format(PyExc_ValueError, "has: expected an operator and ref, cpu or cuda, got '%s' and '%s'", name,
+                 backend);
+    return NULL;
+}
+
 static PyObject *info(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
@@ -300,6 +337,7 @@ static PyMethodDef methods[] = {
     {"preset", preset, METH_O, "preset(name): its numerics as a tuple of eight numbers"},
     {"presets", presets, METH_NOARGS, "presets(): their names"},
     {"ops", ops, METH_NOARGS, "ops(): {operator: [(argument, kind, optional), ...]}"},
+    {"has", has, METH_VARARGS, "has(operator, backend): whether this build has kernels for it"},
     {"info", info, METH_NOARGS, "info(): version, instruction set, whether a GPU can be used"},
     {NULL, NULL, 0, NULL}};
 

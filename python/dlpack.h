@@ -11,7 +11,7 @@
 
 enum { DL_MAJOR = 1 };
 enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3 };
-enum { DL_FLOAT = 2, DL_BFLOAT = 4 };
+enum { DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4 };
 
 typedef struct dl_device {
     int32_t type; /* an enum in the original */

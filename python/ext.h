@@ -11,6 +11,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
+#include <weft/gdn.h>
 #include <weft/mhc.h>
 #include <weft/norm.h>
 #include <weft/ops.h>

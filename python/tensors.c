@@ -42,6 +42,7 @@ static weft_dtype dtype_of(dl_dtype dtype)
 {
     if (dtype.lanes != 1) return WEFT_NONE;
     if (dtype.code == DL_BFLOAT && dtype.bits == 16) return WEFT_BF16;
+    if (dtype.code == DL_INT) return dtype.bits == 32 ? WEFT_I32 : dtype.bits == 64 ? WEFT_I64 : WEFT_NONE;
     if (dtype.code != DL_FLOAT) return WEFT_NONE;
     return dtype.bits == 16 ? WEFT_F16 : dtype.bits == 32 ? WEFT_F32 : dtype.bits == 64 ? WEFT_F64 : WEFT_NONE;
 }
@@ -115,8 +116,9 @@ bool ext_place_tensor(gathered *g, const weft_arg_info *arg, const dl_tensor *v,
     *t = (weft_tensor){v->data, dtype_of(v->dtype), arg->ndim, {0}, {0}};
     if (t->dtype == WEFT_NONE) {
         PyErr_Format(PyExc_ValueError,
-                     "%s: %s: expected float32, bfloat16, float16 or float64, got a dtype of %d bits", g->op,
-                     arg->name, (int)v->dtype.bits);
+                     "%s: %s: expected float32, bfloat16, float16 or float64, or int32 or int64 for indices, got "
+                     "another dtype of %d bits",
+                     g->op, arg->name, (int)v->dtype.bits);
         return false;
     }
     char expected[96];

@@ -168,6 +168,7 @@ static void many_tokens(void **state)
             s.wide = s.act;
             s.dropout = (weft_dropout){.p = 0.1, .seed = 3, .token_base = 9};
             if (strcmp(s.op, "mhc_replay_fwd") == 0) continue; /* a chain of the others */
+            if (strncmp(s.op, "gdn", 3) == 0) continue;        /* test_cuda_gdn.c */
             crowd_check(&s, 300000);
         }
     test_verdict();

@@ -61,11 +61,23 @@ def table(head, lines):
     return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(line) + " |" for line in lines)]
 
 
+def has_heads(rows):
+    """Whether these are rows of Gated DeltaNet alone, whose shapes are heads instead of channels."""
+    return all("key_heads" in row for row in rows)
+
+
+def shape_of(row, heads):
+    if not heads:
+        return f"{row['tokens']} x {row['channels']}"
+    packed = f", {row['packed']} packed" if row["packed"] else ""
+    return f"{row['tokens']}, {row['key_heads']}/{row['value_heads']}{packed}"
+
+
 def by_shape(rows):
-    """[((tokens, channels), {(op, pass): row})] in the order of the run. A suite may have a shape twice, as two batches."""
-    groups = []
+    """[(shape, {(op, pass): row})] in the order of the run. A suite may have a shape twice, as two batches."""
+    groups, heads = [], has_heads(rows)
     for row in rows:
-        shape, what = (row["tokens"], row["channels"]), (row["op"], row["pass"])
+        shape, what = shape_of(row, heads), (row["op"], row["pass"])
         if not groups or groups[-1][0] != shape or what in groups[-1][1]:
             groups.append((shape, {}))
         groups[-1][1][what] = row
@@ -75,10 +87,11 @@ def by_shape(rows):
 def of_shapes(rows):
     columns = dict.fromkeys((row["op"], row["pass"]) for row in rows)
     lines = []
-    for (tokens, channels), found in by_shape(rows):
+    for shape, found in by_shape(rows):
         cells = (found.get(column) for column in columns)
-        lines.append([f"{tokens} x {channels}", *(f"{microseconds(c)} ({per_cent(c)})" if c else "" for c in cells)])
-    return table(["tokens x channels", *(f"`{op}` {direction}" for op, direction in columns)], lines)
+        lines.append([shape, *(f"{microseconds(c)} ({per_cent(c)})" if c else "" for c in cells)])
+    head = "tokens, heads" if has_heads(rows) else "tokens x channels"
+    return table([head, *(f"`{op}` {direction}" for op, direction in columns)], lines)
 
 
 def of_operators(rows):
@@ -97,8 +110,9 @@ def of_suite(suite, rows, result):
     several = len(by_shape(rows)) > 1
     options = " ".join(SUITES.get(suite, ["of the suite", suite]))
     shape = "" if several else f", {rows[0]['tokens']} tokens x {rows[0]['channels']} channels"
-    text = [f"`weft bench --backend cuda {options}`: {only(rows, 'dtype')}, {only(rows, 'streams')} streams, layout "
-            f"{only(rows, 'layout')}, preset {only(rows, 'preset')}{shape}, L2 {only(rows, 'cache')}, copy "
+    about = ("heads of 128" if has_heads(rows) else f"{only(rows, 'streams')} streams, layout {only(rows, 'layout')}, "
+             f"preset {only(rows, 'preset')}{shape}")
+    text = [f"`weft bench --backend cuda {options}`: {only(rows, 'dtype')}, {about}, L2 {only(rows, 'cache')}, copy "
             f"{rows[0]['copy_gbps']:.0f} GB/s."]
     if several:
         text[0] += " Microseconds and, in brackets, per cent of copy."

@@ -16,7 +16,8 @@
  *
  * cu_seqlens and state_index are in the backend's memory. On the host their values are checked, and a call with bad ones
  * is refused; a device does not read them before the kernel runs, and takes offsets that decrease or pass the end as if
- * they were clamped to what is there. */
+ * they were clamped to what is there, and rows that a cache does not have as padding. A debug build of the library prints such
+ * offsets from the device. */
 #ifndef WEFT_GDN_H
 #define WEFT_GDN_H
 

@@ -6,25 +6,33 @@
  * The includer defines, before each inclusion:
  *     real, scalar             the type, and the type of constants that mixes with it under + - * /
  *     GM(name), GM_FN          the names of these functions, and their qualifiers
- *     GM_MOST, GM_EXP_ALL(x, n)   exp of n elements, at most GM_MOST of them, in place
+ *     GM_MOST                  how many elements it takes at a time, and one of the two:
+ *     GM_EXP_ALL(x, n)         exp of n elements, in place
+ *     GM_EXP_OF_MINUS(u, e, n) e = exp(-u) of n elements; anything for a NaN
  *     GM_SET(x) GM_EXP(x) GM_LOG1P(x) GM_FMA(a, b, c) GM_GT(a, b, x, y), which is a > b ? x : y
+ *     GM_RECIPROCAL(x)         1 / x for x from 1 to infinity, within an ulp
  * GM_LOG1P takes 0 to 1 and keeps the relative precision of small arguments. */
 
 /* s = sigmoid(u) and e = exp(-u) of n elements, n a constant. Far below zero e is infinite and s is 0; nothing here is NaN for
- * a finite u. Step by step, because each step waits for the one before it and n of them need not. */
+ * a finite u, and for a NaN they are anything: what is made of them is multiplied by u. Step by step, because each step waits
+ * for the one before it and n of them need not. */
 GM_FN void GM(sigmoids)(const real *u, real *s, real *e, const int n)
 {
+#ifdef GM_EXP_OF_MINUS
+    GM_EXP_OF_MINUS(u, e, n);
+#else
     for (int i = 0; i < n; i++) e[i] = -u[i];
     GM_EXP_ALL(e, n);
+#endif
     for (int i = 0; i < n; i++) s[i] = e[i] + (scalar)1;
-    for (int i = 0; i < n; i++) s[i] = (scalar)1 / s[i];
+    for (int i = 0; i < n; i++) s[i] = GM_RECIPROCAL(s[i]);
 }
 
+/* The same of one element; NaN stays NaN. */
 GM_FN real GM(sigmoid)(real u, real *e)
 {
-    real s;
-    GM(sigmoids)(&u, &s, e, 1);
-    return s;
+    *e = GM_EXP(-u);
+    return (scalar)1 / (*e + (scalar)1);
 }
 
 /* 1 - s without cancellation, from e = exp(-u). */

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of every function of weft.torch.functional with random tensors, beside the same call of oracle.py."""
+"""Calls of every function of weft.torch.functional and weft.torch.gdn with random tensors, beside the same call of
+oracle.py or gdn_oracle.py."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import gdn_cases
 import oracle
+import pytest
 import torch
 import weft
 from torch import Tensor
+from weft import _C
 from weft.torch import functional as F
 
 SUB_EPS, P = 1e-5, 0.3
@@ -270,9 +274,31 @@ CASES = {
         rmsnorm,
     )
 }
+CASES |= {name: lambda m, numerics, make=make: Case(*make(m)) for name, make in gdn_cases.CASES.items()}
 # The presets iterate 20 times. Fewer say as much about the wiring, and the expressions are ten times as quick.
 SHORT = F.Numerics.preset("deepseek_v4")._replace(sinkhorn_iters=3)
 
 
-def make(name: str, *, n=4, c=6, lead=(2, 3), dtype=torch.float32, device="cpu", numerics=SHORT, **kind) -> Case:
-    return CASES[name](Maker(n, c, lead, dtype, device, **kind), numerics)
+def on(name: str, device) -> bool:
+    """Whether a case can run there: not every operator has kernels for a GPU."""
+    op = name if name in _C.ops() else "_".join(name.split("_")[:2])
+    passes = (op,) if op in _C.ops() else (f"{op}_fwd", f"{op}_bwd")
+    return torch.device(device).type == "cpu" or not op.startswith("gdn_") or all(_C.has(p, "cuda") for p in passes)
+
+
+def _maker(name, n=4, c=6, lead=(2, 3), dtype=torch.float32, device="cpu", **kind) -> Maker:
+    if not on(name, device):
+        pytest.skip(f"{name}: no kernels for a GPU")
+    return Maker(n, c, lead, dtype, device, **kind)
+
+
+GDN_HEADS = gdn_cases.Sizes(_maker("gdn_pre")).heads  # of the cases with these defaults
+
+
+def make(name: str, *, numerics=SHORT, **kind) -> Case:
+    return CASES[name](_maker(name, **kind), numerics)
+
+
+def make_step(**kind) -> Callable:
+    """A call of gdn_pre_step, the operator without a gradient."""
+    return gdn_cases.step(_maker("gdn_pre_step", **kind))

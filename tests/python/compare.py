@@ -38,11 +38,13 @@ class Noise(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.amax.default or any(r.alias_info is not None for r in func._schema.returns):
             return result
-        if isinstance(result, Tensor):
-            return move(result, self.unit) if result.dtype == torch.float64 else result
         if isinstance(result, tuple):
-            return tuple(move(t, self.unit) if t.dtype == torch.float64 else t for t in result)
-        return result
+            return tuple(map(self._moved, result))
+        return self._moved(result)
+
+    def _moved(self, value):
+        """A convolution's backward has None among its results."""
+        return move(value, self.unit) if isinstance(value, Tensor) and value.dtype == torch.float64 else value
 
 
 def close(got: Tensor, exact: Tensor, error: float | Tensor, what: str) -> float:

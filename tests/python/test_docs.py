@@ -80,11 +80,11 @@ def test_every_drop_in_is_documented(root):
 
 
 def test_public_names_of_weft_torch_are_exported():
-    """A class or function of functional, grads or modules without an underscore is public, or else has one."""
+    """A class or function of these files without an underscore is public, or else has one."""
     import weft.torch as wt
-    from weft.torch import functional, modules
+    from weft.torch import functional, gdn, gdn_modules, modules
 
-    for module in (functional, modules):
+    for module in (functional, gdn, gdn_modules, modules):
         own = {
             k
             for k, v in vars(module).items()

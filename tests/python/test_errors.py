@@ -103,9 +103,16 @@ def test_streams_that_differ():
 def test_wrong_dtypes():
     refuses(
         ValueError,
-        "mhc_post_fwd: x: expected float32, bfloat16, float16 or float64, got a dtype of 64 bits",
+        "mhc_post_fwd: x: expected a floating-point dtype, got i64",
         wt.post,
         **post_args(x=torch.ones(2, 3, 4, 6, dtype=torch.int64)),
+    )
+    refuses(
+        ValueError,
+        "mhc_post_fwd: x: expected float32, bfloat16, float16 or float64, or int32 or int64 for indices, got another"
+        " dtype of 16 bits",
+        wt.post,
+        **post_args(x=torch.ones(2, 3, 4, 6, dtype=torch.int16)),
     )
     for dtype in (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn):
         with pytest.raises((ValueError, BufferError, TypeError, RuntimeError)) as caught:

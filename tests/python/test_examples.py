@@ -71,7 +71,7 @@ def test_megatron_layer_spec(layer_spec):
     new = layer_spec.with_weft(spec, Layer)
     assert new.module is Layer and new.submodules.mlp == "mlp"
     for place in layer_spec.PLACES:
-        assert getattr(new.submodules, place).__module__ == "weft.compat.megatron"
+        assert getattr(new.submodules, place).__module__.startswith("weft.compat.megatron")
         assert getattr(spec.submodules, place) is None  # the old one is as it was
     with pytest.raises(ValueError, match="mlp_hyper_connection"):
         layer_spec.with_weft(SimpleNamespace(module=None, submodules=SimpleNamespace()), Layer)

@@ -4,11 +4,12 @@
 import threading
 from types import SimpleNamespace
 
+import cases
 import pytest
 import torch
 import weft.torch as wt
 from compare import same, tuple_of
-from test_library import KINDS, record
+from test_library import KINDS, fresh, record
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft import _C
 from weft.torch import framework, ops
@@ -20,6 +21,10 @@ def by_python(name: str, args: tuple) -> tuple:
     results = definition.outputs(*args)
     definition.launch(results, *args)
     return tuple_of(results)
+
+
+def tensors_of(args: tuple) -> tuple:
+    return tuple(a for a in args if isinstance(a, torch.Tensor))
 
 
 def alike(got, want, what: str) -> None:
@@ -34,10 +39,13 @@ def alike(got, want, what: str) -> None:
 def test_every_operator_is_the_one_in_python(kind, device):
     for name, calls in record(device, **KINDS[kind]).items():
         for func, args in calls:
-            want = by_python(name, args)
+            written = fresh(args)
+            want = by_python(name, written)
             for again in range(3):  # the first call of these scalars and shapes, and two that are remembered
+                mine = fresh(args)
                 with torch.no_grad():
-                    alike(func(*args), want, f"{name}, call {again}")
+                    alike(func(*mine), want, f"{name}, call {again}")
+                alike(tensors_of(mine), tensors_of(written), f"{name}, arguments of call {again}")
 
 
 def test_results_have_memory_of_their_own(device):
@@ -71,6 +79,22 @@ def test_dtypes_and_absent_tensors_take_turns(device):
         for weight in (None, torch.rand(8, device=device), None):
             args = (torch.randn(3, 8, device=device, dtype=dtype), weight, 1e-6)
             alike(torch.ops.weft.rmsnorm(*args), by_python("rmsnorm", args), f"{dtype}, {weight}")
+
+
+def test_offsets_of_one_shape_take_turns(device):
+    """Their values change what is computed, and nothing that is remembered."""
+    if not cases.on("gdn_rule", device):
+        pytest.skip("gdn_rule: no kernels for a GPU")
+    query, key, value = (torch.randn(1, 12, 2, 4, device=device) for _ in range(3))
+    beta, g = torch.rand(1, 12, 2, device=device), -torch.rand(1, 12, 2, device=device)
+    results = []
+    for cuts in ([0, 6, 12], [0, 1, 12], [0, 6, 12], [0, 0, 0], [0, 11, 12]):
+        for dtype in (torch.int32, torch.int64):
+            offsets = torch.tensor(cuts, dtype=dtype, device=device)
+            args = (query, key, value, beta, g, None, offsets, 0.5, 0, 0, True)
+            results.append(by_python("gdn_rule", args))
+            alike(torch.ops.weft.gdn_rule(*args), results[-1], f"offsets {cuts}, {dtype}")
+    assert not torch.equal(results[0][0], results[2][0])
 
 
 def test_many_scalars():

@@ -11,6 +11,7 @@ import weft
 import weft.torch as wt
 from compare import check, grads_of, same, tuple_of
 from weft.torch import functional as F
+from weft.torch import gdn
 from weft.torch.numerics import SINKHORN_RULES
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -50,9 +51,14 @@ def test_results_and_gradients(name, dtype, variant, device):
 
 
 def test_every_function_has_a_case():
-    functions = {k for k, f in vars(F).items() if inspect.isfunction(f) and f.__module__ == F.__name__ and k[0] != "_"}
-    tested = {name for name in functions if any(case.partition("_")[0] == name for case in cases.CASES)}
-    assert functions - tested == {"draw_step", "replay"}, "these two have tests of their own below"
+    functions = {
+        k
+        for module in (F, gdn)
+        for k, f in vars(module).items()
+        if inspect.isfunction(f) and f.__module__ == module.__name__ and k[0] != "_"
+    }
+    tested = {name for name in functions if any(f"{case}_".startswith(f"{name}_") for case in cases.CASES)}
+    assert functions - tested == {"draw_step", "replay", "gdn_pre_step"}, "these have tests of their own"
 
 
 @pytest.mark.parametrize("preset", weft.presets())

@@ -20,6 +20,8 @@ from .functional import (
     scale,
     sinkhorn,
 )
+from .gdn import GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_pre, gdn_pre_step, gdn_rule
+from .gdn_modules import GatedDeltaFront
 from .grads import GradX
 from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer, HyperConnectionStack
 from .numerics import Numerics
@@ -39,6 +41,11 @@ __all__ = [
     "CheckpointWithoutOutputManager",
     "Contract",
     "Expand",
+    "GatedDeltaFront",
+    "GdnHeads",
+    "GdnOptions",
+    "GdnPre",
+    "GdnSections",
     "GradX",
     "Head",
     "HyperConnection",
@@ -59,6 +66,9 @@ __all__ = [
     "draw_step",
     "expand",
     "finalize_mhc_recompute_layer",
+    "gdn_pre",
+    "gdn_pre_step",
+    "gdn_rule",
     "head",
     "post",
     "pre",

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import _C
 from . import ops, ops_fused  # noqa: F401  (registers the operators)
 from .grads import GradX, call, call_and_carry
-from .numerics import RMS_EPS_KINDS, Numerics, pack
+from .numerics import RMS_EPS_KINDS, Numerics, choice, pack
 
 PRECISIONS = ("full", "tf32")
 CONTRACTIONS = ("mean", "sum")
@@ -62,12 +62,6 @@ class ReplayLayer(NamedTuple):
     token_base: int = 0
 
 
-def _choice(op: str, name: str, value: str, names: tuple[str, ...]) -> int:
-    if value not in names:
-        raise ValueError(f"{op}: {name}: expected one of {', '.join(names)}, got {value!r}")
-    return names.index(value)
-
-
 def draw_step(like: Tensor) -> Tensor:
     """A step for dropout from torch's generator: 8 bytes on the device of `like`; no host synchronisation."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=like.device)
@@ -97,7 +91,7 @@ def project(
 
     phi is [R, n, C] with any strides, or [R, n*C]; norm_weight [n, C] or [n*C] is a gain folded into phi. precision
     "tf32" permits tensor cores with 11-bit factors for float32 x on a GPU; 16-bit x is exact either way."""
-    args = (x, phi, norm_weight, _choice("mhc_project", "precision", precision, PRECISIONS))
+    args = (x, phi, norm_weight, choice("mhc_project: precision", precision, PRECISIONS))
     return call("mhc_project", args, (1, 2) if main_grad else (), grad_x, GradX.LAST)
 
 
@@ -157,7 +151,7 @@ def expand(u: Tensor, streams: int) -> Tensor:
 
 def contract(x: Tensor, kind: str = "mean") -> Tensor:
     """The mean or the sum of the streams: [..., n, C] to [..., C]."""
-    return torch.ops.weft.mhc_contract.default(x, _choice("mhc_contract", "kind", kind, CONTRACTIONS))
+    return torch.ops.weft.mhc_contract.default(x, choice("mhc_contract: kind", kind, CONTRACTIONS))
 
 
 def head(
@@ -175,8 +169,8 @@ def head(
 ) -> Tensor:
     """Learned contraction: gates from a projection of all streams, then their weighted sum. phi [n, n, C] or [n, n*C],
     alpha [1], beta [n]. x is only read, so it stays available, for multi-token prediction for example."""
-    kind = _choice("mhc_head", "rms_eps_kind", rms_eps_kind, RMS_EPS_KINDS)
-    tf32 = _choice("mhc_head", "precision", precision, PRECISIONS)
+    kind = choice("mhc_head: rms_eps_kind", rms_eps_kind, RMS_EPS_KINDS)
+    tf32 = choice("mhc_head: precision", precision, PRECISIONS)
     args = (x, phi, alpha, beta, norm_weight, float(rms_eps), kind, float(pre_eps), tf32)
     return call("mhc_head", args, (1, 2, 3, 4) if main_grad else ())[0]
 
@@ -203,7 +197,7 @@ def pre(
 
     With carry=True the result is (Pre, x) and that x is the one to give to `post`: backward then adds to the gradient
     that `post` wrote, in place, where autograd would sum two stream tensors. Use that x for nothing else."""
-    tf32 = _choice("mhc_pre", "precision", precision, PRECISIONS)
+    tf32 = choice("mhc_pre: precision", precision, PRECISIONS)
     args = (
         x,
         phi,
@@ -249,7 +243,7 @@ def boundary(
 ) -> Boundary:
     """`post` of one sub-layer and `pre` of the next in one call; phi and what follows it belong to the next."""
     p, step = _dropout(x, dropout, training, dropout_step)
-    tf32 = _choice("mhc_boundary", "precision", precision, PRECISIONS)
+    tf32 = choice("mhc_boundary: precision", precision, PRECISIONS)
     tensors = (x, _as_streams(x, f), post, res, bias, phi, alpha, beta, norm_weight, sub_weight, pre_in, step)
     args = (*tensors, pack(numerics), sub_norm, float(sub_eps), p, token_base, tf32)
     return Boundary(*call("mhc_boundary", args, (5, 6, 7, 8, 9) if main_grad else ())[:5])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional as F
-from .numerics import Numerics
+from .numerics import Numerics, choice
 from .stack_recompute import Group, branch
 
 
@@ -166,7 +166,7 @@ class Contract(nn.Module):
 
     def __init__(self, kind: str = "mean"):
         super().__init__()
-        F._choice("mhc_contract", "kind", kind, F.CONTRACTIONS)
+        choice("mhc_contract: kind", kind, F.CONTRACTIONS)
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:

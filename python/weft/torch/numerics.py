@@ -12,9 +12,10 @@ SINKHORN_RULES = ("log", "softmax_eps", "clamp", "add", "threshold")
 APPLY_ORDERS = ("in_out", "out_in")
 
 
-def _index(name: str, value: str, names: tuple[str, ...]) -> int:
+def choice(what: str, value: str, names: tuple[str, ...]) -> int:
+    """The place of a word among those that are allowed; `what` begins the sentence of an error."""
     if value not in names:
-        raise ValueError(f"numerics: {name}: expected one of {', '.join(names)}, got {value!r}")
+        raise ValueError(f"{what}: expected one of {', '.join(names)}, got {value!r}")
     return names.index(value)
 
 
@@ -54,13 +55,13 @@ class Numerics(NamedTuple):
             raise ValueError(f"numerics: sinkhorn_iters: expected a whole number, got {self.sinkhorn_iters}")
         return [
             float(self.rms_eps),
-            float(_index("rms_eps_kind", self.rms_eps_kind, RMS_EPS_KINDS)),
+            float(choice("numerics: rms_eps_kind", self.rms_eps_kind, RMS_EPS_KINDS)),
             float(self.pre_eps),
             float(self.post_mult),
-            float(_index("sinkhorn", self.sinkhorn, SINKHORN_RULES)),
+            float(choice("numerics: sinkhorn", self.sinkhorn, SINKHORN_RULES)),
             float(self.sinkhorn_eps),
             float(self.sinkhorn_iters),
-            float(_index("apply", self.apply, APPLY_ORDERS)),
+            float(choice("numerics: apply", self.apply, APPLY_ORDERS)),
         ]
 
 

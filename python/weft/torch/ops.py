@@ -102,7 +102,7 @@ class Node(torch.autograd.Function):
         return *backward(ctx, *grads), None, None
 
 
-def launch_of(plan: Callable, tensors: int, needs: int, without: Callable | None) -> Callable:
+def launch_of(plan: Callable, tensors: int, needs: int, without: Callable | None, views: Callable | None) -> Callable:
     """What a plan comes to: launch(results, *args) fills the results by a call of the library. Those in `add` are added
     to, other gradients are overwritten."""
 
@@ -112,6 +112,8 @@ def launch_of(plan: Callable, tensors: int, needs: int, without: Callable | None
         if needs >= 0 and args[needs] is None:
             args = without(results, args, add)
         call, precision, step, order = plan(*args[tensors:])
+        if views is not None:
+            results, args, add = views(results, args, add)
         found = [None if k is None else args[k] if k >= 0 else results[~k] for k in order]
         mask = sum(1 << k for k, t in enumerate(found) if any(t is a for a in add)) if add else 0
         _C.run(call, mask, precision, framework.threads(), None if step < 0 else args[step], *found)
@@ -127,17 +129,22 @@ def define(
     backward: Callable | None = None,
     needs: int = -1,
     without: Callable | None = None,
+    views: Callable | None = None,
+    mutates: tuple[int, ...] = (),
 ) -> None:
     """Registers an operator: `plan(*scalars)` says what it does, `save(ctx, inputs, output)` keeps what
     `backward(ctx, *grads)` needs. Where argument `needs` is None the plan does not apply, and
-    `without(results, args, add)` returns the arguments of a call that comes to the same.
+    `without(results, args, add)` returns the arguments of a call that comes to the same. Where the library takes views
+    of arguments and results, `views(results, args, add)` returns all three with the views in their places. `mutates`
+    are the positions of arguments that are written.
 
     The autograd kernel is written here and not left to torch.library.register_autograd, because the ways through the
     dispatcher are most of what a small call costs. For the same reason an operator is a kernel of the extension
-    (python/kernel.c), and what is here serves the calls that it passes on."""
+    (python/kernel.c), and what is here serves the calls that it passes on. That kernel knows neither views nor versions
+    of tensors, so an operator that has either is a kernel in Python."""
     name, _, arguments = schema.partition("(")
     tensors = arguments.partition("->")[0].count("Tensor")
-    launch = launch_of(plan, tensors, needs, without)
+    launch = launch_of(plan, tensors, needs, without, views)
 
     def fake(*args):
         # A call with one tensor on meta is dispatched here, and would return memory that nobody fills.
@@ -149,6 +156,9 @@ def define(
     def kernel(*args):
         results = outputs(*args)
         launch(results, *args)
+        for k in mutates:
+            if not args[k].is_inference():
+                torch.autograd.graph.increment_version(args[k])
         return results
 
     def autograd(*args):
@@ -160,8 +170,9 @@ def define(
             return op(*args)
 
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    direct = views is None and not mutates
     for otherwise, key in ((kernel, "CompositeExplicitAutograd"), (autograd, "Autograd")):
-        LIB.impl(name, _C.Kernel(tensors, needs, plan, outputs, otherwise), key)
+        LIB.impl(name, _C.Kernel(tensors, needs, plan, outputs, otherwise) if direct else otherwise, key)
     torch.library.register_fake(f"weft::{name}", fake, lib=LIB)
     op = getattr(torch.ops.weft, name).default
     DEFINITIONS[name] = Definition(op, outputs, launch, save, backward)

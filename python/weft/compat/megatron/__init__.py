@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-LM's hyper connections, and the front of its GatedDeltaNet, over weft.
+
+    HyperConnectionModule                      for the layer spec of branch main: same parameters, same methods
+    fused_*, native_*, learned_output_contract for branch dev (megatron.core.fusions.fused_mhc_kernels and
+                                               megatron.core.transformer.hyper_connection), and `bind`, which
+                                               puts them into the slots of dev's or dsv4's own module
+    get_bias_dropout_add                       with dev's mhc_recompute_manager
+    build_mhc_recompute_layer_plan, finalize_mhc_recompute_layer    as in weft.torch
+    fused_mega_pre_gated_delta_rule, fused_streamed_pre_gated_delta_rule, native_pre_gated_delta_rule
+                                               what GatedDeltaNet does between its projection and the gated delta rule;
+                                               pre_gated_delta_rule chooses by the value of pre_gated_delta_rule_impl
+    PreGatedDeltaRule                          the same as methods, for a class beside Megatron's GatedDeltaNet
+
+Where Megatron is installed the module derives from Megatron's, elsewhere from a small base here with the same
+constructor, so a checkpoint fits either.
+
+The branches do not compute the same function. main mixes y[i] = sum_j H_res[i, j] x[j], dev the transpose; dev
+starts Sinkhorn with a softmax and adds 1e-6 to H_pre. The class follows main, the free functions follow dev.
+Both differ from Megatron in one point: coefficients are fp32 all the way, whatever the activations are.
+
+native_* are plain PyTorch. use_native(True), or WEFT_COMPAT_NATIVE=1 in the environment, makes everything else
+here run as plain PyTorch too, to tell a problem of the kernels from one of the model.
+
+The argument `fused` is accepted everywhere and ignored: there is one way to compute, and it is fused."""
+
+from weft.torch import build_mhc_recompute_layer_plan, finalize_mhc_recompute_layer
+
+from ._fused import (
+    bind,
+    fused_h_aggregate,
+    fused_h_aggregate_into,
+    fused_h_post_bda,
+    fused_proj_rms,
+    fused_proj_rms_compute_h,
+    fused_sinkhorn,
+    get_bias_dropout_add,
+    learned_output_contract,
+)
+from ._gdn import (
+    PreGatedDeltaRule,
+    fused_mega_pre_gated_delta_rule,
+    fused_streamed_pre_gated_delta_rule,
+    native_pre_gated_delta_rule,
+    pre_gated_delta_rule,
+)
+from ._module import (
+    HyperConnectionModule,
+    SinkhornKnopp,
+)
+from ._native import (
+    native_fused_add_3,
+    native_h_aggregate,
+    native_h_aggregate_into,
+    native_h_post_bda,
+    native_proj_rms,
+    native_proj_rms_compute_h,
+    native_sinkhorn,
+)
+from ._switch import (
+    use_native,
+    uses_native,
+)
+
+__all__ = [
+    "HyperConnectionModule",
+    "PreGatedDeltaRule",
+    "SinkhornKnopp",
+    "bind",
+    "build_mhc_recompute_layer_plan",
+    "finalize_mhc_recompute_layer",
+    "fused_h_aggregate",
+    "fused_h_aggregate_into",
+    "fused_h_post_bda",
+    "fused_mega_pre_gated_delta_rule",
+    "fused_proj_rms",
+    "fused_proj_rms_compute_h",
+    "fused_sinkhorn",
+    "fused_streamed_pre_gated_delta_rule",
+    "get_bias_dropout_add",
+    "learned_output_contract",
+    "native_fused_add_3",
+    "native_h_aggregate",
+    "native_h_aggregate_into",
+    "native_h_post_bda",
+    "native_pre_gated_delta_rule",
+    "native_proj_rms",
+    "native_proj_rms_compute_h",
+    "native_sinkhorn",
+    "pre_gated_delta_rule",
+    "use_native",
+    "uses_native",
+]

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in front of the gated delta rule in Megatron's GatedDeltaNet, fused and in plain PyTorch."""
+
+import torch
+from torch import Tensor, nn
+
+from weft.compat import _require as require
+from weft.torch import GdnHeads, GdnOptions, GdnSections, gdn_pre
+
+from ._switch import uses_native
+
+_EPS = 1e-6  # of the l2 norm, inside the root
+
+
+def fused_mega_pre_gated_delta_rule(
+    qkvzba: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    *,
+    num_key_heads: int,
+    num_value_heads: int,
+    key_head_dim: int,
+    value_head_dim: int,
+    use_qk_l2norm: bool = True,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cp_group=None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Projection rows [s, b, columns] -> query, key [b, s, Hv, Dk], value, gate [b, s, Hv, Dv], beta and g [b, s, Hv],
+    in one pass. A bias, key and value heads of different widths and a call without the norm are served, too. seq_idx
+    follows from cu_seqlens, and is not looked at; nothing is read back from the device."""
+    op = "fused_pre_gated_delta_rule"
+    heads = _arguments(op, qkvzba, conv1d_weight, (num_key_heads, num_value_heads, key_head_dim, value_head_dim))
+    if cp_group is not None and cp_group.size() > 1:
+        raise NotImplementedError(f"{op}: cp_group: expected one rank: give the rows of all tokens, by heads")
+    settings = {"use_qk_l2norm": use_qk_l2norm, "cu_seqlens": cu_seqlens}
+    if uses_native():
+        return _native(qkvzba, conv1d_weight, conv1d_bias, A_log, dt_bias, heads, **settings)
+    options = GdnOptions(l2norm=use_qk_l2norm, l2_eps=_EPS)
+    rows = qkvzba.transpose(0, 1)
+    out = gdn_pre(rows, conv1d_weight, A_log, dt_bias, conv1d_bias, heads=heads, cu_seqlens=cu_seqlens, options=options)
+    return tuple(out[:6])
+
+
+fused_streamed_pre_gated_delta_rule = fused_mega_pre_gated_delta_rule
+
+
+def native_pre_gated_delta_rule(
+    qkvzba: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    *,
+    num_key_heads: int,
+    num_value_heads: int,
+    key_head_dim: int,
+    value_head_dim: int,
+    use_qk_l2norm: bool = True,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cp_group=None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What fused_mega_pre_gated_delta_rule computes, in plain PyTorch."""
+    sizes = (num_key_heads, num_value_heads, key_head_dim, value_head_dim)
+    heads = _arguments("native_pre_gated_delta_rule", qkvzba, conv1d_weight, sizes)
+    return _native(qkvzba, conv1d_weight, conv1d_bias, A_log, dt_bias, heads, use_qk_l2norm, cu_seqlens)
+
+
+# By the words of Megatron's option pre_gated_delta_rule_impl.
+_IMPLEMENTATIONS = {
+    "unfused": native_pre_gated_delta_rule,
+    "streamed": fused_streamed_pre_gated_delta_rule,
+    "mega": fused_mega_pre_gated_delta_rule,
+}
+
+
+def pre_gated_delta_rule(impl: str):
+    """The function of a value of pre_gated_delta_rule_impl: "unfused" is plain PyTorch, "streamed" and "mega" weft."""
+    if impl not in _IMPLEMENTATIONS:
+        raise ValueError(f"pre_gated_delta_rule: impl: expected one of {', '.join(_IMPLEMENTATIONS)}, got {impl!r}")
+    return _IMPLEMENTATIONS[impl]
+
+
+class PreGatedDeltaRule:
+    """For a class beside Megatron's: `class Fused(PreGatedDeltaRule, GatedDeltaNet)`. It has the two places where
+    Megatron's forward prepares the inputs of the rule: `_prepare_input_for_gated_delta_rule` behind a convolution that
+    has been done (weft.compat.fla.causal_conv1d takes the place of that), and `pre_gated_delta_rule`, which takes the
+    projection itself and does both, by what config.pre_gated_delta_rule_impl says ("mega" where it says nothing)."""
+
+    def pre_gated_delta_rule(self, qkvzba: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Projection rows [s, b, columns] of this rank -> query, key, value, gate, beta, g."""
+        sizes = self._local_heads()
+        qkv = (sizes.key_heads * sizes.key_dim,) * 2 + (sizes.value_heads * sizes.value_dim,)
+        bias = self.conv1d.bias
+        return pre_gated_delta_rule(getattr(self.config, "pre_gated_delta_rule_impl", "mega"))(
+            qkvzba,
+            self._of_this_rank(self.conv1d.weight, qkv),
+            None if bias is None else self._of_this_rank(bias, qkv),
+            self._of_this_rank(self.A_log, (sizes.value_heads,)),
+            self._of_this_rank(self.dt_bias, (sizes.value_heads,)),
+            num_key_heads=sizes.key_heads,
+            num_value_heads=sizes.value_heads,
+            key_head_dim=sizes.key_dim,
+            value_head_dim=sizes.value_dim,
+            use_qk_l2norm=self.use_qk_l2norm,
+            cu_seqlens=cu_seqlens,
+        )
+
+    def _prepare_input_for_gated_delta_rule(
+        self,
+        qkv: Tensor,
+        gate: Tensor,
+        A_log_local_cp: Tensor,
+        dt_bias_local_cp: Tensor,
+        batch: int,
+        seq_len: int,
+        *gate_feats: Tensor,
+        cp_size_headwise: int | None = None,
+    ) -> dict[str, Tensor]:
+        """qkv [b, s, C] behind the convolution, gate [b, s, Hv, Dv], gate_feats: raw beta and raw alpha [b, s, Hv] ->
+        q, k, v, g, beta for the rule, and the gate."""
+        raw_beta, raw_alpha = gate_feats
+        sizes = self._local_heads(cp_size_headwise)
+        require.shape("_prepare_input_for_gated_delta_rule", "qkv", qkv, (batch, seq_len, sizes.channels))
+        parts = GdnSections(qkv, None, None, gate, raw_beta, raw_alpha)
+        options = GdnOptions(activation="linear", l2norm=self.use_qk_l2norm, l2_eps=_EPS)
+        parameters = (qkv.new_ones((sizes.channels, 1)), A_log_local_cp, dt_bias_local_cp)
+        if uses_native():
+            rows = torch.cat([qkv, gate.flatten(2), raw_beta, raw_alpha], -1).transpose(0, 1)
+            out = _native(
+                rows, parameters[0], None, *parameters[1:], sizes, self.use_qk_l2norm, None, activation=lambda u: u
+            )
+        else:
+            out = gdn_pre(parts, *parameters, heads=sizes, options=options)
+        return dict(zip(("q", "k", "v", "gate", "beta", "g"), out[:6], strict=True))
+
+    def _local_heads(self, cp_size: int | None = None) -> GdnHeads:
+        ranks = self.tp_size * (self.cp_size if cp_size is None else cp_size)
+        return GdnHeads(
+            self.num_key_heads // ranks, self.num_value_heads // ranks, self.key_head_dim, self.value_head_dim
+        )
+
+    def _of_this_rank(self, parameter: Tensor, sections: tuple[int, ...]) -> Tensor:
+        """The share of a rank of the context-parallel group: of every section by itself."""
+        if self.cp_size == 1:
+            return parameter
+        rank = self.pg_collection.cp.rank()
+        parts = parameter.split([n * self.cp_size for n in sections])
+        return torch.cat([p.narrow(0, rank * n, n) for p, n in zip(parts, sections, strict=True)])
+
+
+def _arguments(op: str, qkvzba: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> GdnHeads:
+    heads = GdnHeads(*sizes)
+    require.tensor(op, "qkvzba", qkvzba)
+    require.tensor(op, "conv1d_weight", weight)
+    if qkvzba.ndim != 3 or qkvzba.shape[2] != heads.columns:
+        raise ValueError(f"{op}: qkvzba: expected (s, b, {heads.columns}), got {tuple(qkvzba.shape)}")
+    if weight.shape[0] != heads.channels or weight.ndim not in (2, 3):
+        raise ValueError(f"{op}: conv1d_weight: expected ({heads.channels}, 1, W), got {tuple(weight.shape)}")
+    return heads
+
+
+def _native(
+    qkvzba, weight, bias, A_log, dt_bias, heads: GdnHeads, use_qk_l2norm, cu_seqlens, activation=nn.functional.silu
+) -> tuple[Tensor, ...]:
+    full = require.full(qkvzba)
+    rows = qkvzba.transpose(0, 1).to(full)
+    steps = rows.shape[1]
+    keys, values = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
+    qkv, z, b, a = rows.split([2 * keys + values, values, heads.value_heads, heads.value_heads], -1)
+    taps = weight.reshape(weight.shape[0], -1).to(full)
+    width = taps.shape[1]
+    place = torch.arange(steps, device=rows.device)
+    first, used = torch.zeros_like(place), torch.ones_like(place, dtype=torch.bool)
+    if cu_seqlens is not None:
+        first = cu_seqlens[(torch.bucketize(place.to(cu_seqlens.dtype), cu_seqlens, right=True) - 1).clamp_min(0)]
+        used = place < cu_seqlens[-1]
+    padded = nn.functional.pad(qkv, (0, 0, width - 1, 0))
+    u = 0 if bias is None else bias.to(full)
+    for j in range(width):
+        inside = (place - (width - 1) + j >= first).unsqueeze(-1)
+        u = u + torch.where(inside, padded[:, j : j + steps], 0) * taps[:, j]
+    y = activation(u)
+    query, key = (t.unflatten(-1, (heads.key_heads, heads.key_dim)) for t in y[..., : 2 * keys].split(keys, -1))
+    if use_qk_l2norm:
+        query, key = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + _EPS) for t in (query, key))
+    repeat = heads.value_heads // heads.key_heads
+    value, gate = (t.unflatten(-1, (heads.value_heads, heads.value_dim)) for t in (y[..., 2 * keys :], z))
+    g = -A_log.to(full).exp() * nn.functional.softplus(a + dt_bias.to(full))
+    results = (query.repeat_interleave(repeat, 2), key.repeat_interleave(repeat, 2), value, gate, b.sigmoid())
+    dtype = qkvzba.dtype
+
+    def kept(t: Tensor) -> Tensor:
+        return torch.where(used.view(1, -1, *[1] * (t.ndim - 2)), t, 0).contiguous()
+
+    return *(kept(t).to(dtype) for t in results), kept(g)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front of a Gated DeltaNet layer as a module."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .gdn import DEFAULTS, GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_pre, gdn_pre_step
+
+
+class GatedDeltaFront(nn.Module):
+    """What stands between the input projection of a Gated DeltaNet layer and the gated delta rule.
+
+    Parameters: conv_weight [C, W], conv_bias [C] with bias=True, a_log [Hv] and dt_bias [Hv], which are fp32 unless
+    gate_dtype says otherwise. C = heads.channels; the projection has heads.columns columns."""
+
+    def __init__(
+        self,
+        heads: GdnHeads | tuple[int, int, int, int],
+        width: int = 4,
+        *,
+        bias: bool = False,
+        options: GdnOptions = DEFAULTS,
+        repeat: bool = True,
+        gate: str = "copy",
+        beta_dtype: torch.dtype | None = None,
+        main_grad: bool = False,
+        device=None,
+        dtype: torch.dtype = torch.float32,
+        gate_dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        self.heads = GdnHeads(*heads)
+        if min(self.heads) < 1 or self.heads.value_heads % self.heads.key_heads:
+            raise ValueError(
+                "GatedDeltaFront: heads: expected sizes of at least 1 and value heads that are a multiple of the key"
+                f" heads, got {tuple(self.heads)}"
+            )
+        options.packed()  # a wrong name is an error here, not in the first step
+        self.width, self.options, self.main_grad = width, options, main_grad
+        self.results = {"options": options, "repeat": repeat, "gate": gate, "beta_dtype": beta_dtype}
+        channels = self.heads.channels
+        self.conv_weight = nn.Parameter(torch.empty(channels, width, device=device, dtype=dtype))
+        self.conv_bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if bias else None
+        self.a_log = nn.Parameter(torch.empty(self.heads.value_heads, device=device, dtype=gate_dtype))
+        self.dt_bias = nn.Parameter(torch.empty(self.heads.value_heads, device=device, dtype=gate_dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """A depthwise convolution's usual start; exp(a_log) between 1 and 16; a step softplus(dt_bias) between 0.001
+        and 0.1, evenly on a logarithmic scale."""
+        bound = self.width**-0.5
+        self.conv_weight.uniform_(-bound, bound)
+        if self.conv_bias is not None:
+            self.conv_bias.uniform_(-bound, bound)
+        self.a_log.copy_(torch.empty_like(self.a_log, dtype=torch.float32).uniform_(1, 16).log())
+        step = torch.empty_like(self.dt_bias, dtype=torch.float32).uniform_(math.log(1e-3), math.log(0.1)).exp()
+        self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
+
+    def extra_repr(self) -> str:
+        return f"{', '.join(f'{k}={v}' for k, v in self.heads._asdict().items())}, width={self.width}"
+
+    def forward(
+        self,
+        proj: Tensor | GdnSections,
+        cu_seqlens: Tensor | None = None,
+        state: Tensor | None = None,
+        final_state: bool = False,
+    ) -> GdnPre:
+        """`gdn_pre` with this module's parameters."""
+        return gdn_pre(
+            proj,
+            *self._parameters_of_the_call(),
+            heads=self.heads,
+            cu_seqlens=cu_seqlens,
+            state=state,
+            final_state=final_state,
+            main_grad=self.main_grad,
+            **self.results,
+        )
+
+    def step(
+        self,
+        proj: Tensor | GdnSections,
+        state: Tensor,
+        state_index: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> GdnPre:
+        """`gdn_pre_step` with this module's parameters: state is updated in place. Without gradients."""
+        with torch.no_grad():
+            return gdn_pre_step(
+                proj,
+                *self._parameters_of_the_call(),
+                state=state,
+                state_index=state_index,
+                heads=self.heads,
+                cu_seqlens=cu_seqlens,
+                **self.results,
+            )
+
+    def new_state(self, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A cache of states [rows, C, W - 1] for `step`, of zeros."""
+        dtype = self.conv_weight.dtype if dtype is None else dtype
+        return self.conv_weight.new_zeros((rows, self.heads.channels, max(1, self.width - 1)), dtype=dtype)
+
+    def _parameters_of_the_call(self) -> tuple:
+        return self.conv_weight, self.a_log, self.dt_bias, self.conv_bias

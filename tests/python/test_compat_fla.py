@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""weft.compat.fla: against plain expressions in float64 with the bounds of compare.py, states, decoding, misuse."""
+
+import cases
+import pytest
+import torch
+import torch.nn.functional as TF
+from compare import check, same
+from torch import nn
+from weft.compat import fla
+
+DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+@pytest.fixture
+def place(device, request) -> torch.device:
+    if not cases.on("gdn_pre", device):
+        pytest.skip("gdn_pre: no kernels for a GPU")
+    if device.type == "cuda" and request.node.callspec.params.get("dtype") == torch.float64:
+        pytest.skip("float64 is served by the reference, on the CPU")
+    return device
+
+
+def convolution(x, weight, bias=None, state=None, residual=None, *, activation="silu", lengths=None):
+    """torch's own convolution, sequence by sequence; states are the last W rows."""
+    width = weight.shape[1]
+    pieces = x[0].split(lengths) if lengths is not None else list(x)
+    outs, finals = [], []
+    for n, piece in enumerate(pieces):
+        before = piece.new_zeros(width, piece.shape[1]) if state is None else state[n].T
+        rows = torch.cat([before, piece])
+        if len(piece):
+            u = TF.conv1d(rows[1:].T[None], weight[:, None], bias, groups=weight.shape[0])[0].T
+        else:
+            u = piece * weight[:, 0]
+        outs.append(TF.silu(u) if activation else u)
+        finals.append(rows[len(rows) - width :].T)
+    y = torch.cat(outs)[None] if lengths is not None else torch.stack(outs)
+    return y if residual is None else y + residual, torch.stack(finals)
+
+
+@dtypes
+@pytest.mark.parametrize("activation", [None, "silu", "swish"])
+@pytest.mark.parametrize("channels, width", [(48, 4), (128, 3), (7, 2), (11, 1)])
+def test_causal_conv1d(channels, width, activation, dtype, place):
+    full = torch.float64 if dtype == torch.float64 else torch.float32
+    tensors = {
+        "x": torch.randn(2, 9, channels).to(place, dtype),
+        "weight": torch.randn(channels, width).to(place, full),
+        "bias": torch.randn(channels).to(place, full),
+        "state": torch.randn(2, channels, width).to(place, dtype),
+    }
+
+    def function(x, weight, bias, state):
+        return fla.causal_conv1d(x, weight, bias, None, state, True, activation)
+
+    def expression(x, weight, bias, state):
+        return convolution(x, weight, bias, state, activation=activation)
+
+    check(function, expression, tensors)
+
+
+@dtypes
+def test_packed(dtype, place):
+    """Lengths below the width, and an empty sequence."""
+    lengths = [1, 3, 0, 8, 2]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=place)
+    tensors = {
+        "x": torch.randn(1, sum(lengths), 24).to(place, dtype),
+        "weight": torch.randn(24, 4).to(place, dtype),
+        "state": torch.randn(len(lengths), 24, 4).to(place, dtype),
+    }
+
+    def function(x, weight, state):
+        return fla.causal_conv1d(
+            x, weight, initial_state=state, output_final_state=True, activation="silu", cu_seqlens=cu
+        )
+
+    def expression(x, weight, state):
+        return convolution(x, weight, state=state, lengths=lengths)
+
+    check(function, expression, tensors)
+
+
+def test_without_a_state(place):
+    """No state in front is a state of zeros; none is returned unless asked for."""
+    x, weight = torch.randn(2, 6, 16, device=place), torch.randn(16, 4, device=place)
+    y, none = fla.causal_conv1d(x, weight)
+    assert none is None
+    zeros = x.new_zeros(2, 16, 4)
+    same(fla.causal_conv1d(x, weight, initial_state=zeros)[0], y, "zeros")
+    _, state = fla.causal_conv1d(x, weight, output_final_state=True)
+    same(state, x[:, 2:].mT.contiguous(), "the last rows")
+
+
+def test_residual_and_heads(place):
+    """Trailing dimensions of x count as one; the residual is added behind the activation."""
+    x, weight = torch.randn(2, 6, 4, 8, device=place), torch.randn(32, 4, device=place)
+    flat, _ = fla.causal_conv1d(x.flatten(2), weight, activation="silu")
+    y, _ = fla.causal_conv1d(x, weight, residual=x, activation="silu")
+    same(y, flat.view(x.shape) + x, "with a residual")
+
+
+def test_strided_rows(place):
+    """x as a slice of wider rows, its gradient and that of y with strides."""
+    rows = torch.randn(3, 7, 64, device=place)
+    weight = torch.randn(32, 4, device=place)
+    results = []
+    for x in (rows[..., 16:48], rows[..., 16:48].contiguous()):
+        x = x.detach().requires_grad_()
+        y, _ = fla.causal_conv1d(x, weight, activation="silu")
+        upstream = torch.randn(7, 3, 32, generator=torch.Generator().manual_seed(1)).to(place).transpose(0, 1)
+        results.append([y, *torch.autograd.grad(y, x, upstream)])
+    same(results[0], results[1], "strided")
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (1, 5), (5,)])
+def test_update(shape, place):
+    """Token by token: the bits of the whole sequence, the cache in place."""
+    weight, bias = torch.randn(16, 4, device=place), torch.randn(16, device=place)
+    x = torch.randn(5, 7, 16, device=place)
+    whole, final = fla.causal_conv1d(x, weight, bias, output_final_state=True, activation="silu")
+    cache = x.new_zeros(5, 16, 4)
+    pointer = cache.data_ptr()
+    for t in range(7):
+        y, returned = fla.causal_conv1d_update(x[:, t].reshape(*shape, 16), cache, None, weight, bias, "silu")
+        assert returned is cache and cache.data_ptr() == pointer
+        same(y.view(5, 16), whole[:, t], f"token {t}")
+    same(cache, final, "cache")
+    residual = torch.randn(5, 16, device=place)
+    plain, _ = fla.causal_conv1d_update(x[:, 0], cache.clone(), None, weight)
+    added, _ = fla.causal_conv1d_update(x[:, 0], cache.clone(), residual, weight)
+    same(added, plain + residual, "residual")
+
+
+def test_short_convolution(place):
+    """Parameters of nn.Conv1d; dense, masked, packed, with a cache."""
+    torch.manual_seed(0)
+    module = fla.ShortConvolution(24, 4, bias=True, device=place)
+    assert {k: tuple(p.shape) for k, p in module.named_parameters()} == {"weight": (24, 1, 4), "bias": (24,)}
+    assert module.state_size == 96 and "silu" in repr(module)
+    plain = nn.Conv1d(24, 24, 4, groups=24, padding=3, device=place)
+    plain.load_state_dict(module.state_dict())
+    x = torch.randn(2, 9, 24, device=place)
+    y, state = module(x)
+    want = TF.silu(plain(x.mT)[..., :9]).mT
+    assert state is None and (y - want).abs().max() <= 16 * 2**-24 * want.abs().max()
+    mask = torch.ones(2, 9, device=place)
+    mask[0, :3] = 0
+    before = x.clone()
+    same(module(x, mask=mask)[0], module(x * mask.unsqueeze(-1))[0], "masked")
+    same(x, before, "the mask does not write")
+    packed, _ = module(x.reshape(1, 18, 24), cu_seqlens=torch.tensor([0, 9, 18], device=place))
+    same(packed.view(2, 9, 24), y, "packed")
+    with torch.no_grad():
+        _, cache = module(x[:, :8], output_final_state=True)
+        held = cache.clone()
+        last, returned = module(x[:, 8:], cache=cache, output_final_state=True)
+        same(last, y[:, 8:].detach(), "one more token")
+        assert returned is cache and not torch.equal(cache, held)
+        again, none = module(x[:, 8:], cache=held.clone())
+        same(again, last, "without asking for the state")
+        assert none is None
+        packed, _ = module(x[:, 8:].transpose(0, 1), cache=held, cu_seqlens=torch.tensor([0, 1, 2], device=place))
+        same(packed.transpose(0, 1), last, "one token each, packed")
+    with torch.no_grad():
+        first, fresh = module(x[:, :1], output_final_state=True)
+        same(first, y[:, :1].detach(), "the first token without a cache")
+        assert fresh.shape == (2, 24, 4)
+    with torch.enable_grad():
+        held = cache.clone()
+        module(x[:, :1], cache=cache, output_final_state=True)
+        same(cache, held, "with autograd the cache stays")
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(3, 5, 60), (4, 128), (2, 2, 2, 7), (2, 1)])
+def test_l2norm(shape, dtype, place):
+    tensors = {"x": torch.randn(shape).to(place, dtype)}
+
+    def expression(x):
+        return x / (x.square().sum(-1, keepdim=True) + 0.01).sqrt()
+
+    check(lambda x: fla.l2norm(x, 0.01), expression, tensors)
+    same(fla.L2Norm(0.01)(tensors["x"]), fla.l2_norm(tensors["x"], 0.01), "module")
+
+
+def test_l2norm_near_zero(place):
+    """eps is inside the root: a row of zeros stays zero, with a finite gradient; tiny rows are not of unit length."""
+    x = torch.zeros(2, 128, device=place)
+    x[1] = 1e-4
+    x.requires_grad_()
+    y = fla.l2norm(x)
+    y.sum().backward()
+    assert not y[0].any() and torch.isfinite(x.grad).all()
+    # A zero row: the gradient is 1/sqrt(eps).
+    assert (x.grad[0] - 1000).abs().max() <= 1000 * 8 * 2**-24
+    norm = (128 * 1e-8 / (128 * 1e-8 + 1e-6)) ** 0.5
+    assert abs(float(y[1].detach().norm()) - norm) <= 1e-5
+
+
+def test_l2norm_output_dtype(place):
+    x = torch.randn(3, 64, device=place)
+    assert fla.l2norm(x, output_dtype=torch.bfloat16).dtype == torch.bfloat16
+    same(fla.l2norm(x, output_dtype=torch.bfloat16), fla.l2norm(x).bfloat16(), "narrower")
+    same(fla.l2norm(x.bfloat16(), output_dtype=torch.float32), fla.l2norm(x.bfloat16().float()), "wider")
+
+
+@dtypes
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gate(with_bias, dtype, place):
+    full = torch.float64 if dtype == torch.float64 else torch.float32
+    tensors = {
+        "g": (4 * torch.randn(2, 5, 6)).to(place, dtype),
+        "A_log": torch.randn(6).to(place, full),
+        "dt_bias": torch.randn(6).to(place, full) if with_bias else None,
+    }
+
+    def expression(g, A_log, dt_bias):
+        raw = g if dt_bias is None else g + dt_bias
+        return -A_log.exp() * (raw.clamp_min(0) + torch.log1p(torch.exp(-raw.abs())))
+
+    check(lambda **t: fla.fused_gdn_gate(**t, output_dtype=full), expression, tensors)
+
+
+def test_gate_of_any_leading_dimensions(place):
+    g, a_log = torch.randn(3, 2, 5, 4, device=place), torch.randn(1, 1, 4, 1, device=place)
+    out = fla.fused_gdn_gate(g, a_log)
+    assert out.shape == g.shape
+    same(out[1, 0], fla.fused_gdn_gate(g[1, 0], a_log.flatten()), "any leading dimensions")
+    assert fla.fused_gdn_gate(g, a_log, output_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_compiles(place):
+    torch.manual_seed(0)
+    module = fla.ShortConvolution(32, 4, device=place)
+    x = torch.randn(2, 6, 32, device=place)
+
+    def function(x):
+        y, _ = module(x)
+        return fla.l2norm(y.unflatten(2, (4, 8))), fla.fused_gdn_gate(y[..., :4], module.weight[:4, 0, 0])
+
+    leaves = [x.detach().requires_grad_() for _ in range(2)]
+    results = []
+    for leaf, f in zip(leaves, (function, torch.compile(function, fullgraph=True, backend="aot_eager")), strict=True):
+        out = f(leaf)
+        torch.manual_seed(3)
+        results.append([*out, *torch.autograd.grad(out, [leaf, module.weight], [torch.randn_like(t) for t in out])])
+    same(results[1], results[0], "compiled")
+
+
+def test_misuse():
+    x, weight = torch.randn(2, 6, 16), torch.randn(16, 4)
+    bad = {
+        "causal_conv1d: activation: expected None, silu or swish, got 'gelu'": lambda: fla.causal_conv1d(
+            x, weight, activation="gelu"
+        ),
+        r"causal_conv1d: weight: expected \(D, W\), got \(16, 1, 4\)": lambda: fla.causal_conv1d(x, weight[:, None]),
+        r"causal_conv1d: x: expected shape \(2, 6, 15\)": lambda: fla.causal_conv1d(x, weight[:15]),
+        "causal_conv1d: bias: expected shape": lambda: fla.causal_conv1d(x, weight, torch.randn(15)),
+        r"causal_conv1d: initial_state: expected shape \(2, 16, 4\)": lambda: fla.causal_conv1d(
+            x, weight, initial_state=torch.randn(2, 16, 3)
+        ),
+        "causal_conv1d: residual: expected shape": lambda: fla.causal_conv1d(x, weight, residual=x[:1]),
+        "cu_seqlens": lambda: fla.causal_conv1d(x, weight, cu_seqlens=torch.tensor([0, 6])),
+        "causal_conv1d_update: x: expected 32 elements": lambda: fla.causal_conv1d_update(
+            x, torch.zeros(2, 16, 4), None, weight
+        ),
+        "causal_conv1d_update: cache: expected shape": lambda: fla.causal_conv1d_update(
+            x[:, :1], torch.zeros(2, 16, 3), None, weight
+        ),
+        "ShortConvolution: activation": lambda: fla.ShortConvolution(16, 4, activation="relu"),
+        "ShortConvolution: mask: expected None beside cu_seqlens": lambda: fla.ShortConvolution(16, 4)(
+            x[:1], mask=torch.ones(1, 6), cu_seqlens=torch.tensor([0, 6])
+        ),
+        "fused_gdn_gate: A_log: expected 16 elements": lambda: fla.fused_gdn_gate(x, torch.zeros(4)),
+        "fused_gdn_gate: dt_bias: expected 16 elements": lambda: fla.fused_gdn_gate(x, torch.zeros(16), torch.zeros(4)),
+    }
+    for message, call in bad.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    for call in (lambda: fla.causal_conv1d(x), lambda: fla.causal_conv1d(x, weight, cp_context=object())):
+        with pytest.raises(NotImplementedError, match="causal_conv1d: "):
+            call()
