@@ -40,11 +40,7 @@ static bool lies_well(const weft_mhc_post_fwd_args *post, const weft_mhc_pre_fwd
 
 static weft_site_device device_of(const weft_call *call)
 {
-    int bytes = 0, sms = 0;
-    if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, call->exec->device) != cudaSuccess ||
-        cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, call->exec->device) != cudaSuccess)
-        (void)cudaGetLastError();
-    return {(size_t)bytes, sms};
+    return {(size_t)call->device_shared, call->device_sms};
 }
 
 weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_post_fwd_args *post,
@@ -97,7 +93,8 @@ static weft_status run_mode(const weft_call *call, site_args p)
                   p);
 }
 
-template <int N> static weft_status run(const weft_call *call, const site_args &p, const weft_mhc_post_fwd_args *post)
+template <int N>
+static weft_status run(const weft_call *call, const site_args &p, const weft_mhc_post_fwd_args *post)
 {
     if (call->op == WEFT_OP_mhc_head_fwd) return run_mode<N, true, false, PLAIN>(call, p);
     if (!post) return run_mode<N, false, false, PLAIN>(call, p);
@@ -108,41 +105,41 @@ template <int N> static weft_status run(const weft_call *call, const site_args &
     }
 }
 
-weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan, const weft_mhc_post_fwd_args *post,
-                               const weft_mhc_pre_fwd_args *pre)
+weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan,
+                               const weft_mhc_post_fwd_args *post, const weft_mhc_pre_fwd_args *pre)
 {
     weft_arena arena = cuda_arena(call);
     const site_memory memory = lay_out(&arena, plan);
     const weft_tensor *x = post ? &post->x : &pre->x;
     const bool head = call->op == WEFT_OP_mhc_head_fwd;
-    site_args p = {.x = (const bf16 *)x->data,
-                   .x_token = x->stride[0],
-                   .x_stream = x->stride[1],
-                   .w = {view_of(&pre->phi), view_of(&pre->norm_weight),
-                         (int32_t)(head ? call->streams : call->rows)},
-                   .alpha = view_of(&pre->alpha),
-                   .beta = view_of(&pre->beta),
-                   .numbers = numbers_of(&pre->numerics),
-                   .pre_in = view_of(&pre->pre_in),
-                   .h = view_of(&pre->h),
-                   .ms = view_of(&pre->ms),
-                   .pre = view_of(&pre->pre),
-                   .post_out = view_of(&pre->post),
-                   .res_out = view_of(&pre->res),
-                   .u = weft_has(&pre->u) ? (bf16 *)pre->u.data : NULL,
-                   .v = weft_has(&pre->v) ? (bf16 *)pre->v.data : NULL,
-                   .u_token = pre->u.stride[0],
-                   .v_token = pre->v.stride[0],
-                   .sub_weight = view_of(&pre->sub_weight),
-                   .sub_eps = (float)pre->sub_eps,
-                   .tokens = call->tokens,
-                   .tiles = plan->tiles,
-                   .channels = (int32_t)call->channels,
-                   .slices = plan->slices,
-                   .groups = plan->groups,
-                   .mean = 1.0f / (float)(call->streams * call->channels),
-                   .ring = memory.ring,
-                   .counters = memory.counters};
+    site_args p = {
+        .x = (const bf16 *)x->data,
+        .x_token = x->stride[0],
+        .x_stream = x->stride[1],
+        .w = {view_of(&pre->phi), view_of(&pre->norm_weight), (int32_t)(head ? call->streams : call->rows)},
+        .alpha = view_of(&pre->alpha),
+        .beta = view_of(&pre->beta),
+        .numbers = numbers_of(&pre->numerics),
+        .pre_in = view_of(&pre->pre_in),
+        .h = view_of(&pre->h),
+        .ms = view_of(&pre->ms),
+        .pre = view_of(&pre->pre),
+        .post_out = view_of(&pre->post),
+        .res_out = view_of(&pre->res),
+        .u = weft_has(&pre->u) ? (bf16 *)pre->u.data : NULL,
+        .v = weft_has(&pre->v) ? (bf16 *)pre->v.data : NULL,
+        .u_token = pre->u.stride[0],
+        .v_token = pre->v.stride[0],
+        .sub_weight = view_of(&pre->sub_weight),
+        .sub_eps = (float)pre->sub_eps,
+        .tokens = call->tokens,
+        .tiles = plan->tiles,
+        .channels = (int32_t)call->channels,
+        .slices = plan->slices,
+        .groups = plan->groups,
+        .mean = 1.0f / (float)(call->streams * call->channels),
+        .ring = memory.ring,
+        .counters = memory.counters};
     const weft_tensor *phi = &pre->phi;
     if (phi->dtype == WEFT_F32 && !weft_has(&pre->norm_weight) && phi->stride[2] == 1 && phi->stride[0] % 4 == 0 &&
         phi->stride[1] % 4 == 0 && (uintptr_t)phi->data % 16 == 0)

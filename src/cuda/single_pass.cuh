@@ -32,7 +32,8 @@
 #include "cuda/token_math.cuh"
 
 enum {
-    EIGHT = 8, /* tokens that a mixer works on at a time, half a tile; tokens whose matrices the clerk makes at a time */
+    EIGHT =
+        8, /* tokens that a mixer works on at a time, half a tile; tokens whose matrices the clerk makes at a time */
     PAIRS = SITE_CHANNELS / 32,
     MIXERS = 2 * PAIRS,
     TELLERS = 2,
@@ -169,7 +170,8 @@ template <int TILES> struct site_sums {
 };
 
 template <int TILES>
-static __device__ __forceinline__ void multiply(site_sums<TILES> &s, const uint4 (&a)[TILES], uint32_t b0, uint32_t b1)
+static __device__ __forceinline__ void multiply(site_sums<TILES> &s, const uint4 (&a)[TILES], uint32_t b0,
+                                                uint32_t b1)
 {
     mma16(s.d[0], a[0].x, a[0].y, a[0].z, a[0].w, b0, b1);
     if constexpr (TILES == 3) {
@@ -183,7 +185,8 @@ static __device__ __forceinline__ void multiply(site_sums<TILES> &s, const uint4
 
 /* To [token][row] of eight tokens. D has row g (and g + 8) of tokens 2t, 2t + 1. */
 template <int N, bool HEAD>
-static __device__ __forceinline__ void leave_sums(float *to, const site_sums<site_shape<N, HEAD>::tiles> &s, int lane)
+static __device__ __forceinline__ void leave_sums(float *to, const site_sums<site_shape<N, HEAD>::tiles> &s,
+                                                  int lane)
 {
     typedef site_shape<N, HEAD> shape;
     const int g = lane >> 2, t = lane & 3;
@@ -232,23 +235,28 @@ static __device__ __forceinline__ void mix(raw<bf16, 8> (&x)[N], const raw<bf16,
 
 /* A lane of a mixer on its way through the tiles of its group. */
 struct mixer_walk {
-    const char *x, *f; /* of this tile, or of the one to copy */
+    const char *x, *f;    /* of this tile, or of the one to copy */
     int32_t tiles, least; /* a lane has nothing in the last `least` of them: channels or tokens behind the last */
 };
 
-static __device__ __forceinline__ mixer_walk mixer_begin(const site_args &p, int group, int channel, int warp, int lane)
+static __device__ __forceinline__ mixer_walk mixer_begin(const site_args &p, int group, int channel, int warp,
+                                                         int lane)
 {
     const int64_t tiles = (p.tiles - group + p.groups - 1) / p.groups, step = (int64_t)p.groups * SITE_TILE;
     const int64_t token = (int64_t)group * SITE_TILE + (warp & 1) * EIGHT + (lane >> 2);
     const bool all = token + (tiles - 1) * step < p.tokens;
     return {(const char *)(p.x + token * p.x_token + channel), (const char *)(p.f + token * p.f_token + channel),
-            (int32_t)tiles, channel >= p.channels ? (int32_t)tiles : all ? 0 : 1};
+            (int32_t)tiles,
+            channel >= p.channels ? (int32_t)tiles
+            : all                 ? 0
+                                  : 1};
 }
 
 /* The tile that is `stages` behind the one that the pointers are at. to: of this lane in the stage. What nobody reads again
  * need not stay in the cache. */
 template <int N, bool POST>
-static __device__ __forceinline__ void copy_eight(const site_args &p, const char *x, const char *f, bool valid, uint32_t to)
+static __device__ __forceinline__ void copy_eight(const site_args &p, const char *x, const char *f, bool valid,
+                                                  uint32_t to)
 {
     if constexpr (POST) {
         const uint64_t policy = evict_first();
@@ -263,13 +271,14 @@ static __device__ __forceinline__ void copy_eight(const site_args &p, const char
 }
 
 template <int N, bool HEAD, bool POST, post_mode MODE>
-static __device__ __forceinline__ void mixer(const site_args &p, char *shared, const site_barriers &b, mixer_walk walk,
-                                             int group, int channel, int warp, int lane)
+static __device__ __forceinline__ void mixer(const site_args &p, char *shared, const site_barriers &b,
+                                             mixer_walk walk, int group, int channel, int warp, int lane)
 {
     typedef site_room<N, HEAD, POST> room;
     typedef site_shape<N, HEAD> shape;
     constexpr int STAGES = room::stages;
-    static_assert((COEF_SLOTS & (COEF_SLOTS - 1)) == 0 && TELLERS == 2, "slots and parities are bits of the tile's number");
+    static_assert((COEF_SLOTS & (COEF_SLOTS - 1)) == 0 && TELLERS == 2,
+                  "slots and parities are bits of the tile's number");
     char *const own = shared + room::stream + warp * STAGES * room::stage_bytes + lane * 16;
     const uint4 *const psi = (const uint4 *)shared + (warp >> 1) * shape::steps * shape::tiles * 32 + lane;
     const coefs<N> *const coef = (const coefs<N> *)(shared + room::coef) + (warp & 1) * EIGHT + (lane >> 2);
@@ -290,7 +299,7 @@ static __device__ __forceinline__ void mixer(const site_args &p, char *shared, c
             const raw<bf16, 8> f = *(const raw<bf16, 8> *)(own + stage + N * 512);
             barrier_wait(b.coef_full + k * 8, (uint32_t)(n / COEF_SLOTS) & 1);
             if (n < walk.tiles - walk.least) { /* the others have zeros */
-                int64_t token = 0; /* of the mask */
+                int64_t token = 0;             /* of the mask */
                 if constexpr (MODE == FULL)
                     token = (group + (int64_t)n * p.groups) * SITE_TILE + (warp & 1) * EIGHT + (lane >> 2);
                 mix<N, MODE>(x, f, coef[k * SITE_TILE], p, mask, token, channel);
@@ -308,7 +317,8 @@ static __device__ __forceinline__ void mixer(const site_args &p, char *shared, c
             uint4 a[shape::tiles];
 #pragma unroll
             for (int q = 0; q < shape::tiles; q++) a[q] = psi[(step * shape::tiles + q) * 32];
-            multiply<shape::tiles>(sums, a, x[step >> 1].word[(step & 1) * 2], x[step >> 1].word[(step & 1) * 2 + 1]);
+            multiply<shape::tiles>(sums, a, x[step >> 1].word[(step & 1) * 2],
+                                   x[step >> 1].word[(step & 1) * 2 + 1]);
         }
         barrier_wait(b.empty + teller * 8, ((uint32_t)(n >> 1) & 1) ^ 1);
         leave_sums<N, HEAD>(sums_to + teller * MIXERS * room::sums_floats, sums, lane);
@@ -340,8 +350,8 @@ static __device__ __forceinline__ void count_one(uint32_t *counter)
 /* ---- tellers, clerk ----------------------------------------------------------------------------------------------------- */
 
 template <int N, bool HEAD, bool POST>
-static __device__ __forceinline__ void teller(const site_args &p, const char *shared, const site_barriers &b, int slice,
-                                              int group, int which, int lane)
+static __device__ __forceinline__ void teller(const site_args &p, const char *shared, const site_barriers &b,
+                                              int slice, int group, int which, int lane)
 {
     typedef site_room<N, HEAD, POST> room;
     typedef site_shape<N, HEAD> shape;
@@ -387,7 +397,8 @@ static __device__ __forceinline__ void put_line(const site_args &p, coefs<N> &to
     for (int k = 0; k < N; k++) first[k * step] = v[k];
 }
 
-template <int N> static __device__ __noinline__ void fetch_any_coefs(const site_args &p, coefs<N> *to, int64_t tile, int lane)
+template <int N>
+static __device__ __noinline__ void fetch_any_coefs(const site_args &p, coefs<N> *to, int64_t tile, int lane)
 {
 #pragma unroll 1
     for (int e = lane; e < SITE_TILE * (N + N * N); e += 32) {
@@ -407,9 +418,9 @@ static __device__ __forceinline__ void fetch_coefs(const site_args &p, coefs<N> 
     for (int r = 0; r < ROUNDS; r++) {
         const int e = r * 32 + lane, row = e / LINES, line = e - row * LINES;
         const int64_t at = tile * SITE_TILE + row, token = at < p.tokens ? at : p.tokens - 1;
-        const float *const from = line == 0 ? (const float *)p.post.data + token * p.post.stride[0]
-                                            : (const float *)p.res.data + token * p.res.stride[0] +
-                                                  (line - 1) * p.res.stride[1];
+        const float *const from =
+            line == 0 ? (const float *)p.post.data + token * p.post.stride[0]
+                      : (const float *)p.res.data + token * p.res.stride[0] + (line - 1) * p.res.stride[1];
         if (e < SITE_TILE * LINES) load_shared<float, N>(v[r], from);
     }
 #pragma unroll
@@ -421,8 +432,8 @@ static __device__ __forceinline__ void fetch_coefs(const site_args &p, coefs<N> 
 
 /* Matrices of the tokens k0 .. of this block. No part of its caller: it would take that one's registers. */
 template <int N>
-static __device__ __noinline__ void make_matrices(const site_args &p, const float *logits, uint32_t empty, int64_t k0,
-                                                     int64_t mine, int slice, int group, int lane)
+static __device__ __noinline__ void make_matrices(const site_args &p, const float *logits, uint32_t empty,
+                                                  int64_t k0, int64_t mine, int slice, int group, int lane)
 {
     const int64_t k = k0 + lane % EIGHT, q = slice + k * p.slices, tile = q / SITE_TILE;
     const int64_t token = (group + tile * p.groups) * SITE_TILE + q % SITE_TILE;
@@ -517,7 +528,8 @@ template <int N> struct site_part {
     }
 
     /* Writes u, adds the squares of what it wrote. */
-    __device__ __forceinline__ void finish(bf16 *u, const float (&pre)[N], int channels, int c0, float &squares) const
+    __device__ __forceinline__ void finish(bf16 *u, const float (&pre)[N], int channels, int c0,
+                                           float &squares) const
     {
 #pragma unroll
         for (int a = 0; a < ahead; a++) {
@@ -547,8 +559,8 @@ template <int N> struct site_part {
 };
 
 /* v from u, which this lane stored itself. */
-static __device__ __forceinline__ void norm_part(bf16 *v, const bf16 *u, float inverse, const view &weight, int channels,
-                                                 int c0)
+static __device__ __forceinline__ void norm_part(bf16 *v, const bf16 *u, float inverse, const view &weight,
+                                                 int channels, int c0)
 {
 #pragma unroll 2
     for (int c = c0; c < channels; c += TEAM * 256) {
@@ -608,8 +620,7 @@ static __device__ __forceinline__ void finisher(const site_args &p, float *logit
         const int64_t token = (group + tile * p.groups) * SITE_TILE + row;
         const bf16 *const streams = POST ? p.y + token * p.y_token : p.x + token * p.x_token;
         site_part<N> part;
-        if (member == 0 && lane == 0)
-            wait_count(counted + slot, (uint32_t)(tile / SITE_RING + 1) * p.slices);
+        if (member == 0 && lane == 0) wait_count(counted + slot, (uint32_t)(tile / SITE_RING + 1) * p.slices);
         team_sync(team);
         if (wants_u) part.fetch(streams, stream, p.channels, c0);
         if (member == 0) {
@@ -650,8 +661,8 @@ static __device__ __forceinline__ void finisher(const site_args &p, float *logit
             squares = room[N];
 #pragma unroll
             for (int w = 1; w < TEAM; w++) squares += room[N + w];
-            norm_part(p.v + token * p.v_token, u, 1.0f / sqrtf(squares / (float)p.channels + p.sub_eps), p.sub_weight,
-                      p.channels, c0);
+            norm_part(p.v + token * p.v_token, u, 1.0f / sqrtf(squares / (float)p.channels + p.sub_eps),
+                      p.sub_weight, p.channels, c0);
         }
     }
 }
@@ -672,18 +683,21 @@ static __global__ void __launch_bounds__(SITE_WARPS * 32, 1) site_kernel(const _
     const int channel = slice * SITE_CHANNELS + (warp >> 1) % PAIRS * 32 + (lane & 3) * 8;
     mixer_walk walk = mixer_begin(p, group, channel, warp, lane);
     if (warp < MIXERS) {
-        const uint32_t to = shared_address(shared + room::stream) + warp * room::stages * room::stage_bytes + lane * 16;
+        const uint32_t to =
+            shared_address(shared + room::stream) + warp * room::stages * room::stage_bytes + lane * 16;
 #pragma unroll 1
         for (int s = -room::stages; s < 0; s++) /* pointers that are as far back as the copies are ahead */
             copy_eight<N, POST>(p, walk.x + s * p.x_step, walk.f + s * p.f_step,
-                                s + room::stages < walk.tiles - walk.least, to + (s + room::stages) * room::stage_bytes);
+                                s + room::stages < walk.tiles - walk.least,
+                                to + (s + room::stages) * room::stage_bytes);
         fill_psi<N, HEAD>((uint4 *)shared + (warp >> 1) * shape::steps * shape::tiles * 32, p, channel,
                           (warp & 1) * (shape::steps / 2), lane);
     }
     if (slice == 0 && threadIdx.x < 2 * SITE_RING) p.counters[group * 2 * SITE_RING + threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         for (int i = 0; i < TELLERS; i++) barrier_init(b.full + i * 8, MIXERS), barrier_init(b.empty + i * 8, 1);
-        for (int i = 0; i < 2; i++) barrier_init(b.logits_full + i * 8, EIGHT), barrier_init(b.logits_empty + i * 8, 1);
+        for (int i = 0; i < 2; i++)
+            barrier_init(b.logits_full + i * 8, EIGHT), barrier_init(b.logits_empty + i * 8, 1);
         for (int i = 0; i < COEF_SLOTS; i++)
             barrier_init(b.coef_full + i * 8, 1), barrier_init(b.coef_empty + i * 8, MIXERS);
     }

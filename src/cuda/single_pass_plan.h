@@ -18,8 +18,9 @@ extern "C" {
 enum {
     SITE_TILE = 16,      /* tokens */
     SITE_CHANNELS = 256, /* of a slice */
-    SITE_RING = 5,       /* tiles between the sums of a tile and its end: what waits there should still be in the L2 cache */
-    SITE_ROW = 32,       /* floats for the partial sums of a token */
+    SITE_RING =
+        5, /* tiles between the sums of a tile and its end: what waits there should still be in the L2 cache */
+    SITE_ROW = 32,           /* floats for the partial sums of a token */
     SITE_SHARED = 227 * 1024 /* bytes of shared memory that a block needs to be allowed to have */
 };
 
