@@ -119,7 +119,7 @@ static void project(chain *c, weft_mhc_project_fwd_args a)
     run_plain("mhc_project_fwd", c->exec, &a);
     if (!c->own || !left_both(c->own)) return;
     for (int i = 0; i < 2; i++) {
-        const weft_tensor *from = problem_arg(c->own, i ? "ms" : "h")->tensor;
+        const weft_tensor *from = problem_arg(c->own, i ? "ms" : "h")->view;
         for (int64_t k = 0; k < count(from); k++)
             memcpy(element(to[i], k), element(from, k), weft_dtype_size(from->dtype));
     }
