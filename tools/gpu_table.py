@@ -73,6 +73,10 @@ def shape_of(row, heads):
     return f"{row['tokens']}, {row['key_heads']}/{row['value_heads']}{packed}"
 
 
+def shape_words(rows):
+    return "tokens, heads" if has_heads(rows) else "tokens x channels"
+
+
 def by_shape(rows):
     """[(shape, {(op, pass): row})] in the order of the run. A suite may have a shape twice, as two batches."""
     groups, heads = [], has_heads(rows)
@@ -90,8 +94,7 @@ def of_shapes(rows):
     for shape, found in by_shape(rows):
         cells = (found.get(column) for column in columns)
         lines.append([shape, *(f"{microseconds(c)} ({per_cent(c)})" if c else "" for c in cells)])
-    head = "tokens, heads" if has_heads(rows) else "tokens x channels"
-    return table([head, *(f"`{op}` {direction}" for op, direction in columns)], lines)
+    return table([shape_words(rows), *(f"`{op}` {direction}" for op, direction in columns)], lines)
 
 
 def of_operators(rows):

@@ -14,7 +14,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpu_table import by_shape  # noqa: E402
+from gpu_table import by_shape, shape_words  # noqa: E402
 
 CELL_WIDTH, CELL_HEIGHT = 74, 22
 LEFT, TOP = 150, 74
@@ -60,9 +60,9 @@ def draw(header, rows, suite, value):
         text(12, 40, f"copy {first['copy_gbps']:.0f} GB/s, {first['dtype']}, {first['streams']} streams, layout "
                      f"{first['layout']}, suite {suite}, weft {header['version']}, {header['date']}"),
     ]
-    for k, ((tokens, channels), _) in enumerate(shapes):
-        parts.append(text(LEFT + CELL_WIDTH * (k + 0.5), TOP - 16, f"{tokens}", 11, "middle"))
-        parts.append(text(LEFT + CELL_WIDTH * (k + 0.5), TOP - 4, f"x {channels}", 11, "middle"))
+    for k, (shape, _) in enumerate(shapes):
+        for line, part in enumerate(shape.split(" ", 1)):
+            parts.append(text(LEFT + CELL_WIDTH * (k + 0.5), TOP - 16 + 12 * line, part, 11, "middle"))
     for i, (op, direction) in enumerate(operators):
         y = TOP + CELL_HEIGHT * i
         parts.append(text(12, y + CELL_HEIGHT - 7, f"{op} {direction}"))
@@ -70,7 +70,7 @@ def draw(header, rows, suite, value):
             row = found.get((op, direction))
             if row:
                 parts += cell(LEFT + CELL_WIDTH * k, y, row, value)
-    parts.append(text(12, height - 10, "columns: tokens x channels", 11))
+    parts.append(text(12, height - 10, f"columns: {shape_words(rows)}", 11))
     return "\n".join([*parts, "</svg>", ""])
 
 
