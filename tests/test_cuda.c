@@ -639,17 +639,9 @@ int main(void)
 
 #else
 
-static void none(void **state)
-{
-    (void)state;
-    fprintf(stderr, "  skipped: this build has no CUDA backend\n");
-    skip();
-}
-
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(none)};
-    return suite_run("cuda", tests);
+    return suite_without_cuda("cuda");
 }
 
 #endif

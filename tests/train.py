@@ -34,8 +34,10 @@ def weft(*args, limit=None, cwd=None, before=()):
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
+    # ThreadSanitizer maps a temporary file of its own over the program's constants: not one that the limit cut short.
+    env = ENV if limit is None else {**ENV, "TMPDIR": str(WORK / "nowhere")}
     result = subprocess.run([*before, str(WEFT), *map(str, args)], capture_output=True, text=True, errors="replace",
-                            env=ENV, cwd=cwd or WORK, preexec_fn=limits, timeout=600)
+                            env=env, cwd=cwd or WORK, preexec_fn=limits, timeout=600)
     return result.returncode, result.stdout, result.stderr
 
 

@@ -5,6 +5,8 @@
  * through L1: the rows of a head are widened once, and every output line is written once. */
 #include "cpu/gdn_pre.h"
 
+#include "core/gdn_parts.h"
+
 /* Bytes by which each row is asked for in advance: the next heads of the same tokens. */
 enum { AHEAD = 1024 };
 /* Tokens whose activations are computed together, one step of the exponential after the other. */
@@ -351,35 +353,10 @@ static weft_status fwd(const weft_call *call, const void *args)
     return run(call, args, NULL);
 }
 
-/* Decoding is forward with the states in rows of a cache. */
-static weft_gdn_pre_fwd_args forward_of(const weft_gdn_pre_step_args *s)
-{
-    return (weft_gdn_pre_fwd_args){.options = s->options,
-                                   .q = s->q,
-                                   .k = s->k,
-                                   .v = s->v,
-                                   .z = s->z,
-                                   .b = s->b,
-                                   .a = s->a,
-                                   .weight = s->weight,
-                                   .bias = s->bias,
-                                   .a_log = s->a_log,
-                                   .dt_bias = s->dt_bias,
-                                   .cu_seqlens = s->cu_seqlens,
-                                   .state = s->state,
-                                   .query = s->query,
-                                   .key = s->key,
-                                   .value = s->value,
-                                   .gate = s->gate,
-                                   .beta = s->beta,
-                                   .g = s->g,
-                                   .final_state = s->new_state};
-}
-
 static weft_status step(const weft_call *call, const void *args)
 {
     const weft_gdn_pre_step_args *s = args;
-    weft_gdn_pre_fwd_args f = forward_of(s);
+    weft_gdn_pre_fwd_args f = weft_gdn_step_as_fwd(s);
     return run(call, &f, weft_has(&s->state_index) ? &s->state_index : NULL);
 }
 
@@ -392,7 +369,7 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
 
 static size_t step_workspace(const weft_call *call, const void *args)
 {
-    weft_gdn_pre_fwd_args f = forward_of(args);
+    weft_gdn_pre_fwd_args f = weft_gdn_step_as_fwd(args);
     return fwd_workspace(call, &f);
 }
 

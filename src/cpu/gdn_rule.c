@@ -409,19 +409,18 @@ static weft_arena lay_out(rule *j, const weft_call *call, bool backward)
     return arena;
 }
 
+/* The args of forward and of backward call their inputs by the same names. */
+#define RULE_OF(call, a)                                                                                           \
+    {                                                                                                              \
+        .args = (a), .s = weft_sequences_of(call, &(a)->cu_seqlens), .query = &(a)->query, .key = &(a)->key,       \
+        .value = &(a)->value, .beta = &(a)->beta, .g = &(a)->g, .state = &(a)->state, .map = (a)->head_map,        \
+        .scale = (float)(a)->scale                                                                                 \
+    }
+
 static weft_status fwd(const weft_call *call, const void *args)
 {
     const weft_gdn_rule_fwd_args *a = args;
-    rule j = {.args = a,
-              .s = weft_sequences_of(call, &a->cu_seqlens),
-              .query = &a->query,
-              .key = &a->key,
-              .value = &a->value,
-              .beta = &a->beta,
-              .g = &a->g,
-              .state = &a->state,
-              .map = a->head_map,
-              .scale = (float)a->scale};
+    rule j = RULE_OF(call, a);
     lay_out(&j, call, false);
     cpu_parallel(call, j.s.count * call->value_heads, j.s.tokens * call->value_heads * j.size, forward_item, &j);
     zero_rows(&j, &a->o);
@@ -431,16 +430,7 @@ static weft_status fwd(const weft_call *call, const void *args)
 static weft_status bwd(const weft_call *call, const void *args)
 {
     const weft_gdn_rule_bwd_args *a = args;
-    rule j = {.args = a,
-              .s = weft_sequences_of(call, &a->cu_seqlens),
-              .query = &a->query,
-              .key = &a->key,
-              .value = &a->value,
-              .beta = &a->beta,
-              .g = &a->g,
-              .state = &a->state,
-              .map = a->head_map,
-              .scale = (float)a->scale};
+    rule j = RULE_OF(call, a);
     lay_out(&j, call, true);
     cpu_parallel(call, j.s.count * call->heads, j.s.tokens * call->value_heads * j.size, backward_item, &j);
     const weft_grad *const rows[] = {&a->d_query, &a->d_key, &a->d_value, &a->d_beta, &a->d_g};

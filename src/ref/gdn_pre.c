@@ -2,6 +2,7 @@
  *
  * In front of the gated delta rule: convolution and activation [G1], heads [G2], gates [G3], states [G4]. Sequence by
  * sequence, head by head; backward keeps the gradient of one head's convolution output for one sequence. */
+#include "core/gdn_parts.h"
 #include "ref/gdn.h"
 
 typedef struct pre {
@@ -179,9 +180,8 @@ static int64_t widest(const weft_call *call)
     return call->key_dim > call->value_dim ? call->key_dim : call->value_dim;
 }
 
-static weft_status run_fwd(const weft_call *call, const void *args)
+static weft_status run(const weft_call *call, const weft_gdn_pre_fwd_args *f, const weft_tensor *index)
 {
-    const weft_gdn_pre_fwd_args *f = args;
     pre p = {call,
              &f->options,
              weft_sequences_of(call, &f->cu_seqlens),
@@ -191,7 +191,7 @@ static weft_status run_fwd(const weft_call *call, const void *args)
              &f->a_log,
              &f->dt_bias,
              &f->state,
-             NULL};
+             index};
     results r = {&f->z, &f->query, &f->key, &f->value, &f->gate, &f->beta, &f->g, &f->final_state};
     weft_arena arena = weft_arena_open(call->exec->workspace);
     double *u = take(&arena, 2 * widest(call));
@@ -199,24 +199,16 @@ static weft_status run_fwd(const weft_call *call, const void *args)
     return WEFT_OK;
 }
 
+static weft_status run_fwd(const weft_call *call, const void *args)
+{
+    return run(call, args, NULL);
+}
+
 static weft_status run_step(const weft_call *call, const void *args)
 {
-    const weft_gdn_pre_step_args *f = args;
-    pre p = {call,
-             &f->options,
-             weft_sequences_of(call, &f->cu_seqlens),
-             {&f->q, &f->k, &f->v},
-             &f->weight,
-             &f->bias,
-             &f->a_log,
-             &f->dt_bias,
-             &f->state,
-             weft_has(&f->state_index) ? &f->state_index : NULL};
-    results r = {&f->z, &f->query, &f->key, &f->value, &f->gate, &f->beta, &f->g, &f->new_state};
-    weft_arena arena = weft_arena_open(call->exec->workspace);
-    double *u = take(&arena, 2 * widest(call));
-    forward(&p, &r, &f->b, &f->a, u, u + widest(call));
-    return WEFT_OK;
+    const weft_gdn_pre_step_args *s = args;
+    const weft_gdn_pre_fwd_args f = weft_gdn_step_as_fwd(s);
+    return run(call, &f, weft_has(&s->state_index) ? &s->state_index : NULL);
 }
 
 static size_t fwd_workspace(const weft_call *call, const void *args)

@@ -13,6 +13,7 @@ if importlib.util.find_spec("weft") is None:
 
 import torch  # noqa: E402  (the path above comes first)
 import weft  # noqa: E402
+from weft.compat import megatron  # noqa: E402
 from weft.torch import storage  # noqa: E402
 
 NO_GPU = None if torch.cuda.is_available() and weft.info()["cuda"] else "no GPU: torch or weft cannot use one here"
@@ -41,3 +42,11 @@ def way(request, monkeypatch):
     if request.param == "move" and not storage.CAN_MOVE:
         pytest.skip("this PyTorch cannot move memory between storages")
     monkeypatch.setattr(storage, "CAN_MOVE", request.param == "move")
+
+
+@pytest.fixture(params=[False, True], ids=["weft", "native"])
+def native(request):
+    """weft.compat.megatron over weft, and over plain PyTorch, which has to be right as well."""
+    megatron.use_native(request.param)
+    yield request.param
+    megatron.use_native(False)

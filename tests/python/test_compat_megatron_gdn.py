@@ -10,21 +10,15 @@ import pytest
 import torch
 import weft.torch as wt
 from compare import check, same
+from megatron_support import dtypes
 from torch import nn
 from weft.compat import fla, megatron
 
+pytestmark = pytest.mark.usefixtures("native")
+
 SIZES = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6}
 HEADS = wt.GdnHeads(*SIZES.values())
-DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
-dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 IMPLEMENTATIONS = ["unfused", "streamed", "mega"]
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["weft", "native"])
-def native(request):
-    megatron.use_native(request.param)
-    yield request.param
-    megatron.use_native(False)
 
 
 @pytest.fixture
@@ -161,18 +155,19 @@ def test_context_parallel_shares(place, native):
                 same(g, w, f"rank {rank}")
 
 
-def test_misuse():
+@pytest.mark.parametrize("name", ["fused_mega_pre_gated_delta_rule", "native_pre_gated_delta_rule"])
+def test_misuse(name):
     given = tensors("cpu", torch.float32)
-    function = megatron.fused_mega_pre_gated_delta_rule
+    function = getattr(megatron, name)
     columns, channels = HEADS.columns, HEADS.channels
     for message, change in (
         (rf"qkvzba: expected \(s, b, {columns}\), got", {"qkvzba": given["qkvzba"][..., 1:]}),
         (rf"conv1d_weight: expected \({channels}, 1, W\), got", {"conv1d_weight": given["conv1d_weight"][1:]}),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"{name}: {message}"):
             function(**{**given, **change}, **SIZES)
     with pytest.raises(ValueError, match="impl: expected one of unfused, streamed, mega, got 'fast'"):
         megatron.pre_gated_delta_rule("fast")
-    with pytest.raises(NotImplementedError, match="cp_group: expected one rank"):
+    with pytest.raises(NotImplementedError, match=f"{name}: cp_group: expected one rank"):
         function(**given, **SIZES, cp_group=SimpleNamespace(size=lambda: 2))
     function(**given, **SIZES, cp_group=SimpleNamespace(size=lambda: 1))

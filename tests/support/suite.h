@@ -38,4 +38,18 @@ static inline int suite_begin(void **state)
     (cmocka_set_test_filter(getenv("WEFT_TEST_FILTER")),                                                           \
      cmocka_run_group_tests_name(name, tests, suite_begin, suite_end))
 
+/* main() of a program about the CUDA backend in a build without it. */
+static inline void suite_no_cuda(void **state)
+{
+    (void)state;
+    fprintf(stderr, "  skipped: this build has no CUDA backend\n");
+    skip();
+}
+
+static inline int suite_without_cuda(const char *name)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(suite_no_cuda)};
+    return suite_run(name, tests);
+}
+
 #endif

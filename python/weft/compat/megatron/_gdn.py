@@ -31,10 +31,8 @@ def fused_mega_pre_gated_delta_rule(
     """Projection rows [s, b, columns] -> query, key [b, s, Hv, Dk], value, gate [b, s, Hv, Dv], beta and g [b, s, Hv],
     in one pass. A bias, key and value heads of different widths and a call without the norm are served, too. seq_idx
     follows from cu_seqlens, and is not looked at; nothing is read back from the device."""
-    op = "fused_pre_gated_delta_rule"
-    heads = _arguments(op, qkvzba, conv1d_weight, (num_key_heads, num_value_heads, key_head_dim, value_head_dim))
-    if cp_group is not None and cp_group.size() > 1:
-        raise NotImplementedError(f"{op}: cp_group: expected one rank: give the rows of all tokens, by heads")
+    sizes = (num_key_heads, num_value_heads, key_head_dim, value_head_dim)
+    heads = _arguments("fused_mega_pre_gated_delta_rule", qkvzba, conv1d_weight, sizes, cp_group)
     settings = {"use_qk_l2norm": use_qk_l2norm, "cu_seqlens": cu_seqlens}
     if uses_native():
         return _native(qkvzba, conv1d_weight, conv1d_bias, A_log, dt_bias, heads, **settings)
@@ -65,7 +63,7 @@ def native_pre_gated_delta_rule(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What fused_mega_pre_gated_delta_rule computes, in plain PyTorch."""
     sizes = (num_key_heads, num_value_heads, key_head_dim, value_head_dim)
-    heads = _arguments("native_pre_gated_delta_rule", qkvzba, conv1d_weight, sizes)
+    heads = _arguments("native_pre_gated_delta_rule", qkvzba, conv1d_weight, sizes, cp_group)
     return _native(qkvzba, conv1d_weight, conv1d_bias, A_log, dt_bias, heads, use_qk_l2norm, cu_seqlens)
 
 
@@ -152,8 +150,10 @@ class PreGatedDeltaRule:
         return torch.cat([p.narrow(0, rank * n, n) for p, n in zip(parts, sections, strict=True)])
 
 
-def _arguments(op: str, qkvzba: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> GdnHeads:
+def _arguments(op: str, qkvzba: Tensor, weight: Tensor, sizes: tuple[int, ...], cp_group) -> GdnHeads:
     heads = GdnHeads(*sizes)
+    if cp_group is not None and cp_group.size() > 1:
+        raise NotImplementedError(f"{op}: cp_group: expected one rank: give the rows of all tokens, by heads")
     require.tensor(op, "qkvzba", qkvzba)
     require.tensor(op, "conv1d_weight", weight)
     if qkvzba.ndim != 3 or qkvzba.shape[2] != heads.columns:
