@@ -4,65 +4,59 @@
  * mean square of y are summed, coefficients follow, and u = sum_i pre[i] y[i], normed where asked. Bytes of memory a token,
  * bf16, four streams: reads 10C, writes 10C; without post reads 8C, writes 2C.
  *
- * A token's coefficients need all of its channels, and the aggregate needs the coefficients. So a tile of tokens is worked
- * on twice, a few microseconds apart: y is in the L2 cache the second time, and memory does not see it.
+ * A token's coefficients need all of its channels, and the aggregate needs the coefficients. So a token is dealt to the
+ * blocks of a cluster, each of which keeps its channels of a tile of eight tokens in shared memory until the coefficients
+ * have come back: about 25 floats a token go to one block, the token's owner, and four come from there. Nobody waits for
+ * the tile at hand: the aggregate is some tiles behind the mix.
  *
- *   mixers    16 warps. A block has one slice of the channels; its part of psi stays in shared memory for the whole call.
- *             Eight pairs of warps have 32 channels each, and of a pair one has the first eight tokens of a tile, the other
- *             the second. Lane (g, t) has token g and 8 neighbouring channels, which is what it copies ahead, what post
- *             computes on, what it stores, and what the tensor cores want for an operand. No lane reads what another one
- *             copied, so mixers wait for nobody.
- *   tellers   2 warps, in turn. Add the sums of the mixers of a tile, leave them in the ring of the group, count the tile.
- *   clerk     one warp. Fetches post's coefficients ahead, and makes matrices of logits, eight tokens at a time, one a lane:
- *             nobody in this launch waits for these.
- *   finishers 4 teams of 2 warps. When all slices of a token have been counted: adds them in order, makes the gates, reads
- *             the whole token once more and writes u, v. A token is one team's.
+ *   mixers      8 warps, a token each. Post, in place and to memory.
+ *   projectors  8 warps, a share of the columns each, whose part of psi is in their registers (what does not fit: in shared
+ *               memory). Tensor cores; then each warp adds the eight warps' sums of one token and sends them to its owner.
+ *               Some tiles later the aggregate of that token, later yet its norm.
+ *   bringer     one warp. Lets the copy engine fill the ring of tiles, and brings the coefficients of post.
+ *   owner       one warp. Adds the slices of a token in order, makes the gates, sends pre to all blocks.
+ *   normer      one warp. The same for the sum of squares of u.
+ *   clerk       one warp. Makes matrices of logits, eight tokens at a time, one a lane: nobody in this launch waits for them.
  *
- * Blocks of a group wait for each other, so all blocks are resident at once (a cooperative launch). Sums are added in an
- * order that follows from the number of channels alone. */
+ * Sums are added in an order that follows from streams and channels alone. What must not be overwritten: a block sends
+ * nothing of a tile before it has freed the stage of that tile, which it does when pre of the stage's last tile has come, and
+ * that was sent after everything received for it had been read. */
 #ifndef WEFT_CUDA_SINGLE_PASS_CUH
 #define WEFT_CUDA_SINGLE_PASS_CUH
 
-#include <cooperative_groups.h>
-
+#include "cuda/common/cluster.cuh"
 #include "cuda/common/reduce.cuh"
+#include "cuda/common/tma.cuh"
 #include "cuda/mhc_post.cuh"
 #include "cuda/mhc_project.cuh"
 #include "cuda/single_pass_plan.h"
 #include "cuda/token_math.cuh"
 
 enum {
-    EIGHT =
-        8, /* tokens that a mixer works on at a time, half a tile; tokens whose matrices the clerk makes at a time */
-    PAIRS = SITE_CHANNELS / 32,
-    MIXERS = 2 * PAIRS,
-    TELLERS = 2,
-    TEAMS = 4,
-    TEAM = 2, /* warps */
-    FIRST_TELLER = MIXERS,
-    CLERK = FIRST_TELLER + TELLERS,
-    FIRST_FINISHER,
-    SITE_WARPS = FIRST_FINISHER + TEAMS * TEAM,
-    COEF_SLOTS = 4 /* tiles whose coefficients of post are on chip */
+    PROJECTORS = SITE_TILE,
+    MIXERS = SITE_TILE,
+    FIRST_MIXER = PROJECTORS,
+    BRINGER = FIRST_MIXER + MIXERS,
+    OWNER,
+    NORMER,
+    CLERK,
+    SITE_WARPS,
+    BOX_BYTES = SITE_TILE * TMA_ROW
 };
+/* Registers are handed from the others to the projectors: 61440 in all, which is what 640 threads can have at launch. */
+enum { PROJECTOR_REGISTERS = 144, MIXER_REGISTERS = 72, SERVER_REGISTERS = 48 };
 
 struct site_args {
-    const bf16 *x;
-    int64_t x_token, x_stream;
-    /* In bytes, and constants, which cost no registers: from tile to tile of a group; from a place in x to the same place of
-     * each stream some stages ahead, in f likewise, and to each stream of y, whose tokens are as far apart as those of x. */
-    int64_t x_step, f_step, x_ahead[4], f_ahead, y_at[4];
+    CUtensorMap x, f;
     /* post */
-    const bf16 *f;
-    int64_t f_token;
     view bias, post, res;
     weft_dropout dropout;
-    bool in_out, coef_wide; /* wide: fp32 lines that can be read in one go */
     bf16 *y;
-    int64_t y_token, y_stream;
+    int64_t y_token;
+    int64_t y_step, y_at[4]; /* bytes: from a cluster's tile to its next; to each stream */
     /* the site */
     weights w;
-    const float *psi; /* rows that can be read 16 bytes at a time, or NULL */
+    const float *psi; /* rows that can be read 8 bytes at a time, or NULL */
     int64_t psi_row, psi_stream;
     view alpha, beta;
     gate_numbers numbers;
@@ -71,146 +65,205 @@ struct site_args {
     int64_t u_token, v_token;
     view sub_weight;
     float sub_eps;
-    int64_t tokens, tiles;
-    int32_t channels, slices, groups;
     float mean; /* 1 / nC */
-    float *ring;
-    uint32_t *counters; /* of each group: tiles counted, tokens taken, by slots of the ring */
+    int64_t tokens;
+    int32_t channels, cluster, cluster_log, boxes, pairs, stages, late, later, slots, tiles, clusters;
+    bool in_out;
+    weft_site_room at;
 };
+
+/* What makes the streams. */
+enum site_kind { SITE_HEAD, SITE_PRE, SITE_BOUNDARY };
 
 /* Rows of the projection on tensor cores, psi on the side of 16: hi and lo of a row are both rows there, and D adds up
  * what belongs together. 24 rows: hi of 0-15 | lo of 0-15 | hi, lo of 16-23. Up to 8 rows: hi, lo. */
-template <int N, bool HEAD> struct site_shape {
-    static constexpr int rows = HEAD ? N : 2 * N + N * N, tiles = rows > 8 ? 3 : 1, width = rows + 1;
-    static constexpr int steps = 2 * N; /* of 16 columns, of a warp */
+template <int N, site_kind KIND> struct site_shape {
+    static constexpr int rows = KIND == SITE_HEAD ? N : 2 * N + N * N, tiles = rows > 8 ? 3 : 1, width = rows + 1;
 };
 
-template <int N, bool HEAD, bool POST> struct site_room {
-    typedef site_shape<N, HEAD> shape;
-    static constexpr int stages = POST ? 2 : 3, copies = POST ? N + 1 : N, stage_bytes = copies * 512;
-    static constexpr int psi_bytes = PAIRS * shape::steps * shape::tiles * 512;
-    static constexpr int sums_floats = EIGHT * shape::width; /* of a warp */
-    /* offsets */
-    static constexpr int stream = psi_bytes, sums = stream + MIXERS * stages * stage_bytes;
-    static constexpr int coef = sums + TELLERS * MIXERS * sums_floats * 4;
-    static constexpr int logits = coef + (POST ? COEF_SLOTS * SITE_TILE * (N + N * N) * 4 : 0);
-    static constexpr int param = logits + 2 * EIGHT * N * N * 4;
-    static constexpr int teams = param + (shape::rows + 3 + 1) / 2 * 8; /* of each team: N factors, TEAM sums */
-    static constexpr int barriers = teams + TEAMS * 8 * 4;
-    static constexpr int bytes = barriers + (2 * TELLERS + 4 + 2 * COEF_SLOTS) * 8;
-    static_assert(bytes <= SITE_SHARED, "more shared memory than a block has");
-    static_assert(N + TEAM <= 8, "room of a team");
-};
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
-/* Addresses of barriers: sums of the mixers, coefficients of post, logits are there, are taken. */
+template <int COUNT, bool MORE> static __device__ __forceinline__ void set_registers()
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (MORE)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+    else
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
+/* Addresses of barriers, an array of each kind. By stage: a tile has come, is mixed, may be overwritten; pre, the norm's
+ * factors have come. By slot: sums, squares of a token have come. Logits: a batch is there, is taken. */
 struct site_barriers {
-    uint32_t full, empty, coef_full, coef_empty, logits_full, logits_empty;
+    uint32_t full, mixed, empty, pre, inverse, sums, squares, logits_full, logits_empty;
 };
 
-/* Tokens of a group are dealt to its blocks one by one. */
-static __device__ __forceinline__ int64_t tokens_of(const site_args &p, int slice, int group)
+/* What every warp knows. */
+struct site_block {
+    char *shared;
+    site_barriers at;
+    uint32_t rank, cluster;
+    int32_t count, first_channel; /* tiles of this cluster; channels from here on are this block's */
+    int lane;
+};
+
+/* A place in the ring. */
+struct site_cursor {
+    int stage = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void next(int stages)
+    {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+static __device__ __forceinline__ int64_t site_token(const site_args &p, const site_block &b, int tile, int row)
 {
-    const int64_t tiles = (p.tiles - group + p.groups - 1) / p.groups, last = group + (tiles - 1) * p.groups;
-    const int64_t cut = (last + 1) * SITE_TILE - p.tokens; /* of the last tile */
-    const int64_t all = tiles * SITE_TILE - (cut > 0 ? cut : 0);
-    return (all - slice + p.slices - 1) / p.slices;
+    return ((int64_t)b.cluster + (int64_t)tile * p.clusters) * SITE_TILE + row;
 }
 
-/* ---- psi ---------------------------------------------------------------------------------------------------------------- */
+/* Token `row` of a tile: its place in the order in which the tokens of a cluster are dealt to its blocks. */
+struct site_place {
+    uint32_t owner, slot, turn; /* turn: how often the slot was used before */
+};
 
-static __device__ __forceinline__ float4 psi_four(const site_args &p, int row, int stream, int channel)
+static __device__ __forceinline__ site_place site_dealt(const site_args &p, uint32_t number)
 {
-    if (row >= p.w.rows || channel >= p.channels) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (p.psi) return __ldg((const float4 *)(p.psi + row * p.psi_row + stream * p.psi_stream + channel));
-    float v[4];
-#pragma unroll
-    for (int k = 0; k < 4; k++) v[k] = psi_at(p.w, row, stream, channel + k);
-    return make_float4(v[0], v[1], v[2], v[3]);
+    const uint32_t k = number >> p.cluster_log, turn = k / (uint32_t)p.slots;
+    return {number & (uint32_t)(p.cluster - 1), k - turn * (uint32_t)p.slots, turn};
 }
 
-/* The operands of a mixer, as its lanes will want them: of step (stream, half of 8 channels) columns 8t + 4 half + 0 .. 3,
- * where the tensor cores are told that these are 2t, 2t + 1, 2t + 8, 2t + 9. The two warps of a pair share the work. */
-template <int N, bool HEAD>
-static __device__ __forceinline__ void fill_psi(uint4 *to, const site_args &p, int channel, int first, int lane)
+/* ---- bringer ------------------------------------------------------------------------------------------------------------ */
+
+static __device__ __forceinline__ void copy_float(uint32_t to, const float *from, bool valid)
 {
-    typedef site_shape<N, HEAD> shape;
-    constexpr int EACH = shape::steps / 2;
-    const int g = lane >> 2;
-    float4 all[EACH][shape::tiles];
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
+
+/* An arrival on the barrier when what this thread copied is there. */
+static __device__ __forceinline__ void copy_arrive(uint32_t barrier)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+/* Coefficients of a tile, a float each lane at a time. */
+template <int N, bool POST>
+static __device__ __forceinline__ void bring_coefs(const site_args &p, const site_block &b, int tile, int stage)
+{
+    constexpr int EACH = N + N * N;
+    if constexpr (POST) {
+        const uint32_t to = shared_address(b.shared + p.at.coef) + stage * SITE_TILE * EACH * 4;
 #pragma unroll
-    for (int k = 0; k < EACH; k++)
-#pragma unroll
-        for (int q = 0; q < shape::tiles; q++)
-            all[k][q] = psi_four(p, g + 8 * q, (first + k) >> 1, channel + ((first + k) & 1) * 4);
-#pragma unroll
-    for (int k = 0; k < EACH; k++) {
-        uint4 *const out = to + (first + k) * shape::tiles * 32 + lane;
-        const float4(&v)[shape::tiles] = all[k];
-        uint2 hi[shape::tiles], lo[shape::tiles];
-#pragma unroll
-        for (int q = 0; q < shape::tiles; q++) {
-            split2(hi[q].x, lo[q].x, v[q].x, v[q].y);
-            split2(hi[q].y, lo[q].y, v[q].z, v[q].w);
-        }
-        if constexpr (shape::tiles == 3) {
-            out[0] = make_uint4(hi[0].x, hi[1].x, hi[0].y, hi[1].y);
-            out[32] = make_uint4(lo[0].x, lo[1].x, lo[0].y, lo[1].y);
-            out[64] = make_uint4(hi[2].x, lo[2].x, hi[2].y, lo[2].y);
-        } else {
-            out[0] = make_uint4(hi[0].x, lo[0].x, hi[0].y, lo[0].y);
+        for (int r = 0; r < (SITE_TILE * EACH + 31) / 32; r++) {
+            const int e = r * 32 + b.lane, row = e / EACH, k = e - row * EACH - N, o = k / N, i = k - o * N;
+            const int64_t token = site_token(p, b, tile, row), t = token < p.tokens ? token : 0;
+            const float *const from =
+                k < 0 ? (const float *)p.post.data + t * p.post.stride[0] + (k + N) * p.post.stride[1]
+                      : (const float *)p.res.data + t * p.res.stride[0] + (p.in_out ? i : o) * p.res.stride[1] +
+                            (p.in_out ? o : i) * p.res.stride[2];
+            if (SITE_TILE * EACH % 32 == 0 || e < SITE_TILE * EACH) copy_float(to + e * 4, from, token < p.tokens);
         }
     }
+    if (has(p.pre_in)) {
+        const int row = b.lane / N, i = b.lane - row * N;
+        const int64_t token = site_token(p, b, tile, row), t = token < p.tokens ? token : 0;
+        if (row < SITE_TILE)
+            copy_float(shared_address(b.shared + p.at.pre) + (stage * SITE_TILE * N + b.lane) * 4,
+                       (const float *)p.pre_in.data + t * p.pre_in.stride[0] + i * p.pre_in.stride[1],
+                       token < p.tokens);
+    }
+}
+
+/* Barriers for what comes back of a tile are armed before the tile is there. */
+template <int N, bool POST> static __device__ __forceinline__ void bring(const site_args &p, const site_block &b)
+{
+    const bool coefs_too = POST || has(p.pre_in);
+    const uint32_t tiles = shared_address(b.shared), streams = (uint32_t)p.boxes * N * BOX_BYTES;
+    site_cursor c;
+#pragma unroll 1
+    for (int i = 0; i < b.count; i++, c.next(p.stages)) {
+        const uint32_t barrier = b.at.full + c.stage * 8, to = tiles + c.stage * p.at.stage;
+        const int channel = b.first_channel + b.lane * SITE_BOX;
+        const int token = (int)site_token(p, b, i, 0);
+        barrier_wait(b.at.empty + c.stage * 8, c.parity ^ 1);
+        if (b.lane == 0) {
+            tma_expect(barrier, (uint32_t)p.boxes * (N + POST) * BOX_BYTES);
+            tma_expect(b.at.pre + c.stage * 8, SITE_TILE * N * 4);
+            if (p.v) tma_expect(b.at.inverse + c.stage * 8, SITE_TILE * 4);
+        }
+        __syncwarp();
+        if (b.lane < p.boxes) {
+            tma_load(to + b.lane * N * BOX_BYTES, &p.x, channel, token, barrier);
+            if constexpr (POST) tma_load(to + streams + b.lane * BOX_BYTES, &p.f, channel, token, barrier);
+        }
+        if (coefs_too) {
+            bring_coefs<N, POST>(p, b, i, c.stage);
+            copy_arrive(barrier);
+        }
+    }
+}
+
+/* ---- a lane's place in a tile ------------------------------------------------------------------------------------------- */
+
+/* Eight channels of a token are 16 bytes of a row of a box. A warp has one token; its lanes have these pieces of four boxes
+ * at a time, and go on to the next four. */
+template <int N, int PAIRS> struct site_lane {
+    static constexpr bool fixed = PAIRS == SITE_FEW_PAIRS; /* so are the boxes */
+    static constexpr int most = (PAIRS * 4 / N + 3) / 4;   /* times four boxes */
+    uint32_t streams, row;                                 /* offsets in a tile: of stream 0, of f or u */
+    int box, channel, token;                               /* token: of a tile */
+
+    __device__ __forceinline__ site_lane(const site_args &p, const site_block &b, int token_)
+    {
+        const uint32_t piece = token_ * TMA_ROW + (((b.lane & 7) ^ token_) << 4);
+        token = token_, box = b.lane >> 3, channel = b.first_channel + b.lane * 8;
+        streams = piece + box * N * BOX_BYTES;
+        row = piece + (p.boxes * N + box) * BOX_BYTES;
+    }
+    /* Time k: is there a box, and is it of this tensor? */
+    __device__ __forceinline__ bool inside(const site_args &p, int k) const
+    {
+        return fixed || box + 4 * k < p.boxes;
+    }
+    __device__ __forceinline__ bool live(const site_args &p, int k) const
+    {
+        return channel + 4 * k * SITE_BOX < p.channels;
+    }
+};
+
+/* The compiler would make four accesses of 4 bytes. */
+static __device__ __forceinline__ raw<bf16, 8> take_piece(uint32_t from)
+{
+    raw<bf16, 8> r;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.word[0]), "=r"(r.word[1]), "=r"(r.word[2]), "=r"(r.word[3])
+                 : "r"(from)
+                 : "memory");
+    return r;
+}
+
+static __device__ __forceinline__ void put_piece(uint32_t to, const raw<bf16, 8> &r)
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r.word[0]), "r"(r.word[1]), "r"(r.word[2]),
+                 "r"(r.word[3])
+                 : "memory");
+}
+
+/* Tiles of this cluster in which a token is there: all, or all but the last. */
+static __device__ __forceinline__ int site_lives(const site_args &p, const site_block &b, int row)
+{
+    return b.count - (site_token(p, b, b.count - 1, row) >= p.tokens);
 }
 
 /* ---- mixers ------------------------------------------------------------------------------------------------------------- */
 
-/* What a warp sums of eight tokens. */
-template <int TILES> struct site_sums {
-    float d[TILES == 3 ? 2 : 1][4] = {}, low[4] = {}, high[4] = {};
-};
-
-template <int TILES>
-static __device__ __forceinline__ void multiply(site_sums<TILES> &s, const uint4 (&a)[TILES], uint32_t b0,
-                                                uint32_t b1)
-{
-    mma16(s.d[0], a[0].x, a[0].y, a[0].z, a[0].w, b0, b1);
-    if constexpr (TILES == 3) {
-        mma16(s.d[0], a[1].x, a[1].y, a[1].z, a[1].w, b0, b1);
-        mma16(s.d[1], a[2].x, a[2].y, a[2].z, a[2].w, b0, b1);
-    }
-    /* The operand is its own transpose: token by token. Squares are the diagonals of b0 b0 (above) and b1 b1 (below). */
-    mma8(s.low, b0, b1, b0);
-    mma8(s.high, b0, b1, b1);
-}
-
-/* To [token][row] of eight tokens. D has row g (and g + 8) of tokens 2t, 2t + 1. */
-template <int N, bool HEAD>
-static __device__ __forceinline__ void leave_sums(float *to, const site_sums<site_shape<N, HEAD>::tiles> &s,
-                                                  int lane)
-{
-    typedef site_shape<N, HEAD> shape;
-    const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-        float *const row = to + (2 * t + e) * shape::width;
-        if constexpr (shape::tiles == 3) {
-            row[g] = s.d[0][e];
-            row[g + 8] = s.d[0][2 + e];
-            row[g + 16] = s.d[1][e] + s.d[1][2 + e];
-        } else {
-            if (g < shape::rows) row[g] = s.d[0][e] + s.d[0][2 + e];
-        }
-    }
-    if (t == g >> 1) to[g * shape::width + shape::rows] = g & 1 ? s.low[1] + s.high[3] : s.low[0] + s.high[2];
-}
-
 /* New streams of one token and 8 channels, in the registers of the old ones. */
 template <int N, post_mode MODE>
-static __device__ __forceinline__ void mix(raw<bf16, 8> (&x)[N], const raw<bf16, 8> &f, const coefs<N> &from,
+static __device__ __forceinline__ void mix(raw<bf16, 8> (&x)[N], const raw<bf16, 8> &f, const coefs<N> &k,
                                            const site_args &p, const weft_mask &mask, int64_t token, int channel)
 {
     post_extra<N, 8> extra;
-    const coefs<N> k = from;
     load_extra<N, 8, MODE>(extra, p.bias, mask, token, channel);
 #pragma unroll
     for (int pair = 0; pair < 4; pair++) {
@@ -233,278 +286,330 @@ static __device__ __forceinline__ void mix(raw<bf16, 8> (&x)[N], const raw<bf16,
     }
 }
 
-/* A lane of a mixer on its way through the tiles of its group. */
-struct mixer_walk {
-    const char *x, *f;    /* of this tile, or of the one to copy */
-    int32_t tiles, least; /* a lane has nothing in the last `least` of them: channels or tokens behind the last */
+template <int N, post_mode MODE, int PAIRS>
+static __device__ __forceinline__ void mixer(const site_args &p, const site_block &b, int row)
+{
+    typedef site_lane<N, PAIRS> place;
+    const place m(p, b, row);
+    const uint32_t tiles = shared_address(b.shared);
+    const coefs<N> *const coef = (const coefs<N> *)(b.shared + p.at.coef) + row;
+    const int lives = site_lives(p, b, row);
+    char *y = (char *)(p.y + site_token(p, b, 0, row) * p.y_token + m.channel);
+    weft_mask mask = {};
+    if constexpr (MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
+    site_cursor c;
+#pragma unroll 1
+    for (int i = 0; i < b.count; i++, c.next(p.stages), y += p.y_step) {
+        const uint32_t tile = tiles + c.stage * p.at.stage;
+        barrier_wait(b.at.full + c.stage * 8, c.parity);
+        const coefs<N> k = coef[c.stage * SITE_TILE];
+#pragma unroll
+        for (int t = 0; t < place::most; t++) {
+            if (!m.inside(p, t)) continue;
+            const uint32_t at = tile + m.streams + t * 4 * N * BOX_BYTES;
+            const bool live = i < lives && m.live(p, t);
+            raw<bf16, 8> x[N];
+#pragma unroll
+            for (int o = 0; o < N; o++) x[o] = take_piece(at + o * BOX_BYTES);
+            const raw<bf16, 8> f = take_piece(tile + m.row + t * 4 * BOX_BYTES);
+            if (MODE == PLAIN || live)
+                mix<N, MODE>(x, f, k, p, mask, MODE == PLAIN ? 0 : site_token(p, b, i, row), m.channel + t * 4 * SITE_BOX);
+#pragma unroll
+            for (int o = 0; o < N; o++) put_piece(at + o * BOX_BYTES, x[o]);
+            if (live)
+#pragma unroll
+                for (int o = 0; o < N; o++) store_raw((bf16 *)(y + p.y_at[o] + t * 4 * TMA_ROW), x[o]);
+        }
+        tma_publish();
+        __syncwarp(); /* what the warp stored comes before its arrival */
+        if (b.lane == 0) barrier_arrive(b.at.mixed + c.stage * 8);
+    }
+}
+
+/* ---- projectors: aggregate and norm ------------------------------------------------------------------------------------- */
+
+/* 8 channels, rounded. */
+template <int N>
+static __device__ __forceinline__ raw<bf16, 8> aggregate(uint32_t streams, const float (&pre)[N])
+{
+    raw<bf16, 8> x[N], u;
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = take_piece(streams + i * BOX_BYTES);
+#pragma unroll
+    for (int pair = 0; pair < 4; pair++) {
+        float s[2], v[2];
+        widen2(v[0], v[1], x[0].word[pair], bf16());
+        s[0] = pre[0] * v[0], s[1] = pre[0] * v[1];
+#pragma unroll
+        for (int i = 1; i < N; i++) {
+            widen2(v[0], v[1], x[i].word[pair], bf16());
+            s[0] = fmaf(pre[i], v[0], s[0]), s[1] = fmaf(pre[i], v[1], s[1]);
+        }
+        u.word[pair] = narrow2(s[0], s[1], bf16());
+    }
+    return u;
+}
+
+/* u to memory and, where it will be normed, to the place where f was; the sum of its squares goes to the token's owner. */
+template <int N, int PAIRS>
+static __device__ __forceinline__ void aggregate_tile(const site_args &p, const site_block &b,
+                                                      const site_lane<N, PAIRS> &m, uint32_t tile, const float *from,
+                                                      int i, bool there)
+{
+    float pre[N], squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < N; k++) pre[k] = from[k];
+    bf16 *const to = p.u + site_token(p, b, i, m.token) * p.u_token + m.channel;
+#pragma unroll
+    for (int t = 0; t < m.most; t++) {
+        if (!m.inside(p, t)) continue;
+        const raw<bf16, 8> u = aggregate<N>(tile + m.streams + t * 4 * N * BOX_BYTES, pre);
+        if (p.u && there && m.live(p, t)) store_raw(to + t * 4 * SITE_BOX, u);
+        if (!p.v) continue;
+        float v[8];
+        put_piece(tile + m.row + t * 4 * BOX_BYTES, u);
+        unpack(v, u);
+#pragma unroll
+        for (int k = 0; k < 8; k++) squares = fmaf(v[k], v[k], squares);
+    }
+    if (!p.v) return;
+    squares = warp_sum(squares);
+    const site_place owner = site_dealt(p, (uint32_t)(i * SITE_TILE + m.token));
+    if (b.lane == 0)
+        cluster_send(cluster_address(shared_address(b.shared + p.at.squares) + (owner.slot * p.cluster + b.rank) * 4,
+                                     owner.owner),
+                     squares, cluster_address(b.at.squares + owner.slot * 8, owner.owner));
+}
+
+template <int N, int PAIRS>
+static __device__ __forceinline__ void norm_tile(const site_args &p, const site_block &b, const site_lane<N, PAIRS> &m,
+                                                 uint32_t tile, float inverse, int i)
+{
+    bf16 *const to = p.v + site_token(p, b, i, m.token) * p.v_token + m.channel;
+#pragma unroll 1
+    for (int t = 0; t < m.most && m.inside(p, t) && m.live(p, t); t++) {
+        float x[8], w[8];
+        unpack(x, take_piece(tile + m.row + t * 4 * BOX_BYTES));
+        if (has(p.sub_weight)) get_param<8>(w, p.sub_weight, m.channel + t * 4 * SITE_BOX);
+#pragma unroll
+        for (int k = 0; k < 8; k++) x[k] = has(p.sub_weight) ? x[k] * inverse * w[k] : x[k] * inverse * 1.0f;
+        store<bf16, 8>(to + t * 4 * SITE_BOX, x);
+    }
+}
+
+/* ---- projectors: psi ---------------------------------------------------------------------------------------------------- */
+
+/* Columns c, c + 1 of a row, zeros outside of the tensor. No branches, so that many are on their way at once. */
+static __device__ __forceinline__ float2 psi_two(const site_args &p, int row, int stream, int channel)
+{
+    const bool there = row < p.w.rows && channel < p.channels;
+    float2 v = __ldg((const float2 *)(p.psi + (there ? row * p.psi_row + stream * p.psi_stream + channel : 0)));
+    if (!there) v = make_float2(0.0f, 0.0f);
+    return v;
+}
+
+/* The same of any layout and dtype. */
+static __device__ __noinline__ float2 psi_any(const site_args &p, int row, int stream, int channel)
+{
+    if (row >= p.w.rows || channel >= p.channels) return make_float2(0.0f, 0.0f);
+    return make_float2(psi_at(p.w, row, stream, channel), psi_at(p.w, row, stream, channel + 1));
+}
+
+/* Operands of the tensor cores for 32 columns of a stream from `channel` on, two steps. */
+template <int TILES>
+static __device__ __forceinline__ void psi_operands(uint4 (&to)[2 * TILES], const site_args &p, int stream,
+                                                    int channel, int lane)
+{
+    const int g = lane >> 2, c = channel + 2 * (lane & 3);
+    float2 v[2][TILES][2]; /* step, eight rows, eight columns */
+#pragma unroll
+    for (int s = 0; s < 2; s++)
+#pragma unroll
+        for (int q = 0; q < TILES; q++)
+#pragma unroll
+            for (int k = 0; k < 2; k++)
+                v[s][q][k] = p.psi ? psi_two(p, g + 8 * q, stream, c + 16 * s + 8 * k)
+                                   : psi_any(p, g + 8 * q, stream, c + 16 * s + 8 * k);
+#pragma unroll
+    for (int s = 0; s < 2; s++) {
+        uint2 hi[TILES], lo[TILES];
+#pragma unroll
+        for (int q = 0; q < TILES; q++) {
+            split2(hi[q].x, lo[q].x, v[s][q][0].x, v[s][q][0].y);
+            split2(hi[q].y, lo[q].y, v[s][q][1].x, v[s][q][1].y);
+        }
+        uint4 *const out = to + s * TILES;
+        if constexpr (TILES == 3) {
+            out[0] = make_uint4(hi[0].x, hi[1].x, hi[0].y, hi[1].y);
+            out[1] = make_uint4(lo[0].x, lo[1].x, lo[0].y, lo[1].y);
+            out[2] = make_uint4(hi[2].x, lo[2].x, hi[2].y, lo[2].y);
+        } else {
+            out[0] = make_uint4(hi[0].x, lo[0].x, hi[0].y, lo[0].y);
+        }
+    }
+}
+
+/* ---- projectors --------------------------------------------------------------------------------------------------------- */
+
+/* What a warp sums of a tile. */
+template <int TILES> struct site_sums {
+    float d[TILES == 3 ? 2 : 1][4] = {}, squares[4] = {};
 };
 
-static __device__ __forceinline__ mixer_walk mixer_begin(const site_args &p, int group, int channel, int warp,
-                                                         int lane)
+template <int TILES>
+static __device__ __forceinline__ void multiply(site_sums<TILES> &s, const uint4 *a, uint32_t b0, uint32_t b1)
 {
-    const int64_t tiles = (p.tiles - group + p.groups - 1) / p.groups, step = (int64_t)p.groups * SITE_TILE;
-    const int64_t token = (int64_t)group * SITE_TILE + (warp & 1) * EIGHT + (lane >> 2);
-    const bool all = token + (tiles - 1) * step < p.tokens;
-    return {(const char *)(p.x + token * p.x_token + channel), (const char *)(p.f + token * p.f_token + channel),
-            (int32_t)tiles,
-            channel >= p.channels ? (int32_t)tiles
-            : all                 ? 0
-                                  : 1};
-}
-
-/* The tile that is `stages` behind the one that the pointers are at. to: of this lane in the stage. What nobody reads again
- * need not stay in the cache. */
-template <int N, bool POST>
-static __device__ __forceinline__ void copy_eight(const site_args &p, const char *x, const char *f, bool valid,
-                                                  uint32_t to)
-{
-    if constexpr (POST) {
-        const uint64_t policy = evict_first();
-#pragma unroll
-        for (int i = 0; i < N; i++) copy_async_hint(to + i * 512, x + p.x_ahead[i], valid, policy);
-        copy_async_hint(to + N * 512, f + p.f_ahead, valid, policy);
-    } else {
-#pragma unroll
-        for (int i = 0; i < N; i++) copy_async(to + i * 512, x + p.x_ahead[i], valid);
+    mma16(s.d[0], a[0].x, a[0].y, a[0].z, a[0].w, b0, b1);
+    if constexpr (TILES == 3) {
+        mma16(s.d[1], a[2].x, a[2].y, a[2].z, a[2].w, b0, b1);
+        mma16(s.d[0], a[1].x, a[1].y, a[1].z, a[1].w, b0, b1);
     }
-    copy_commit();
+    mma16(s.squares, b0, 0, b1, 0, b0, b1); /* the operand is its own transpose: squares are the diagonal */
 }
 
-template <int N, bool HEAD, bool POST, post_mode MODE>
-static __device__ __forceinline__ void mixer(const site_args &p, char *shared, const site_barriers &b,
-                                             mixer_walk walk, int group, int channel, int warp, int lane)
+/* To [token][row]. D has row g (and g + 8) of tokens 2t, 2t + 1. */
+template <int N, site_kind KIND>
+static __device__ __forceinline__ void leave_sums(float *to, const site_sums<site_shape<N, KIND>::tiles> &s,
+                                                  int lane)
 {
-    typedef site_room<N, HEAD, POST> room;
-    typedef site_shape<N, HEAD> shape;
-    constexpr int STAGES = room::stages;
-    static_assert((COEF_SLOTS & (COEF_SLOTS - 1)) == 0 && TELLERS == 2,
-                  "slots and parities are bits of the tile's number");
-    char *const own = shared + room::stream + warp * STAGES * room::stage_bytes + lane * 16;
-    const uint4 *const psi = (const uint4 *)shared + (warp >> 1) * shape::steps * shape::tiles * 32 + lane;
-    const coefs<N> *const coef = (const coefs<N> *)(shared + room::coef) + (warp & 1) * EIGHT + (lane >> 2);
-    float *const sums_to = (float *)(shared + room::sums) + warp * room::sums_floats;
-    weft_mask mask = {};
-    if constexpr (POST && MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
+    typedef site_shape<N, KIND> shape;
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        float *const row = to + (2 * t + e) * shape::width;
+        if constexpr (shape::tiles == 3) {
+            row[g] = s.d[0][e];
+            row[g + 8] = s.d[0][2 + e];
+            row[g + 16] = s.d[1][e] + s.d[1][2 + e];
+        } else {
+            if (g < shape::rows) row[g] = s.d[0][e] + s.d[0][2 + e];
+        }
+    }
+    if (t == g >> 1) to[g * shape::width + shape::rows] = g & 1 ? s.squares[1] : s.squares[0];
+}
 
-    int stage = 0; /* in bytes */
-#pragma unroll 1
-    for (int n = 0; n < walk.tiles; n++) {
-        const int k = n & (COEF_SLOTS - 1), teller = n & 1;
-        raw<bf16, 8> x[N];
-        site_sums<shape::tiles> sums;
-        copy_wait<STAGES - 1>();
+static __device__ __forceinline__ void projectors_sync()
+{
+    asm volatile("bar.sync 1, %0;" ::"n"(PROJECTORS * 32) : "memory");
+}
+
+/* psi of a warp: what it keeps in registers and what it reads from shared memory. */
+template <int TILES, int PAIRS> struct site_psi {
+    static constexpr int all = PAIRS * 2 * TILES, count = all < SITE_KEPT ? all : SITE_KEPT;
+    uint4 kept[count];
+    const uint4 *rest;
+
+    __device__ __forceinline__ site_psi(const site_args &p, const site_block &b, int streams, int warp)
+    {
+        uint4 *const more = (uint4 *)(b.shared + p.at.psi) + warp * 32 + b.lane;
+        rest = more;
 #pragma unroll
-        for (int i = 0; i < N; i++) x[i] = *(const raw<bf16, 8> *)(own + stage + i * 512);
-        if constexpr (POST) {
-            const raw<bf16, 8> f = *(const raw<bf16, 8> *)(own + stage + N * 512);
-            barrier_wait(b.coef_full + k * 8, (uint32_t)(n / COEF_SLOTS) & 1);
-            if (n < walk.tiles - walk.least) { /* the others have zeros */
-                int64_t token = 0;             /* of the mask */
-                if constexpr (MODE == FULL)
-                    token = (group + (int64_t)n * p.groups) * SITE_TILE + (warp & 1) * EIGHT + (lane >> 2);
-                mix<N, MODE>(x, f, coef[k * SITE_TILE], p, mask, token, channel);
+        for (int j = 0; j < PAIRS; j++) {
+            const int pair = warp * p.pairs + j, box = pair >> 1;
+            uint4 a[2 * TILES];
+            if (PAIRS > SITE_FEW_PAIRS && j >= p.pairs) break;
+            psi_operands<TILES>(a, p, box % streams, b.first_channel + box / streams * SITE_BOX + (pair & 1) * 32,
+                                b.lane);
 #pragma unroll
-                for (int i = 0; i < N; i++) store_raw((bf16 *)(walk.x + p.y_at[i]), x[i]);
+            for (int e = 0; e < 2 * TILES; e++) {
+                const int k = j * 2 * TILES + e;
+                if (k < count)
+                    kept[k < count ? k : 0] = a[e];
+                else
+                    more[(k - count) * (PROJECTORS * 32)] = a[e];
             }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(b.coef_empty + k * 8);
         }
-        copy_eight<N, POST>(p, walk.x, walk.f, n + STAGES < walk.tiles - walk.least, shared_address(own) + stage);
-        walk.x += p.x_step, walk.f += p.f_step;
-        stage = stage == (STAGES - 1) * room::stage_bytes ? 0 : stage + room::stage_bytes;
+    }
+    /* Operands of step s. */
+    __device__ __forceinline__ void step(uint4 (&a)[TILES], int s) const
+    {
 #pragma unroll
-        for (int step = 0; step < shape::steps; step++) {
-            uint4 a[shape::tiles];
-#pragma unroll
-            for (int q = 0; q < shape::tiles; q++) a[q] = psi[(step * shape::tiles + q) * 32];
-            multiply<shape::tiles>(sums, a, x[step >> 1].word[(step & 1) * 2],
-                                   x[step >> 1].word[(step & 1) * 2 + 1]);
+        for (int q = 0; q < TILES; q++) {
+            const int k = s * TILES + q;
+            a[q] = k < count ? kept[k < count ? k : 0] : rest[(k - count) * (PROJECTORS * 32)];
         }
-        barrier_wait(b.empty + teller * 8, ((uint32_t)(n >> 1) & 1) ^ 1);
-        leave_sums<N, HEAD>(sums_to + teller * MIXERS * room::sums_floats, sums, lane);
-        __syncwarp(); /* what the warp stored comes before its arrival */
-        if (lane == 0) barrier_arrive(b.full + teller * 8);
     }
-    copy_wait<0>();
-}
+};
 
-/* ---- counters in memory ------------------------------------------------------------------------------------------------- */
-
-/* An acquire would also throw away the L1 cache at each look. It is not needed: what the count promises is read past that
- * cache (__ldcg), and after this loop, since a load is never issued ahead of a branch. */
-static __device__ __forceinline__ void wait_count(const uint32_t *counter, uint32_t target)
+template <int N, site_kind KIND, int PAIRS>
+static __device__ __forceinline__ void projector(const site_args &p, const site_block &b, int warp)
 {
-    uint32_t seen;
-    while (true) {
-        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-        if (seen >= target) return;
-        __nanosleep(100);
-    }
-}
-
-static __device__ __forceinline__ void count_one(uint32_t *counter)
-{
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-
-/* ---- tellers, clerk ----------------------------------------------------------------------------------------------------- */
-
-template <int N, bool HEAD, bool POST>
-static __device__ __forceinline__ void teller(const site_args &p, const char *shared, const site_barriers &b,
-                                              int slice, int group, int which, int lane)
-{
-    typedef site_room<N, HEAD, POST> room;
-    typedef site_shape<N, HEAD> shape;
-    uint32_t *const counted = p.counters + group * 2 * SITE_RING, *const taken = counted + SITE_RING;
-    float *const ring = p.ring + (int64_t)group * SITE_RING * p.slices * SITE_TILE * SITE_ROW;
-    const float *const sums = (const float *)(shared + room::sums) + which * MIXERS * room::sums_floats +
-                              (lane < shape::width ? lane : 0);
-    uint32_t parity = 0;
-    int64_t tile = which;
+    typedef site_shape<N, KIND> shape;
+    constexpr int T = shape::tiles;
+    const site_psi<T, PAIRS> psi(p, b, N, warp);
+    const site_lane<N, PAIRS> m(p, b, warp);
+    const int behind = p.late + p.later, lives = site_lives(p, b, warp), first = warp * p.pairs;
+    const uint32_t tiles = shared_address(b.shared), received = shared_address(b.shared + p.at.received);
+    /* Pair j of this warp is half (pair & 1) of a box of one stream, pair >> 1: bit 6 of where its pieces lie. */
+    const uint32_t piece = (b.lane & 7) * TMA_ROW + (((b.lane >> 3) ^ (b.lane & 7)) << 4);
+    float *const sums = (float *)(b.shared + p.at.sums);
+    site_cursor now, then, last;
+    cluster_wait_for_all();
 #pragma unroll 1
-    for (int64_t at = group + which * p.groups; at < p.tiles; at += TELLERS * p.groups, tile += TELLERS) {
-        const int slot = (int)(tile % SITE_RING);
-        float v[SITE_TILE] = {};
-        barrier_wait(b.full + which * 8, parity);
-        parity ^= 1;
-#pragma unroll 1
-        for (int w = 0; w < PAIRS; w++)
+    for (int i = 0; i < b.count + behind; i++) {
+        if (i < b.count) {
+            site_sums<T> s;
+            const uint32_t from = tiles + now.stage * p.at.stage + piece;
+            barrier_wait((KIND == SITE_BOUNDARY ? b.at.mixed : b.at.full) + now.stage * 8, now.parity);
 #pragma unroll
-            for (int i = 0; i < SITE_TILE; i++)
-                v[i] += sums[(2 * w + i / EIGHT) * room::sums_floats + i % EIGHT * shape::width];
-        __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(b.empty + which * 8);
-            if (tile >= SITE_RING) wait_count(taken + slot, (uint32_t)(tile / SITE_RING) * SITE_TILE);
+            for (int j = 0; j < PAIRS; j++) {
+                uint32_t y[4];
+                if (PAIRS > SITE_FEW_PAIRS && j >= p.pairs) break;
+                ldmatrix4(y, (from + ((first + j) >> 1) * BOX_BYTES) ^ (((first + j) & 1) << 6));
+#pragma unroll
+                for (int k = 0; k < 2; k++) {
+                    uint4 a[T];
+                    psi.step(a, j * 2 + k);
+                    multiply<T>(s, a, y[2 * k], y[2 * k + 1]);
+                }
+            }
+            leave_sums<N, KIND>(sums + warp * SITE_TILE * shape::width, s, b.lane);
+            projectors_sync();
+            if (b.lane < shape::width) {
+                const site_place to = site_dealt(p, (uint32_t)i * SITE_TILE + warp);
+                float v = 0.0f;
+#pragma unroll
+                for (int w = 0; w < PROJECTORS; w++) v += sums[(w * SITE_TILE + warp) * shape::width + b.lane];
+                cluster_send(
+                    cluster_address(received + ((to.slot * p.cluster + b.rank) * SITE_ROW + b.lane) * 4, to.owner), v,
+                    cluster_address(b.at.sums + to.slot * 8, to.owner));
+            }
+            projectors_sync(); /* the sums may be overwritten */
+            now.next(p.stages);
         }
-        __syncwarp();
-        float *const to = ring + ((int64_t)slot * p.slices + slice) * SITE_TILE * SITE_ROW + lane;
-#pragma unroll
-        for (int i = 0; i < SITE_TILE; i++)
-            if (lane < shape::width) to[i * SITE_ROW] = v[i];
-        __syncwarp();
-        if (lane == 0) count_one(counted + slot); /* after the streams of the mixers too, which arrived before */
-    }
-}
-
-/* Coefficients of post of a tile. A lane takes a line at a time: post, or one of the matrix. */
-template <int N>
-static __device__ __forceinline__ void put_line(const site_args &p, coefs<N> &to, int line, const float (&v)[N])
-{
-    float *const first = line == 0 ? to.post : p.in_out ? &to.w[0][line - 1] : to.w[line - 1];
-    const int step = line > 0 && p.in_out ? N : 1;
-#pragma unroll
-    for (int k = 0; k < N; k++) first[k * step] = v[k];
-}
-
-template <int N>
-static __device__ __noinline__ void fetch_any_coefs(const site_args &p, coefs<N> *to, int64_t tile, int lane)
-{
-#pragma unroll 1
-    for (int e = lane; e < SITE_TILE * (N + N * N); e += 32) {
-        const int row = e / (N + N * N);
-        const int64_t at = tile * SITE_TILE + row, token = at < p.tokens ? at : p.tokens - 1;
-        ((float *)to)[e] = coef_at(p.post, p.res, p.in_out, N, token, e - row * (N + N * N));
-    }
-}
-
-template <int N>
-static __device__ __forceinline__ void fetch_coefs(const site_args &p, coefs<N> *to, int64_t tile, int lane)
-{
-    constexpr int LINES = N + 1, ROUNDS = (SITE_TILE * LINES + 31) / 32;
-    if (!p.coef_wide) return fetch_any_coefs<N>(p, to, tile, lane);
-    float v[ROUNDS][N];
-#pragma unroll
-    for (int r = 0; r < ROUNDS; r++) {
-        const int e = r * 32 + lane, row = e / LINES, line = e - row * LINES;
-        const int64_t at = tile * SITE_TILE + row, token = at < p.tokens ? at : p.tokens - 1;
-        const float *const from =
-            line == 0 ? (const float *)p.post.data + token * p.post.stride[0]
-                      : (const float *)p.res.data + token * p.res.stride[0] + (line - 1) * p.res.stride[1];
-        if (e < SITE_TILE * LINES) load_shared<float, N>(v[r], from);
-    }
-#pragma unroll
-    for (int r = 0; r < ROUNDS; r++) {
-        const int e = r * 32 + lane, row = e / LINES;
-        if (e < SITE_TILE * LINES) put_line<N>(p, to[row], e - row * LINES, v[r]);
-    }
-}
-
-/* Matrices of the tokens k0 .. of this block. No part of its caller: it would take that one's registers. */
-template <int N>
-static __device__ __noinline__ void make_matrices(const site_args &p, const float *logits, uint32_t empty,
-                                                  int64_t k0, int64_t mine, int slice, int group, int lane)
-{
-    const int64_t k = k0 + lane % EIGHT, q = slice + k * p.slices, tile = q / SITE_TILE;
-    const int64_t token = (group + tile * p.groups) * SITE_TILE + q % SITE_TILE;
-    const view &to = p.res_out;
-    float z[N * N];
-#pragma unroll
-    for (int e = 0; e < N * N; e++) z[e] = logits[e * 2 * EIGHT + k % (2 * EIGHT)];
-    __syncwarp();
-    if (lane == 0) barrier_arrive(empty);
-    sinkhorn_fwd<N>(z, p.numbers);
-    if (lane >= EIGHT || k >= mine) return;
-#pragma unroll
-    for (int e = 0; e < N * N; e++)
-        put(to, token * to.stride[0] + e / N * to.stride[1] + e % N * to.stride[2], z[e]);
-}
-
-/* A barrier as the whole warp sees it. */
-static __device__ __forceinline__ bool warp_test(uint32_t barrier, uint32_t parity)
-{
-    return __any_sync(0xffffffffu, barrier_test(barrier, parity));
-}
-
-/* Does whatever can be done next, and never waits for one thing alone: mixers wait for coefficients, finishers for room for
- * their logits. */
-template <int N, bool HEAD, bool POST>
-static __device__ __forceinline__ void clerk(const site_args &p, char *shared, const site_barriers &b, int slice,
-                                             int group, int lane)
-{
-    typedef site_room<N, HEAD, POST> room;
-    const float *const logits = (const float *)(shared + room::logits);
-    const int64_t mine = !HEAD && has(p.res_out) ? tokens_of(p, slice, group) : 0;
-    int64_t tile = POST ? group : p.tiles, k0 = 0;
-    int slot = 0, batch = 0;
-    uint32_t coef_parity = 1, logits_parity = 0;
-    /* The last tokens may be fewer than eight: their barrier counts those that never come. */
-    auto complete = [&]() {
-        if (mine - k0 < EIGHT && lane < EIGHT && k0 + lane >= mine) barrier_arrive(b.logits_full + batch * 8);
-    };
-    if (mine > 0) complete();
-#pragma unroll 1
-    while (tile < p.tiles || k0 < mine) {
-        bool idle = true;
-        if constexpr (POST) {
-            if (tile < p.tiles && warp_test(b.coef_empty + slot * 8, coef_parity)) {
-                fetch_coefs<N>(p, (coefs<N> *)(shared + room::coef) + slot * SITE_TILE, tile, lane);
+        if (i >= p.late && i - p.late < b.count) {
+            barrier_wait(b.at.pre + then.stage * 8, then.parity);
+            if (p.u || p.v)
+                aggregate_tile<N, PAIRS>(p, b, m, tiles + then.stage * p.at.stage,
+                                         (const float *)(b.shared + p.at.pre) + (then.stage * SITE_TILE + warp) * N,
+                                         i - p.late, i - p.late < lives);
+            if (!p.v) {
                 __syncwarp();
-                if (lane == 0) barrier_arrive(b.coef_full + slot * 8);
-                tile += p.groups;
-                if (++slot == COEF_SLOTS) slot = 0, coef_parity ^= 1;
-                idle = false;
+                if (b.lane == 0) barrier_arrive(b.at.empty + then.stage * 8);
             }
+            then.next(p.stages);
         }
-        if constexpr (!HEAD) {
-            if (k0 < mine && warp_test(b.logits_full + batch * 8, logits_parity)) {
-                make_matrices<N>(p, logits, b.logits_empty + batch * 8, k0, mine, slice, group, lane);
-                k0 += EIGHT;
-                batch ^= 1;
-                if (batch == 0) logits_parity ^= 1;
-                if (k0 < mine) complete();
-                idle = false;
-            }
+        if (p.v && i >= behind) {
+            barrier_wait(b.at.inverse + last.stage * 8, last.parity);
+            if (i - behind < lives)
+                norm_tile<N, PAIRS>(p, b, m, tiles + last.stage * p.at.stage,
+                                    *((const float *)(b.shared + p.at.inverse) + last.stage * SITE_TILE + warp),
+                                    i - behind);
+            tma_publish(); /* the copy engine overwrites u */
+            __syncwarp();
+            if (b.lane == 0) barrier_arrive(b.at.empty + last.stage * 8);
+            last.next(p.stages);
         }
-        if (idle) __nanosleep(50);
     }
 }
 
-/* ---- finishers ---------------------------------------------------------------------------------------------------------- */
+/* ---- owner, normer, clerk ----------------------------------------------------------------------------------------------- */
 
-static __device__ __forceinline__ uint4 load_cached(const bf16 *from)
+/* Tokens of this cluster, without those behind the last. */
+static __device__ __forceinline__ int64_t site_live(const site_args &p, const site_block &b)
 {
-    return __ldcg((const uint4 *)from);
+    const int64_t cut = site_token(p, b, b.count - 1, SITE_TILE) - p.tokens;
+    return (int64_t)b.count * SITE_TILE - (cut > 0 ? cut : 0);
 }
 
 /* What a tensor keeps of v. */
@@ -513,209 +618,207 @@ static __device__ __forceinline__ float as_stored(const view &to, float v)
     return to.dtype == WEFT_BF16 ? rounded<bf16>(v) : to.dtype == WEFT_F16 ? rounded<f16>(v) : v;
 }
 
-/* A finisher's part of a token: 256 channels at a time, TEAM apart; AHEAD of these are on their way at once. */
-template <int N> struct site_part {
-    static constexpr int ahead = 2, step = TEAM * 256;
-    uint4 x[ahead][N];
-
-    __device__ __forceinline__ void fetch(const bf16 *from, int64_t stream, int channels, int c0)
-    {
-#pragma unroll
-        for (int a = 0; a < ahead; a++)
-            if (c0 + a * step < channels)
-#pragma unroll
-                for (int i = 0; i < N; i++) x[a][i] = load_cached(from + i * stream + c0 + a * step);
-    }
-
-    /* Writes u, adds the squares of what it wrote. */
-    __device__ __forceinline__ void finish(bf16 *u, const float (&pre)[N], int channels, int c0,
-                                           float &squares) const
-    {
-#pragma unroll
-        for (int a = 0; a < ahead; a++) {
-            if (c0 + a * step >= channels) continue;
-            uint32_t word[4];
-#pragma unroll
-            for (int pair = 0; pair < 4; pair++) {
-                float s[2], v[2];
-                auto part = [&](const uint4 &w) {
-                    return pair == 0 ? w.x : pair == 1 ? w.y : pair == 2 ? w.z : w.w;
-                };
-                widen2(v[0], v[1], part(x[a][0]), bf16());
-                s[0] = pre[0] * v[0], s[1] = pre[0] * v[1];
-#pragma unroll
-                for (int i = 1; i < N; i++) {
-                    widen2(v[0], v[1], part(x[a][i]), bf16());
-                    s[0] = fmaf(pre[i], v[0], s[0]), s[1] = fmaf(pre[i], v[1], s[1]);
-                }
-                word[pair] = narrow2(s[0], s[1], bf16());
-                widen2(v[0], v[1], word[pair], bf16());
-                squares = fmaf(v[0], v[0], squares);
-                squares = fmaf(v[1], v[1], squares);
-            }
-            store_vector(u + c0 + a * step, word[0], word[1], word[2], word[3]);
-        }
-    }
-};
-
-/* v from u, which this lane stored itself. */
-static __device__ __forceinline__ void norm_part(bf16 *v, const bf16 *u, float inverse, const view &weight,
-                                                 int channels, int c0)
+/* The same four floats (or two) to the same place of every block. */
+template <int N>
+static __device__ __forceinline__ void to_all(const site_args &p, const site_block &b, uint32_t at, const float (&v)[N],
+                                              uint32_t barrier)
 {
-#pragma unroll 2
-    for (int c = c0; c < channels; c += TEAM * 256) {
-        float x[8], w[8];
-        load_shared<bf16, 8>(x, u + c);
-        if (has(weight)) get_param<8>(w, weight, c);
-#pragma unroll
-        for (int k = 0; k < 8; k++) x[k] = has(weight) ? x[k] * inverse * w[k] : x[k] * inverse * 1.0f;
-        store<bf16, 8>(v + c, x);
-    }
+    if (b.lane < p.cluster) cluster_send(cluster_address(at, b.lane), v, cluster_address(barrier, b.lane));
 }
 
-static __device__ __forceinline__ void team_sync(int team)
+/* Where pre_in is given nobody waits for the values, but everybody does for the barrier: no owner may fall behind. */
+template <int N, site_kind KIND> static __device__ __forceinline__ void own(const site_args &p, const site_block &b)
 {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(TEAM * 32) : "memory");
-}
-
-/* Gates of a token, a row each lane, from what its slices have left in the ring. */
-template <int N, bool HEAD>
-static __device__ __forceinline__ float token_gates(const site_args &p, const float *param, const float *from,
-                                                    int64_t token, int lane)
-{
-    constexpr int R = site_shape<N, HEAD>::rows;
-    const int kind = lane < N ? 0 : lane < 2 * N ? 1 : 2;
-    float h = 0.0f, gate = 0.0f;
-#pragma unroll 8
-    for (int s = 0; s < p.slices; s++) h += __ldcg(from + s * (SITE_TILE * SITE_ROW) + (lane <= R ? lane : 0));
-    const float ms = __shfl_sync(0xffffffffu, h, R) * p.mean;
-    const float inv = mm_inv_rms(ms, p.numbers.rms_eps, p.numbers.rms_eps_kind);
-    if (lane < R) {
-        if (has(p.h)) put(p.h, token * p.h.stride[0] + lane * p.h.stride[1], h);
-        gate = gate_fwd(h, inv, param[R + kind], param[lane], kind, p.numbers);
-        if (kind == 0 && has(p.pre)) put(p.pre, token * p.pre.stride[0] + lane * p.pre.stride[1], gate);
-        if (kind == 1 && has(p.post_out))
-            put(p.post_out, token * p.post_out.stride[0] + (lane - N) * p.post_out.stride[1], gate);
-    } else if (lane == R && has(p.ms)) {
-        put(p.ms, token * p.ms.stride[0], ms);
-    }
-    return gate;
-}
-
-template <int N, bool HEAD, bool POST>
-static __device__ __forceinline__ void finisher(const site_args &p, float *logits, const float *param, float *room,
-                                                const site_barriers &b, int slice, int group, int team, int member,
-                                                int lane)
-{
-    constexpr int R = site_shape<N, HEAD>::rows;
-    uint32_t *const counted = p.counters + group * 2 * SITE_RING, *const taken = counted + SITE_RING;
-    const float *const ring = p.ring + (int64_t)group * SITE_RING * p.slices * SITE_TILE * SITE_ROW;
-    const int64_t mine = tokens_of(p, slice, group), stream = POST ? p.y_stream : p.x_stream;
-    const int c0 = (member * 32 + lane) * 8;
-    const bool wants_u = p.u || p.v;
+    constexpr int R = site_shape<N, KIND>::rows, LOGITS = 2 * SITE_TILE;
+    const int lane = b.lane, kind = lane < N ? 0 : lane < 2 * N ? 1 : 2, column = lane <= R ? lane : 0;
+    const float alpha = lane < R ? get(p.alpha, kind * p.alpha.stride[0]) : 0.0f;
+    const float beta = lane < R ? get(p.beta, lane * p.beta.stride[0]) : 0.0f;
+    float *const logits = (float *)(b.shared + p.at.logits);
+    const uint32_t pre_at = shared_address(b.shared + p.at.pre), aside = shared_address(b.shared + p.at.aside);
+    const int64_t live = site_live(p, b);
+    int slot = 0;
+    uint32_t parity = 0;
+    cluster_wait_for_all();
 #pragma unroll 1
-    for (int64_t k = team; k < mine; k += TEAMS) {
-        const int64_t q = slice + k * p.slices, tile = q / SITE_TILE;
-        const int row = (int)(q % SITE_TILE), slot = (int)(tile % SITE_RING);
-        const int64_t token = (group + tile * p.groups) * SITE_TILE + row;
-        const bf16 *const streams = POST ? p.y + token * p.y_token : p.x + token * p.x_token;
-        site_part<N> part;
-        if (member == 0 && lane == 0) wait_count(counted + slot, (uint32_t)(tile / SITE_RING + 1) * p.slices);
-        team_sync(team);
-        if (wants_u) part.fetch(streams, stream, p.channels, c0);
-        if (member == 0) {
-            float pre = 0.0f;
-            if (has(p.pre_in) && lane < N)
-                pre = get(p.pre_in, token * p.pre_in.stride[0] + lane * p.pre_in.stride[1]);
-            const float gate = token_gates<N, HEAD>(
-                p, param, ring + ((int64_t)slot * p.slices * SITE_TILE + row) * SITE_ROW, token, lane);
-            if (!has(p.pre_in)) pre = as_stored(p.pre, gate);
-            if (lane < N) room[lane] = pre;
-            __syncwarp();
-            if (lane == 0) count_one(taken + slot);
-            if constexpr (!HEAD) {
-                if (has(p.res_out)) {
-                    const int batch = (int)(k / EIGHT & 1);
-                    barrier_wait(b.logits_empty + batch * 8, ((uint32_t)(k / (2 * EIGHT)) & 1) ^ 1);
-                    if (lane >= 2 * N && lane < R) logits[(lane - 2 * N) * 2 * EIGHT + k % (2 * EIGHT)] = gate;
-                    __syncwarp();
-                    if (lane == 0) barrier_arrive(b.logits_full + batch * 8);
-                }
+    for (uint32_t k = 0;; k++) {
+        const uint32_t number = b.rank + (k << p.cluster_log), tile = number / SITE_TILE, row = number % SITE_TILE;
+        if (tile >= (uint32_t)b.count) break;
+        const uint32_t stage = tile % (uint32_t)p.stages;
+        const float *const from = (const float *)(b.shared + p.at.received) + slot * p.cluster * SITE_ROW + column;
+        float h = 0.0f;
+        barrier_wait(b.at.sums + slot * 8, parity);
+#pragma unroll 4
+        for (int s = 0; s < p.cluster; s++) h += from[s * SITE_ROW];
+        const float ms = __shfl_sync(0xffffffffu, h, R) * p.mean;
+        const float inv = mm_inv_rms(ms, p.numbers.rms_eps, p.numbers.rms_eps_kind);
+        const float gate = gate_fwd(h, inv, alpha, beta, kind, p.numbers);
+        float pre[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) pre[i] = __shfl_sync(0xffffffffu, as_stored(p.pre, gate), i);
+        if (lane == 0) tma_expect(b.at.sums + slot * 8, (uint32_t)p.cluster * (R + 1) * 4);
+        __syncwarp();
+        to_all<N>(p, b, has(p.pre_in) ? aside : pre_at + (stage * SITE_TILE + row) * N * 4, pre, b.at.pre + stage * 8);
+        if (++slot == p.slots) slot = 0, parity ^= 1;
+        if (number >= live) continue;
+
+        const int64_t token = site_token(p, b, (int)tile, (int)row);
+        if (lane < R) {
+            if (has(p.h)) put(p.h, token * p.h.stride[0] + lane * p.h.stride[1], h);
+            if (kind == 0 && has(p.pre)) put(p.pre, token * p.pre.stride[0] + lane * p.pre.stride[1], gate);
+            if (kind == 1 && has(p.post_out))
+                put(p.post_out, token * p.post_out.stride[0] + (lane - N) * p.post_out.stride[1], gate);
+        } else if (lane == R && has(p.ms)) {
+            put(p.ms, token * p.ms.stride[0], ms);
+        }
+        if constexpr (KIND != SITE_HEAD) {
+            if (has(p.res_out)) {
+                const uint32_t batch = k / SITE_TILE & 1;
+                barrier_wait(b.at.logits_empty + batch * 8, (k / LOGITS & 1) ^ 1);
+                if (lane >= 2 * N && lane < R) logits[(lane - 2 * N) * LOGITS + k % LOGITS] = gate;
+                __syncwarp();
+                if (lane == 0) barrier_arrive(b.at.logits_full + batch * 8);
             }
         }
-        if (!wants_u) continue;
-        team_sync(team);
-        float factor[N], squares = 0.0f;
-        bf16 *const u = p.u ? p.u + token * p.u_token : p.v + token * p.v_token;
-#pragma unroll
-        for (int i = 0; i < N; i++) factor[i] = room[i];
+    }
+}
+
+static __device__ __forceinline__ void own_norm(const site_args &p, const site_block &b)
+{
+    const uint32_t inverse_at = shared_address(b.shared + p.at.inverse);
+    int slot = 0;
+    uint32_t parity = 0;
+    cluster_wait_for_all();
 #pragma unroll 1
-        for (int c = c0; c < p.channels; c += part.ahead * part.step) {
-            if (c != c0) part.fetch(streams, stream, p.channels, c);
-            part.finish(u, factor, p.channels, c, squares);
-        }
-        if (p.v) {
-            squares = warp_sum(squares);
-            if (lane == 0) room[N + member] = squares;
-            team_sync(team);
-            squares = room[N];
+    for (uint32_t k = 0;; k++) {
+        const uint32_t number = b.rank + (k << p.cluster_log), tile = number / SITE_TILE, row = number % SITE_TILE;
+        if (tile >= (uint32_t)b.count) break;
+        const uint32_t stage = tile % (uint32_t)p.stages;
+        const float *const from = (const float *)(b.shared + p.at.squares) + slot * p.cluster;
+        float squares = 0.0f;
+        barrier_wait(b.at.squares + slot * 8, parity);
+#pragma unroll 4
+        for (int s = 0; s < p.cluster; s++) squares += from[s];
+        const float inverse = 1.0f / sqrtf(squares / (float)p.channels + p.sub_eps);
+        __syncwarp();
+        if (b.lane == 0) tma_expect(b.at.squares + slot * 8, (uint32_t)p.cluster * 4);
+        __syncwarp();
+        if (b.lane < p.cluster)
+            cluster_send(cluster_address(inverse_at + (stage * SITE_TILE + row) * 4, b.lane), inverse,
+                         cluster_address(b.at.inverse + stage * 8, b.lane));
+        if (++slot == p.slots) slot = 0, parity ^= 1;
+    }
+}
+
+/* One token a lane. */
+template <int N> static __device__ __forceinline__ void clerk(const site_args &p, const site_block &b)
+{
+    constexpr int LOGITS = 2 * SITE_TILE;
+    const int64_t live = site_live(p, b), mine = (live - (int64_t)b.rank + p.cluster - 1) >> p.cluster_log;
+    const float *const logits = (const float *)(b.shared + p.at.logits);
+    const view &to = p.res_out;
+#pragma unroll 1
+    for (int64_t k0 = 0; k0 < mine; k0 += SITE_TILE) {
+        const int64_t k = k0 + b.lane % SITE_TILE;
+        const uint32_t batch = k0 / SITE_TILE & 1, parity = k0 / LOGITS & 1;
+        float z[N * N];
+        /* The last tokens may be fewer than eight: the barrier counts those that never come. */
+        if (b.lane < SITE_TILE && k >= mine) barrier_arrive(b.at.logits_full + batch * 8);
+        barrier_wait(b.at.logits_full + batch * 8, parity);
 #pragma unroll
-            for (int w = 1; w < TEAM; w++) squares += room[N + w];
-            norm_part(p.v + token * p.v_token, u, 1.0f / sqrtf(squares / (float)p.channels + p.sub_eps),
-                      p.sub_weight, p.channels, c0);
-        }
+        for (int e = 0; e < N * N; e++) z[e] = logits[e * LOGITS + k % LOGITS];
+        __syncwarp();
+        if (b.lane == 0) barrier_arrive(b.at.logits_empty + batch * 8);
+        if (b.lane >= SITE_TILE || k >= mine) continue;
+        sinkhorn_fwd<N>(z, p.numbers);
+        const int64_t number = (int64_t)b.rank + (k << p.cluster_log);
+        const int64_t token = site_token(p, b, (int)(number / SITE_TILE), (int)(number % SITE_TILE));
+#pragma unroll
+        for (int e = 0; e < N * N; e++)
+            put(to, token * to.stride[0] + e / N * to.stride[1] + e % N * to.stride[2], z[e]);
     }
 }
 
 /* ---- the kernel --------------------------------------------------------------------------------------------------------- */
 
-template <int N, bool HEAD, bool POST, post_mode MODE>
+template <int N, site_kind KIND>
+static __device__ __forceinline__ void init_barriers(const site_args &p, const site_barriers &b)
+{
+    const bool coefs_too = KIND == SITE_BOUNDARY || has(p.pre_in);
+    for (int i = 0; i < p.stages; i++) {
+        barrier_init(b.full + i * 8, coefs_too ? 33 : 1);
+        barrier_init(b.mixed + i * 8, MIXERS);
+        barrier_init(b.empty + i * 8, PROJECTORS);
+        barrier_init(b.pre + i * 8, 1);
+        barrier_init(b.inverse + i * 8, 1);
+    }
+    for (int i = 0; i < p.slots; i++) barrier_init(b.sums + i * 8, 1), barrier_init(b.squares + i * 8, 1);
+    for (int i = 0; i < 2; i++)
+        barrier_init(b.logits_full + i * 8, SITE_TILE), barrier_init(b.logits_empty + i * 8, 1);
+    tma_barriers_ready();
+    for (int i = 0; i < p.slots; i++) {
+        tma_expect(b.sums + i * 8, (uint32_t)p.cluster * site_shape<N, KIND>::width * 4);
+        tma_expect(b.squares + i * 8, (uint32_t)p.cluster * 4);
+    }
+}
+
+/* volatile: the compiler would rather ask for it again and again */
+static __device__ __forceinline__ int thread_index()
+{
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
+template <int N, site_kind KIND, post_mode MODE, int PAIRS>
+static __device__ __forceinline__ void site(const site_args &p)
+{
+    extern __shared__ __align__(1024) char shared[];
+    const int thread = thread_index(), warp = thread >> 5;
+    const uint32_t at = shared_address(shared + p.at.barriers), s = p.stages * 8, sums = at + 5 * s,
+                   logits = sums + 16 * p.slots;
+    site_block b = {
+        shared, {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, sums, sums + 8 * p.slots, logits, logits + 16}};
+    b.rank = cluster_rank(), b.cluster = cluster_index(), b.lane = thread & 31;
+    b.count = (p.tiles - (int)b.cluster + p.clusters - 1) / p.clusters;
+    b.first_channel = (int)b.rank * p.boxes * SITE_BOX;
+    if (thread == 0) init_barriers<N, KIND>(p, b.at);
+    __syncthreads();
+    cluster_arrive(); /* barriers exist; who sends to another block waits for its arrival first */
+
+    if (warp < FIRST_MIXER) {
+        set_registers<PROJECTOR_REGISTERS, true>();
+        projector<N, KIND, PAIRS>(p, b, warp);
+    } else if (warp < BRINGER) {
+        set_registers<MIXER_REGISTERS, false>();
+        if constexpr (KIND == SITE_BOUNDARY) mixer<N, MODE, PAIRS>(p, b, warp - FIRST_MIXER);
+        cluster_wait_for_all();
+    } else {
+        set_registers<SERVER_REGISTERS, false>();
+        if (warp == OWNER) {
+            own<N, KIND>(p, b);
+        } else if (warp == NORMER && p.v) {
+            own_norm(p, b);
+        } else {
+            if (warp == BRINGER) bring<N, KIND == SITE_BOUNDARY>(p, b);
+            if constexpr (KIND != SITE_HEAD)
+                if (warp == CLERK && has(p.res_out)) clerk<N>(p, b);
+            __syncwarp();
+            cluster_wait_for_all();
+        }
+    }
+    __syncwarp();
+    cluster_arrive(); /* nobody sends to a block that is gone */
+    cluster_wait_for_all();
+}
+
+#endif
+
+template <int N, site_kind KIND, post_mode MODE, int PAIRS>
 static __global__ void __launch_bounds__(SITE_WARPS * 32, 1) site_kernel(const __grid_constant__ site_args p)
 {
-    typedef site_room<N, HEAD, POST> room;
-    typedef site_shape<N, HEAD> shape;
-    extern __shared__ __align__(128) char shared[];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int group = (int)blockIdx.x / p.slices, slice = (int)blockIdx.x - group * p.slices;
-    float *const param = (float *)(shared + room::param);
-    const uint32_t at = shared_address(shared + room::barriers);
-    const site_barriers b = {at, at + 16, at + 64, at + 64 + COEF_SLOTS * 8, at + 32, at + 48};
-    const int channel = slice * SITE_CHANNELS + (warp >> 1) % PAIRS * 32 + (lane & 3) * 8;
-    mixer_walk walk = mixer_begin(p, group, channel, warp, lane);
-    if (warp < MIXERS) {
-        const uint32_t to =
-            shared_address(shared + room::stream) + warp * room::stages * room::stage_bytes + lane * 16;
-#pragma unroll 1
-        for (int s = -room::stages; s < 0; s++) /* pointers that are as far back as the copies are ahead */
-            copy_eight<N, POST>(p, walk.x + s * p.x_step, walk.f + s * p.f_step,
-                                s + room::stages < walk.tiles - walk.least,
-                                to + (s + room::stages) * room::stage_bytes);
-        fill_psi<N, HEAD>((uint4 *)shared + (warp >> 1) * shape::steps * shape::tiles * 32, p, channel,
-                          (warp & 1) * (shape::steps / 2), lane);
-    }
-    if (slice == 0 && threadIdx.x < 2 * SITE_RING) p.counters[group * 2 * SITE_RING + threadIdx.x] = 0;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < TELLERS; i++) barrier_init(b.full + i * 8, MIXERS), barrier_init(b.empty + i * 8, 1);
-        for (int i = 0; i < 2; i++)
-            barrier_init(b.logits_full + i * 8, EIGHT), barrier_init(b.logits_empty + i * 8, 1);
-        for (int i = 0; i < COEF_SLOTS; i++)
-            barrier_init(b.coef_full + i * 8, 1), barrier_init(b.coef_empty + i * 8, MIXERS);
-    }
-    stage_params(param, p.alpha, p.beta, shape::rows, HEAD ? 1 : 3);
-    cooperative_groups::this_grid().sync(); /* barriers exist, counters are zero */
-
-    if (warp < MIXERS) {
-        mixer<N, HEAD, POST, MODE>(p, shared, b, walk, group, channel, warp, lane);
-    } else if (warp < CLERK) {
-        teller<N, HEAD, POST>(p, shared, b, slice, group, warp - FIRST_TELLER, lane);
-    } else if (warp == CLERK) {
-        clerk<N, HEAD, POST>(p, shared, b, slice, group, lane);
-    } else {
-        const int team = (warp - FIRST_FINISHER) / TEAM;
-        finisher<N, HEAD, POST>(p, (float *)(shared + room::logits), param,
-                                (float *)(shared + room::teams) + team * 8, b, slice, group, team,
-                                (warp - FIRST_FINISHER) % TEAM, lane);
-    }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+    site<N, KIND, MODE, PAIRS>(p);
+#endif
 }
 
 #endif

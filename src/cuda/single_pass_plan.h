@@ -3,9 +3,10 @@
  * Who does what when a site of mHC is one pass over the streams (docs/single-pass.md): pre [M10], boundary [M11] and the
  * head [M9], forward. Plain arithmetic, so that it is tested without a GPU.
  *
- * A slice is SITE_CHANNELS channels of all streams; one block has a slice and keeps its part of psi on chip. The slices of
- * a token are the blocks of a group, and groups take tiles of SITE_TILE tokens in turn. Slices decide the order of sums and
- * follow from the channels alone; how many groups there are changes no result. */
+ * The channels of a token are dealt to the blocks of a cluster: a block has `boxes` boxes of 64 channels of all streams and
+ * keeps its part of psi on chip. Clusters take tiles of SITE_TILE tokens in turn. The cluster decides the order of sums and
+ * follows from streams and channels alone; how many clusters there are, and how many tiles a block holds, changes no
+ * result. */
 #ifndef WEFT_CUDA_SINGLE_PASS_PLAN_H
 #define WEFT_CUDA_SINGLE_PASS_PLAN_H
 
@@ -16,12 +17,17 @@ extern "C" {
 #endif
 
 enum {
-    SITE_TILE = 16,      /* tokens */
-    SITE_CHANNELS = 256, /* of a slice */
-    SITE_RING =
-        5, /* tiles between the sums of a tile and its end: what waits there should still be in the L2 cache */
-    SITE_ROW = 32,           /* floats for the partial sums of a token */
-    SITE_SHARED = 227 * 1024 /* bytes of shared memory that a block needs to be allowed to have */
+    SITE_TILE = 8,          /* tokens, and warps of each kind that works on them */
+    SITE_BOX = 64,          /* channels */
+    SITE_CLUSTER = 16,      /* blocks of a cluster, at most; fewer are a smaller power of two */
+    SITE_CLUSTERS = 5,      /* sizes of clusters: 1, 2, 4, 8, 16 */
+    SITE_STAGES = 12,       /* tiles that a block holds, at most */
+    SITE_FEW_PAIRS = 4,     /* pairs of steps of the tensor cores that a warp has: kernels are made for these many */
+    SITE_MANY_PAIRS = 7,    /* or these */
+    SITE_KEPT = 26,         /* operands of psi that a lane has in registers, at most; the others are in shared memory */
+    SITE_ROW = 28,          /* floats for a token's partial sums */
+    SITE_OLDEST = 90,       /* compute capabilities for which there is code, times ten */
+    SITE_NEWEST = 99
 };
 
 /* Why a call takes the chain of single operators instead. */
@@ -33,27 +39,41 @@ typedef enum weft_site_path {
     WEFT_SITE_CHANNELS,
     WEFT_SITE_LAYOUT,
     WEFT_SITE_TOO_WIDE,
-    WEFT_SITE_DEVICE,
+    WEFT_SITE_SIZE,
+    WEFT_SITE_SMALL_GPU,
+    WEFT_SITE_OTHER_GPU,
     WEFT_SITE_PATHS
 } weft_site_path;
 
+/* What the path depends on. Neither multiprocessors to use nor, but for none at all, tokens: a token's result may not depend
+ * on the others. */
+typedef struct weft_site_facts {
+    int64_t tokens, streams, channels;
+    int64_t rows; /* of the projection */
+    bool bf16;    /* the streams, f, u and v; coefficients that go in or leave before gates are fp32 */
+    bool layout;  /* rows can be copied 16 bytes at a time */
+    bool norm;    /* v is wanted */
+    int32_t capability; /* of the code that would run, times ten */
+    int64_t shared;     /* bytes that a block may have */
+    int32_t resident[SITE_CLUSTERS]; /* clusters of each size that the device runs at once */
+    int32_t sms;                     /* multiprocessors to use: decides no path */
+} weft_site_facts;
+
+/* Offsets in shared memory, in bytes. The tiles come first. */
+typedef struct weft_site_room {
+    int32_t stage, psi, coef, pre, sums, received, squares, inverse, aside, logits, barriers, bytes;
+} weft_site_room;
+
 typedef struct weft_site_plan {
     weft_site_path path;
-    int32_t slices, groups;
-    int64_t tiles;
-    size_t ring_floats, counters; /* workspace: partial sums, and counters of four bytes */
+    int32_t cluster, cluster_log, boxes, pairs, stages;
+    int32_t late, later; /* tiles between the mix and the aggregate, and between that and the norm */
+    int32_t slots;       /* tokens whose sums a block can receive at once */
+    int32_t tiles, clusters;
+    weft_site_room room;
 } weft_site_plan;
 
-/* What the plan must know of a device: bytes of shared memory that a block may have, multiprocessors. */
-typedef struct weft_site_device {
-    size_t most_shared;
-    int32_t sms;
-} weft_site_device;
-
-/* layout: the tensors lie as the kernel wants; sms: multiprocessors to use, which decides no path. Nor does the number of
- * tokens: a token's result may not depend on the others. */
-weft_site_plan weft_cuda_site_plan(int64_t tokens, int64_t streams, int64_t channels, weft_dtype dtype, bool layout,
-                                   weft_site_device device, int32_t sms);
+weft_site_plan weft_cuda_site_plan(const weft_site_facts *facts);
 /* A sentence for people. */
 const char *weft_cuda_site_reason(weft_site_path path);
 
