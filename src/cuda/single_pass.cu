@@ -21,6 +21,15 @@ static bool is_wide(const weft_call *call, const weft_tensor *t)
     return t->stride[t->ndim - 1] == 1 && (call->query || (uintptr_t)t->data % 16 == 0);
 }
 
+/* Lines of coefficients, the last dimension, that can be copied in one go. */
+static bool in_lines(const weft_tensor *t)
+{
+    const int last = t->ndim - 1;
+    for (int i = 0; i < last; i++)
+        if (t->stride[i] % t->shape[last]) return false;
+    return t->stride[last] == 1 && (uintptr_t)t->data % (uintptr_t)(t->shape[last] * 4) == 0;
+}
+
 static bool is_dtype(const weft_tensor *t, weft_dtype dtype)
 {
     return !weft_has(t) || t->dtype == dtype;
@@ -177,6 +186,7 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
         p.bias = view_of(&post->bias), p.post = view_of(&post->post), p.res = view_of(&post->res);
         p.dropout = post->dropout;
         p.in_out = post->numerics.apply == WEFT_APPLY_IN_OUT;
+        p.coef_lines = in_lines(&post->post) && in_lines(&post->res);
         p.y = (bf16 *)post->y.data, p.y_token = post->y.stride[0];
         p.y_step = (int64_t)plan->clusters * SITE_TILE * p.y_token * (int64_t)sizeof(bf16);
         for (int i = 0; i < call->streams; i++) p.y_at[i] = i * post->y.stride[1] * (int64_t)sizeof(bf16);

@@ -68,7 +68,7 @@ struct site_args {
     float mean; /* 1 / nC */
     int64_t tokens;
     int32_t channels, cluster, cluster_log, boxes, pairs, stages, late, later, slots, tiles, clusters;
-    bool in_out;
+    bool in_out, coef_lines; /* coef_lines: they can be copied N floats at a time */
     weft_site_room at;
 };
 
@@ -136,9 +136,12 @@ static __device__ __forceinline__ site_place site_dealt(const site_args &p, uint
 
 /* ---- bringer ------------------------------------------------------------------------------------------------------------ */
 
-static __device__ __forceinline__ void copy_float(uint32_t to, const float *from, bool valid)
+/* A line of N floats, or one float; zeros where it is not there. */
+template <int BYTES> static __device__ __forceinline__ void copy_line(uint32_t to, const void *from, bool valid)
 {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES),
+                 "r"(valid ? BYTES : 0)
+                 : "memory");
 }
 
 /* An arrival on the barrier when what this thread copied is there. */
@@ -147,61 +150,109 @@ static __device__ __forceinline__ void copy_arrive(uint32_t barrier)
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/* Coefficients of a tile, a float each lane at a time. */
-template <int N, bool POST>
-static __device__ __forceinline__ void bring_coefs(const site_args &p, const site_block &b, int tile, int stage)
-{
-    constexpr int EACH = N + N * N;
-    if constexpr (POST) {
-        const uint32_t to = shared_address(b.shared + p.at.coef) + stage * SITE_TILE * EACH * 4;
+/* Coefficients of post: a lane copies the same lines of every tile, so it walks along them. A token has post and the rows of
+ * the matrix, as they lie in memory. */
+template <int N> struct site_lines {
+    static constexpr int each = N + 1, rounds = (SITE_TILE * each + 31) / 32;
+    const char *from[rounds];
+    int64_t step[rounds];
+    int token[rounds]; /* of a tile; SITE_TILE: there is none */
+
+    __device__ __forceinline__ site_lines(const site_args &p, const site_block &b)
+    {
 #pragma unroll
-        for (int r = 0; r < (SITE_TILE * EACH + 31) / 32; r++) {
-            const int e = r * 32 + b.lane, row = e / EACH, k = e - row * EACH - N, o = k / N, i = k - o * N;
-            const int64_t token = site_token(p, b, tile, row), t = token < p.tokens ? token : 0;
-            const float *const from =
-                k < 0 ? (const float *)p.post.data + t * p.post.stride[0] + (k + N) * p.post.stride[1]
-                      : (const float *)p.res.data + t * p.res.stride[0] + (p.in_out ? i : o) * p.res.stride[1] +
-                            (p.in_out ? o : i) * p.res.stride[2];
-            if (SITE_TILE * EACH % 32 == 0 || e < SITE_TILE * EACH) copy_float(to + e * 4, from, token < p.tokens);
+        for (int r = 0; r < rounds; r++) {
+            const int e = r * 32 + b.lane, line = e % each;
+            const view &v = line == 0 ? p.post : p.res;
+            token[r] = e / each < SITE_TILE ? e / each : SITE_TILE;
+            from[r] = v.data + (site_token(p, b, 0, token[r]) * v.stride[0] + (line ? line - 1 : 0) * v.stride[1]) * 4;
+            step[r] = (int64_t)p.clusters * SITE_TILE * v.stride[0] * 4;
         }
     }
-    if (has(p.pre_in)) {
-        const int row = b.lane / N, i = b.lane - row * N;
-        const int64_t token = site_token(p, b, tile, row), t = token < p.tokens ? token : 0;
-        if (row < SITE_TILE)
-            copy_float(shared_address(b.shared + p.at.pre) + (stage * SITE_TILE * N + b.lane) * 4,
-                       (const float *)p.pre_in.data + t * p.pre_in.stride[0] + i * p.pre_in.stride[1],
-                       token < p.tokens);
+    __device__ __forceinline__ void copy(const site_args &p, const site_block &b, int64_t first, uint32_t to)
+    {
+#pragma unroll
+        for (int r = 0; r < rounds; r++) {
+            const bool valid = first + token[r] < p.tokens;
+            if (token[r] < SITE_TILE)
+                copy_line<N * 4>(to + (r * 32 + b.lane) * N * 4, valid ? from[r] : p.post.data, valid);
+            from[r] += step[r];
+        }
+    }
+};
+
+/* Coefficients that do not lie in lines, a float at a time. */
+template <int N>
+static __device__ __noinline__ void copy_loose(const site_args &p, const site_block &b, int64_t first, uint32_t to)
+{
+    constexpr int EACH = N + N * N;
+#pragma unroll 1
+    for (int e = b.lane; e < SITE_TILE * EACH; e += 32) {
+        const int row = e / EACH, k = e - row * EACH - N;
+        const bool valid = first + row < p.tokens;
+        const int64_t token = valid ? first + row : 0;
+        const int64_t at = k < 0 ? token * p.post.stride[0] + (k + N) * p.post.stride[1]
+                                 : token * p.res.stride[0] + k / N * p.res.stride[1] + k % N * p.res.stride[2];
+        copy_line<4>(to + e * 4, (k < 0 ? p.post.data : p.res.data) + at * 4, valid);
     }
 }
 
 /* Barriers for what comes back of a tile are armed before the tile is there. */
 template <int N, bool POST> static __device__ __forceinline__ void bring(const site_args &p, const site_block &b)
 {
-    const bool coefs_too = POST || has(p.pre_in);
-    const uint32_t tiles = shared_address(b.shared), streams = (uint32_t)p.boxes * N * BOX_BYTES;
+    const uint32_t tiles = shared_address(b.shared), coef = shared_address(b.shared + p.at.coef);
+    const uint32_t pre = shared_address(b.shared + p.at.pre) + b.lane * 4;
+    const uint32_t streams = (uint32_t)p.boxes * N * BOX_BYTES;
+    site_lines<N> lines(p, b);
     site_cursor c;
 #pragma unroll 1
     for (int i = 0; i < b.count; i++, c.next(p.stages)) {
         const uint32_t barrier = b.at.full + c.stage * 8, to = tiles + c.stage * p.at.stage;
-        const int channel = b.first_channel + b.lane * SITE_BOX;
-        const int token = (int)site_token(p, b, i, 0);
+        const int64_t token = site_token(p, b, i, 0);
         barrier_wait(b.at.empty + c.stage * 8, c.parity ^ 1);
         if (b.lane == 0) {
+            tma_publish(); /* what the mixers wrote here comes before what the copy engine writes */
             tma_expect(barrier, (uint32_t)p.boxes * (N + POST) * BOX_BYTES);
+#pragma unroll 1
+            for (int k = 0; k < p.boxes; k++) {
+                const int channel = b.first_channel + k * SITE_BOX;
+                tma_load(to + k * N * BOX_BYTES, &p.x, channel, (int)token, barrier);
+                if constexpr (POST) tma_load(to + streams + k * BOX_BYTES, &p.f, channel, (int)token, barrier);
+            }
             tma_expect(b.at.pre + c.stage * 8, SITE_TILE * N * 4);
             if (p.v) tma_expect(b.at.inverse + c.stage * 8, SITE_TILE * 4);
         }
         __syncwarp();
-        if (b.lane < p.boxes) {
-            tma_load(to + b.lane * N * BOX_BYTES, &p.x, channel, token, barrier);
-            if constexpr (POST) tma_load(to + streams + b.lane * BOX_BYTES, &p.f, channel, token, barrier);
+        if constexpr (POST) {
+            const uint32_t at = coef + c.stage * (SITE_TILE * (N + N * N) * 4);
+            if (p.coef_lines)
+                lines.copy(p, b, token, at);
+            else
+                copy_loose<N>(p, b, token, at);
         }
-        if (coefs_too) {
-            bring_coefs<N, POST>(p, b, i, c.stage);
-            copy_arrive(barrier);
+        if (has(p.pre_in)) {
+            const int row = b.lane / N;
+            const bool valid = token + row < p.tokens;
+            const int64_t at = valid ? (token + row) * p.pre_in.stride[0] + b.lane % N * p.pre_in.stride[1] : 0;
+            if (row < SITE_TILE) copy_line<4>(pre + c.stage * (SITE_TILE * N * 4), p.pre_in.data + at * 4, valid);
         }
+        if (POST || has(p.pre_in)) copy_arrive(barrier);
+        if (i == 0) cluster_wait_for_all();
     }
+}
+
+/* post and w of a token, from lines as they were brought. */
+template <int N> static __device__ __forceinline__ coefs<N> take_coefs(const site_args &p, const coefs<N> &from)
+{
+    coefs<N> k;
+    if (!p.in_out) return from;
+#pragma unroll
+    for (int o = 0; o < N; o++) k.post[o] = from.post[o];
+#pragma unroll
+    for (int o = 0; o < N; o++)
+#pragma unroll
+        for (int i = 0; i < N; i++) k.w[o][i] = from.w[i][o];
+    return k;
 }
 
 /* ---- a lane's place in a tile ------------------------------------------------------------------------------------------- */
@@ -298,11 +349,12 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
     weft_mask mask = {};
     if constexpr (MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
     site_cursor c;
+    cluster_wait_for_all();
 #pragma unroll 1
     for (int i = 0; i < b.count; i++, c.next(p.stages), y += p.y_step) {
         const uint32_t tile = tiles + c.stage * p.at.stage;
         barrier_wait(b.at.full + c.stage * 8, c.parity);
-        const coefs<N> k = coef[c.stage * SITE_TILE];
+        const coefs<N> k = take_coefs<N>(p, coef[c.stage * SITE_TILE]);
 #pragma unroll
         for (int t = 0; t < place::most; t++) {
             if (!m.inside(p, t)) continue;
@@ -320,7 +372,6 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
 #pragma unroll
                 for (int o = 0; o < N; o++) store_raw((bf16 *)(y + p.y_at[o] + t * 4 * TMA_ROW), x[o]);
         }
-        tma_publish();
         __syncwarp(); /* what the warp stored comes before its arrival */
         if (b.lane == 0) barrier_arrive(b.at.mixed + c.stage * 8);
     }
@@ -415,39 +466,44 @@ static __device__ __noinline__ float2 psi_any(const site_args &p, int row, int s
     return make_float2(psi_at(p.w, row, stream, channel), psi_at(p.w, row, stream, channel + 1));
 }
 
-/* Operands of the tensor cores for 32 columns of a stream from `channel` on, two steps. */
-template <int TILES>
-static __device__ __forceinline__ void psi_operands(uint4 (&to)[2 * TILES], const site_args &p, int stream,
-                                                    int channel, int lane)
-{
-    const int g = lane >> 2, c = channel + 2 * (lane & 3);
-    float2 v[2][TILES][2]; /* step, eight rows, eight columns */
+/* psi for the 32 columns of a pair of steps: float2 [step][eight rows][eight columns]. */
+template <int TILES> struct psi_pair {
+    float2 v[2][TILES][2];
+
+    __device__ __forceinline__ void load(const site_args &p, int stream, int channel, int lane)
+    {
+        const int g = lane >> 2, c = channel + 2 * (lane & 3);
 #pragma unroll
-    for (int s = 0; s < 2; s++)
+        for (int s = 0; s < 2; s++)
 #pragma unroll
-        for (int q = 0; q < TILES; q++)
+            for (int q = 0; q < TILES; q++)
 #pragma unroll
-            for (int k = 0; k < 2; k++)
-                v[s][q][k] = p.psi ? psi_two(p, g + 8 * q, stream, c + 16 * s + 8 * k)
-                                   : psi_any(p, g + 8 * q, stream, c + 16 * s + 8 * k);
+                for (int k = 0; k < 2; k++)
+                    v[s][q][k] = p.psi ? psi_two(p, g + 8 * q, stream, c + 16 * s + 8 * k)
+                                       : psi_any(p, g + 8 * q, stream, c + 16 * s + 8 * k);
+    }
+    /* As operands of the tensor cores. */
+    __device__ __forceinline__ void take_apart(uint4 (&to)[2 * TILES]) const
+    {
 #pragma unroll
-    for (int s = 0; s < 2; s++) {
-        uint2 hi[TILES], lo[TILES];
+        for (int s = 0; s < 2; s++) {
+            uint2 hi[TILES], lo[TILES];
 #pragma unroll
-        for (int q = 0; q < TILES; q++) {
-            split2(hi[q].x, lo[q].x, v[s][q][0].x, v[s][q][0].y);
-            split2(hi[q].y, lo[q].y, v[s][q][1].x, v[s][q][1].y);
-        }
-        uint4 *const out = to + s * TILES;
-        if constexpr (TILES == 3) {
-            out[0] = make_uint4(hi[0].x, hi[1].x, hi[0].y, hi[1].y);
-            out[1] = make_uint4(lo[0].x, lo[1].x, lo[0].y, lo[1].y);
-            out[2] = make_uint4(hi[2].x, lo[2].x, hi[2].y, lo[2].y);
-        } else {
-            out[0] = make_uint4(hi[0].x, lo[0].x, hi[0].y, lo[0].y);
+            for (int q = 0; q < TILES; q++) {
+                split2(hi[q].x, lo[q].x, v[s][q][0].x, v[s][q][0].y);
+                split2(hi[q].y, lo[q].y, v[s][q][1].x, v[s][q][1].y);
+            }
+            uint4 *const out = to + s * TILES;
+            if constexpr (TILES == 3) {
+                out[0] = make_uint4(hi[0].x, hi[1].x, hi[0].y, hi[1].y);
+                out[1] = make_uint4(lo[0].x, lo[1].x, lo[0].y, lo[1].y);
+                out[2] = make_uint4(hi[2].x, lo[2].x, hi[2].y, lo[2].y);
+            } else {
+                out[0] = make_uint4(hi[0].x, lo[0].x, hi[0].y, lo[0].y);
+            }
         }
     }
-}
+};
 
 /* ---- projectors --------------------------------------------------------------------------------------------------------- */
 
@@ -499,24 +555,34 @@ template <int TILES, int PAIRS> struct site_psi {
     uint4 kept[count];
     const uint4 *rest;
 
+    /* Four pairs at a time are on their way: latency is all that this costs. Those for shared memory come first, as long as
+     * registers are free. */
     __device__ __forceinline__ site_psi(const site_args &p, const site_block &b, int streams, int warp)
     {
         uint4 *const more = (uint4 *)(b.shared + p.at.psi) + warp * 32 + b.lane;
         rest = more;
 #pragma unroll
-        for (int j = 0; j < PAIRS; j++) {
-            const int pair = warp * p.pairs + j, box = pair >> 1;
-            uint4 a[2 * TILES];
-            if (PAIRS > SITE_FEW_PAIRS && j >= p.pairs) break;
-            psi_operands<TILES>(a, p, box % streams, b.first_channel + box / streams * SITE_BOX + (pair & 1) * 32,
-                                b.lane);
+        for (int j0 = (PAIRS - 1) / 4 * 4; j0 >= 0; j0 -= 4) {
+            psi_pair<TILES> raw[4];
 #pragma unroll
-            for (int e = 0; e < 2 * TILES; e++) {
-                const int k = j * 2 * TILES + e;
-                if (k < count)
-                    kept[k < count ? k : 0] = a[e];
-                else
-                    more[(k - count) * (PROJECTORS * 32)] = a[e];
+            for (int j = 0; j < 4; j++) {
+                const int pair = warp * p.pairs + j0 + j, box = pair >> 1;
+                if (j0 + j < PAIRS)
+                    raw[j].load(p, box % streams, b.first_channel + box / streams * SITE_BOX + (pair & 1) * 32, b.lane);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                uint4 a[2 * TILES];
+                if (j0 + j >= PAIRS || (PAIRS > SITE_FEW_PAIRS && j0 + j >= p.pairs)) continue;
+                raw[j].take_apart(a);
+#pragma unroll
+                for (int e = 0; e < 2 * TILES; e++) {
+                    const int k = (j0 + j) * 2 * TILES + e;
+                    if (k < count)
+                        kept[k < count ? k : 0] = a[e];
+                    else
+                        more[(k - count) * (PROJECTORS * 32)] = a[e];
+                }
             }
         }
     }
@@ -595,7 +661,6 @@ static __device__ __forceinline__ void projector(const site_args &p, const site_
                 norm_tile<N, PAIRS>(p, b, m, tiles + last.stage * p.at.stage,
                                     *((const float *)(b.shared + p.at.inverse) + last.stage * SITE_TILE + warp),
                                     i - behind);
-            tma_publish(); /* the copy engine overwrites u */
             __syncwarp();
             if (b.lane == 0) barrier_arrive(b.at.empty + last.stage * 8);
             last.next(p.stages);
@@ -638,7 +703,6 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void own(cons
     const int64_t live = site_live(p, b);
     int slot = 0;
     uint32_t parity = 0;
-    cluster_wait_for_all();
 #pragma unroll 1
     for (uint32_t k = 0;; k++) {
         const uint32_t number = b.rank + (k << p.cluster_log), tile = number / SITE_TILE, row = number % SITE_TILE;
@@ -687,7 +751,6 @@ static __device__ __forceinline__ void own_norm(const site_args &p, const site_b
     const uint32_t inverse_at = shared_address(b.shared + p.at.inverse);
     int slot = 0;
     uint32_t parity = 0;
-    cluster_wait_for_all();
 #pragma unroll 1
     for (uint32_t k = 0;; k++) {
         const uint32_t number = b.rank + (k << p.cluster_log), tile = number / SITE_TILE, row = number % SITE_TILE;
@@ -761,49 +824,43 @@ static __device__ __forceinline__ void init_barriers(const site_args &p, const s
     }
 }
 
-/* volatile: the compiler would rather ask for it again and again */
-static __device__ __forceinline__ int thread_index()
-{
-    int index;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-    return index;
-}
-
 template <int N, site_kind KIND, post_mode MODE, int PAIRS>
 static __device__ __forceinline__ void site(const site_args &p)
 {
     extern __shared__ __align__(1024) char shared[];
-    const int thread = thread_index(), warp = thread >> 5;
+    /* Shuffled, or the compiler would ask for the thread's number again and again instead of keeping it. */
+    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0);
+    const int lane = __shfl_sync(0xffffffffu, (int)threadIdx.x & 31, (int)threadIdx.x & 31);
     const uint32_t at = shared_address(shared + p.at.barriers), s = p.stages * 8, sums = at + 5 * s,
                    logits = sums + 16 * p.slots;
     site_block b = {
         shared, {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, sums, sums + 8 * p.slots, logits, logits + 16}};
-    b.rank = cluster_rank(), b.cluster = cluster_index(), b.lane = thread & 31;
+    b.rank = cluster_rank(), b.cluster = cluster_index(), b.lane = lane;
     b.count = (p.tiles - (int)b.cluster + p.clusters - 1) / p.clusters;
     b.first_channel = (int)b.rank * p.boxes * SITE_BOX;
-    if (thread == 0) init_barriers<N, KIND>(p, b.at);
+    if (threadIdx.x == 0) init_barriers<N, KIND>(p, b.at);
     __syncthreads();
-    cluster_arrive(); /* barriers exist; who sends to another block waits for its arrival first */
+    cluster_arrive(); /* barriers exist; before it sends to another block a warp waits for that one's arrival */
 
     if (warp < FIRST_MIXER) {
         set_registers<PROJECTOR_REGISTERS, true>();
         projector<N, KIND, PAIRS>(p, b, warp);
     } else if (warp < BRINGER) {
         set_registers<MIXER_REGISTERS, false>();
-        if constexpr (KIND == SITE_BOUNDARY) mixer<N, MODE, PAIRS>(p, b, warp - FIRST_MIXER);
-        cluster_wait_for_all();
+        if constexpr (KIND == SITE_BOUNDARY)
+            mixer<N, MODE, PAIRS>(p, b, warp - FIRST_MIXER);
+        else
+            cluster_wait_for_all();
     } else {
         set_registers<SERVER_REGISTERS, false>();
-        if (warp == OWNER) {
-            own<N, KIND>(p, b);
-        } else if (warp == NORMER && p.v) {
-            own_norm(p, b);
+        if (warp == BRINGER) {
+            bring<N, KIND == SITE_BOUNDARY>(p, b);
         } else {
-            if (warp == BRINGER) bring<N, KIND == SITE_BOUNDARY>(p, b);
+            cluster_wait_for_all();
+            if (warp == OWNER) own<N, KIND>(p, b);
+            if (warp == NORMER && p.v) own_norm(p, b);
             if constexpr (KIND != SITE_HEAD)
                 if (warp == CLERK && has(p.res_out)) clerk<N>(p, b);
-            __syncwarp();
-            cluster_wait_for_all();
         }
     }
     __syncwarp();

@@ -23,10 +23,12 @@ static __device__ __forceinline__ uint32_t cluster_index()
     return index;
 }
 
-/* All threads of all blocks arrive, and each of them waits, in turn. What they wrote before is there for the others. */
+/* All threads of all blocks arrive, and each of them waits, in turn; no thread may wait for another one in between, since in a
+ * cluster of one block the two are one. Orders nothing but what a fence has made known before: barriers that exist now, and
+ * blocks that are still there. */
 static __device__ __forceinline__ void cluster_arrive()
 {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 static __device__ __forceinline__ void cluster_wait_for_all()
