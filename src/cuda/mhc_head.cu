@@ -76,7 +76,7 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
 {
     weft_arena arena = cuda_arena(call);
     fwd_lay_out(&arena, call, (const weft_mhc_head_fwd_args *)args);
-    return weft_arena_bytes(&arena);
+    return larger(weft_cuda_site_fwd_bytes(call), weft_arena_bytes(&arena));
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------------------ */

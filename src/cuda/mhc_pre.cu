@@ -73,7 +73,8 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
 {
     weft_arena arena = cuda_arena(call);
     fwd_lay_out(&arena, call, (const weft_mhc_pre_fwd_args *)args);
-    return weft_arena_bytes(&arena);
+    const size_t chain = weft_arena_bytes(&arena), site = weft_cuda_site_fwd_bytes(call);
+    return chain > site ? chain : site;
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------------------ */

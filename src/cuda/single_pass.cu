@@ -87,15 +87,32 @@ static site_device device_of(const weft_call *call)
     return d;
 }
 
+static int64_t rows_of(const weft_call *call)
+{
+    return call->op == WEFT_OP_mhc_head_fwd ? call->streams : call->rows;
+}
+
+/* phi itself, in rows that can be read 8 bytes at a time; otherwise psi is laid out so first. */
+static bool psi_is_phi(const weft_mhc_pre_fwd_args *pre)
+{
+    const weft_tensor *phi = &pre->phi;
+    return phi->dtype == WEFT_F32 && !weft_has(&pre->norm_weight) && phi->stride[2] == 1 && phi->stride[0] % 2 == 0 &&
+           phi->stride[1] % 2 == 0 && (uintptr_t)phi->data % 8 == 0;
+}
+
+size_t weft_cuda_site_fwd_bytes(const weft_call *call)
+{
+    return (size_t)(rows_of(call) * call->streams * call->channels) * sizeof(float);
+}
+
 weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_post_fwd_args *post,
                                        const weft_mhc_pre_fwd_args *pre)
 {
     const site_device device = device_of(call);
-    const bool head = call->op == WEFT_OP_mhc_head_fwd;
     weft_site_facts f = {.tokens = call->tokens,
                          .streams = call->streams,
                          .channels = call->channels,
-                         .rows = head ? call->streams : call->rows,
+                         .rows = rows_of(call),
                          .bf16 = call->dtype == WEFT_BF16 && is_dtype(&pre->u, WEFT_BF16) &&
                                  is_dtype(&pre->v, WEFT_BF16) && is_dtype(&pre->h, WEFT_F32) &&
                                  is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
@@ -141,9 +158,7 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
                                const weft_mhc_post_fwd_args *post, const weft_mhc_pre_fwd_args *pre)
 {
     const weft_tensor *x = post ? &post->x : &pre->x;
-    const bool head = call->op == WEFT_OP_mhc_head_fwd;
-    site_args p = {.w = {view_of(&pre->phi), view_of(&pre->norm_weight), (int32_t)(head ? call->streams : call->rows)},
-                   .alpha = view_of(&pre->alpha),
+    site_args p = {.alpha = view_of(&pre->alpha),
                    .beta = view_of(&pre->beta),
                    .numbers = numbers_of(&pre->numerics),
                    .pre_in = view_of(&pre->pre_in),
@@ -172,10 +187,16 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
                    .tiles = plan->tiles,
                    .clusters = plan->clusters,
                    .at = plan->room};
-    const weft_tensor *phi = &pre->phi;
-    if (phi->dtype == WEFT_F32 && !weft_has(&pre->norm_weight) && phi->stride[2] == 1 && phi->stride[0] % 2 == 0 &&
-        phi->stride[1] % 2 == 0 && (uintptr_t)phi->data % 8 == 0)
-        p.psi = (const float *)phi->data, p.psi_row = phi->stride[0], p.psi_stream = phi->stride[1];
+    if (psi_is_phi(pre)) {
+        p.psi = (const float *)pre->phi.data, p.psi_row = pre->phi.stride[0], p.psi_stream = pre->phi.stride[1];
+    } else {
+        weft_call inner = *call;
+        inner.rows = rows_of(call);
+        p.psi = (const float *)call->exec->workspace;
+        p.psi_stream = call->channels, p.psi_row = call->streams * call->channels;
+        WEFT_TRY(weft_cuda_project_spread(&inner, &pre->phi, &pre->norm_weight, columns_of(call, LAYOUT_NC),
+                                          (float *)call->exec->workspace));
+    }
     tma_encode *encode;
     const tma_tensor streams = {x->data, call->tokens, call->streams, call->channels, x->stride[0], x->stride[1]};
     WEFT_TRY(tma_open(call, &encode));
@@ -188,7 +209,6 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
         p.in_out = post->numerics.apply == WEFT_APPLY_IN_OUT;
         p.coef_lines = in_lines(&post->post) && in_lines(&post->res);
         p.y = (bf16 *)post->y.data, p.y_token = post->y.stride[0];
-        p.y_step = (int64_t)plan->clusters * SITE_TILE * p.y_token * (int64_t)sizeof(bf16);
         for (int i = 0; i < call->streams; i++) p.y_at[i] = i * post->y.stride[1] * (int64_t)sizeof(bf16);
     }
     return call->streams == 2 ? run<2>(call, p, post) : run<4>(call, p, post);

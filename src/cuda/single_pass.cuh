@@ -9,10 +9,9 @@
  * have come back: about 25 floats a token go to one block, the token's owner, and four come from there. Nobody waits for
  * the tile at hand: the aggregate is some tiles behind the mix.
  *
- *   mixers      8 warps, a token each. Post, in place and to memory.
+ *   mixers      8 warps, a token each. Post, in place and to memory; some tiles later the aggregate, later yet the norm.
  *   projectors  8 warps, a share of the columns each, whose part of psi is in their registers (what does not fit: in shared
  *               memory). Tensor cores; then each warp adds the eight warps' sums of one token and sends them to its owner.
- *               Some tiles later the aggregate of that token, later yet its norm.
  *   bringer     one warp. Lets the copy engine fill the ring of tiles, and brings the coefficients of post.
  *   owner       one warp. Adds the slices of a token in order, makes the gates, sends pre to all blocks.
  *   normer      one warp. The same for the sum of squares of u.
@@ -52,11 +51,9 @@ struct site_args {
     view bias, post, res;
     weft_dropout dropout;
     bf16 *y;
-    int64_t y_token;
-    int64_t y_step, y_at[4]; /* bytes: from a cluster's tile to its next; to each stream */
+    int64_t y_token, y_at[4]; /* y_at: bytes to each stream */
     /* the site */
-    weights w;
-    const float *psi; /* rows that can be read 8 bytes at a time, or NULL */
+    const float *psi; /* rows that can be read 8 bytes at a time */
     int64_t psi_row, psi_stream;
     view alpha, beta;
     gate_numbers numbers;
@@ -123,16 +120,28 @@ static __device__ __forceinline__ int64_t site_token(const site_args &p, const s
     return ((int64_t)b.cluster + (int64_t)tile * p.clusters) * SITE_TILE + row;
 }
 
-/* Token `row` of a tile: its place in the order in which the tokens of a cluster are dealt to its blocks. */
-struct site_place {
-    uint32_t owner, slot, turn; /* turn: how often the slot was used before */
-};
+/* Tokens of a cluster are dealt to its blocks one by one: who owns token `row` of a tile, and which of the owner's slots is
+ * that token's. */
+struct site_deal {
+    uint32_t number, slot = 0;
 
-static __device__ __forceinline__ site_place site_dealt(const site_args &p, uint32_t number)
-{
-    const uint32_t k = number >> p.cluster_log, turn = k / (uint32_t)p.slots;
-    return {number & (uint32_t)(p.cluster - 1), k - turn * (uint32_t)p.slots, turn};
-}
+    __device__ __forceinline__ site_deal(const site_args &p, uint32_t row) : number(row)
+    {
+        slot = row >> p.cluster_log;
+        while (slot >= (uint32_t)p.slots) slot -= p.slots;
+    }
+    __device__ __forceinline__ uint32_t owner(const site_args &p) const
+    {
+        return number & (uint32_t)(p.cluster - 1);
+    }
+    __device__ __forceinline__ void next_tile(const site_args &p)
+    {
+        const uint32_t before = number >> p.cluster_log;
+        number += SITE_TILE;
+        slot += (number >> p.cluster_log) - before;
+        if (slot >= (uint32_t)p.slots) slot -= p.slots;
+    }
+};
 
 /* ---- bringer ------------------------------------------------------------------------------------------------------------ */
 
@@ -257,29 +266,41 @@ template <int N> static __device__ __forceinline__ coefs<N> take_coefs(const sit
 
 /* ---- a lane's place in a tile ------------------------------------------------------------------------------------------- */
 
-/* Eight channels of a token are 16 bytes of a row of a box. A warp has one token; its lanes have these pieces of four boxes
- * at a time, and go on to the next four. */
-template <int N, int PAIRS> struct site_lane {
-    static constexpr bool fixed = PAIRS == SITE_FEW_PAIRS; /* so are the boxes */
-    static constexpr int most = (PAIRS * 4 / N + 3) / 4;   /* times four boxes */
-    uint32_t streams, row;                                 /* offsets in a tile: of stream 0, of f or u */
-    int box, channel, token;                               /* token: of a tile */
+/* Eight channels of a token are 16 bytes of a row of a box; a warp has four rows at a time. Of each four boxes these are the
+ * rows of its own token. The rows of the boxes that are left over are dealt to the warps in turn, so that no lane is idle.
+ * Which warp has a row depends on the tile alone. */
+struct site_rows {
+    uint32_t streams, row; /* offsets in a tile: of stream 0, of f or u */
+    int token, box, channel; /* token: of the tile */
+};
 
-    __device__ __forceinline__ site_lane(const site_args &p, const site_block &b, int token_)
+template <int N, int PAIRS> struct site_share {
+    static constexpr bool even = PAIRS == SITE_FEW_PAIRS; /* nothing is left over */
+    static constexpr int fixed = PAIRS / N, unrolled = even ? fixed : 1; /* if so, times four boxes */
+    int own, left;                                        /* times; boxes left over */
+
+    __device__ __forceinline__ site_share(const site_args &p) : own(p.boxes / 4), left(p.boxes % 4)
     {
-        const uint32_t piece = token_ * TMA_ROW + (((b.lane & 7) ^ token_) << 4);
-        token = token_, box = b.lane >> 3, channel = b.first_channel + b.lane * 8;
-        streams = piece + box * N * BOX_BYTES;
-        row = piece + (p.boxes * N + box) * BOX_BYTES;
     }
-    /* Time k: is there a box, and is it of this tensor? */
-    __device__ __forceinline__ bool inside(const site_args &p, int k) const
+    /* How many times, in tile i. */
+    __device__ __forceinline__ int times(int warp, int i) const
     {
-        return fixed || box + 4 * k < p.boxes;
+        return even ? fixed : own + (first_left(warp, i) < 2 * left);
     }
-    __device__ __forceinline__ bool live(const site_args &p, int k) const
+    __device__ __forceinline__ int first_left(int warp, int i) const
     {
-        return channel + 4 * k * SITE_BOX < p.channels;
+        return (warp - 2 * left * i) & (SITE_TILE - 1);
+    }
+    __device__ __forceinline__ site_rows at(const site_args &p, const site_block &b, int warp, int i, int t) const
+    {
+        int box = 4 * t + (b.lane >> 3), token = warp;
+        if (!even && t == own) {
+            const int row = 4 * first_left(warp, i) + (b.lane >> 3);
+            box = 4 * own + (row >> 3), token = row & 7;
+        }
+        const uint32_t piece = token * TMA_ROW + (((b.lane & 7) ^ token) << 4);
+        return {piece + box * N * BOX_BYTES, piece + (p.boxes * N + box) * BOX_BYTES, token, box,
+                b.first_channel + box * SITE_BOX + (b.lane & 7) * 8};
     }
 };
 
@@ -299,12 +320,6 @@ static __device__ __forceinline__ void put_piece(uint32_t to, const raw<bf16, 8>
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r.word[0]), "r"(r.word[1]), "r"(r.word[2]),
                  "r"(r.word[3])
                  : "memory");
-}
-
-/* Tiles of this cluster in which a token is there: all, or all but the last. */
-static __device__ __forceinline__ int site_lives(const site_args &p, const site_block &b, int row)
-{
-    return b.count - (site_token(p, b, b.count - 1, row) >= p.tokens);
 }
 
 /* ---- mixers ------------------------------------------------------------------------------------------------------------- */
@@ -337,47 +352,32 @@ static __device__ __forceinline__ void mix(raw<bf16, 8> (&x)[N], const raw<bf16,
     }
 }
 
+/* Post of a tile, in place and to memory. y: of the first token of the tile. */
 template <int N, post_mode MODE, int PAIRS>
-static __device__ __forceinline__ void mixer(const site_args &p, const site_block &b, int row)
+static __device__ __forceinline__ void mix_tile(const site_args &p, const site_block &b,
+                                                const site_share<N, PAIRS> &share, const weft_mask &mask,
+                                                uint32_t tile, const coefs<N> *coef, int warp, int i)
 {
-    typedef site_lane<N, PAIRS> place;
-    const place m(p, b, row);
-    const uint32_t tiles = shared_address(b.shared);
-    const coefs<N> *const coef = (const coefs<N> *)(b.shared + p.at.coef) + row;
-    const int lives = site_lives(p, b, row);
-    char *y = (char *)(p.y + site_token(p, b, 0, row) * p.y_token + m.channel);
-    weft_mask mask = {};
-    if constexpr (MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
-    site_cursor c;
-    cluster_wait_for_all();
-#pragma unroll 1
-    for (int i = 0; i < b.count; i++, c.next(p.stages), y += p.y_step) {
-        const uint32_t tile = tiles + c.stage * p.at.stage;
-        barrier_wait(b.at.full + c.stage * 8, c.parity);
-        const coefs<N> k = take_coefs<N>(p, coef[c.stage * SITE_TILE]);
+    const int64_t first = site_token(p, b, i, 0);
+    bf16 *const y = p.y + first * p.y_token;
+#pragma unroll(site_share<N, PAIRS>::unrolled)
+    for (int t = 0; t < share.times(warp, i); t++) {
+        const site_rows m = share.at(p, b, warp, i, t);
+        const coefs<N> k = take_coefs<N>(p, coef[m.token]);
+        const bool live = first + m.token < p.tokens && m.channel < p.channels;
+        raw<bf16, 8> x[N];
 #pragma unroll
-        for (int t = 0; t < place::most; t++) {
-            if (!m.inside(p, t)) continue;
-            const uint32_t at = tile + m.streams + t * 4 * N * BOX_BYTES;
-            const bool live = i < lives && m.live(p, t);
-            raw<bf16, 8> x[N];
+        for (int o = 0; o < N; o++) x[o] = take_piece(tile + m.streams + o * BOX_BYTES);
+        const raw<bf16, 8> f = take_piece(tile + m.row);
+        if (MODE == PLAIN || live) mix<N, MODE>(x, f, k, p, mask, first + m.token, m.channel);
 #pragma unroll
-            for (int o = 0; o < N; o++) x[o] = take_piece(at + o * BOX_BYTES);
-            const raw<bf16, 8> f = take_piece(tile + m.row + t * 4 * BOX_BYTES);
-            if (MODE == PLAIN || live)
-                mix<N, MODE>(x, f, k, p, mask, MODE == PLAIN ? 0 : site_token(p, b, i, row), m.channel + t * 4 * SITE_BOX);
+        for (int o = 0; o < N; o++) put_piece(tile + m.streams + o * BOX_BYTES, x[o]);
+        if (!live) continue;
+        char *const to = (char *)(y + m.token * p.y_token + m.channel);
 #pragma unroll
-            for (int o = 0; o < N; o++) put_piece(at + o * BOX_BYTES, x[o]);
-            if (live)
-#pragma unroll
-                for (int o = 0; o < N; o++) store_raw((bf16 *)(y + p.y_at[o] + t * 4 * TMA_ROW), x[o]);
-        }
-        __syncwarp(); /* what the warp stored comes before its arrival */
-        if (b.lane == 0) barrier_arrive(b.at.mixed + c.stage * 8);
+        for (int o = 0; o < N; o++) store_raw((bf16 *)(to + p.y_at[o]), x[o]);
     }
 }
-
-/* ---- projectors: aggregate and norm ------------------------------------------------------------------------------------- */
 
 /* 8 channels, rounded. */
 template <int N>
@@ -401,86 +401,138 @@ static __device__ __forceinline__ raw<bf16, 8> aggregate(uint32_t streams, const
     return u;
 }
 
-/* u to memory and, where it will be normed, to the place where f was; the sum of its squares goes to the token's owner. */
+/* A part of the sum of squares of u of a token, to its owner: part 0 from the token's own warp, the others from the boxes that
+ * were left over. */
+static __device__ __forceinline__ void send_squares(const site_args &p, const site_block &b, int i, int token, int part,
+                                                    float squares)
+{
+    const uint32_t number = (uint32_t)(i * SITE_TILE + token), owner = number & (uint32_t)(p.cluster - 1);
+    const uint32_t slot = (number >> p.cluster_log) % (uint32_t)p.slots;
+    const uint32_t to = shared_address(b.shared + p.at.squares) + ((slot * p.cluster + b.rank) * 4 + part) * 4;
+    cluster_send(cluster_address(to, owner), squares, cluster_address(b.at.squares + slot * 8, owner));
+}
+
+/* u to memory and, where it will be normed, to the place where f was. A token whose own warp has no row sends a zero. */
 template <int N, int PAIRS>
 static __device__ __forceinline__ void aggregate_tile(const site_args &p, const site_block &b,
-                                                      const site_lane<N, PAIRS> &m, uint32_t tile, const float *from,
-                                                      int i, bool there)
+                                                      const site_share<N, PAIRS> &share, uint32_t tile,
+                                                      const float *from, int warp, int i)
 {
-    float pre[N], squares = 0.0f;
+    const int64_t first = site_token(p, b, i, 0);
+    float own = 0.0f;
+#pragma unroll(site_share<N, PAIRS>::unrolled)
+    for (int t = 0; t < share.times(warp, i); t++) {
+        const site_rows m = share.at(p, b, warp, i, t);
+        float pre[N];
 #pragma unroll
-    for (int k = 0; k < N; k++) pre[k] = from[k];
-    bf16 *const to = p.u + site_token(p, b, i, m.token) * p.u_token + m.channel;
-#pragma unroll
-    for (int t = 0; t < m.most; t++) {
-        if (!m.inside(p, t)) continue;
-        const raw<bf16, 8> u = aggregate<N>(tile + m.streams + t * 4 * N * BOX_BYTES, pre);
-        if (p.u && there && m.live(p, t)) store_raw(to + t * 4 * SITE_BOX, u);
+        for (int k = 0; k < N; k++) pre[k] = from[m.token * N + k];
+        const raw<bf16, 8> u = aggregate<N>(tile + m.streams, pre);
+        if (p.u && first + m.token < p.tokens && m.channel < p.channels)
+            store_raw(p.u + (first + m.token) * p.u_token + m.channel, u);
         if (!p.v) continue;
-        float v[8];
-        put_piece(tile + m.row + t * 4 * BOX_BYTES, u);
+        float v[8], squares = 0.0f;
+        put_piece(tile + m.row, u);
         unpack(v, u);
 #pragma unroll
         for (int k = 0; k < 8; k++) squares = fmaf(v[k], v[k], squares);
+        if (share.even || t < share.own) own += squares;
+        if constexpr (!share.even)
+            if (t == share.own) {
+#pragma unroll
+                for (int step = 4; step > 0; step >>= 1) squares += __shfl_xor_sync(0xffffffffu, squares, step);
+                if ((b.lane & 7) == 0) send_squares(p, b, i, m.token, 1 + m.box - 4 * share.own, squares);
+            }
     }
     if (!p.v) return;
-    squares = warp_sum(squares);
-    const site_place owner = site_dealt(p, (uint32_t)(i * SITE_TILE + m.token));
-    if (b.lane == 0)
-        cluster_send(cluster_address(shared_address(b.shared + p.at.squares) + (owner.slot * p.cluster + b.rank) * 4,
-                                     owner.owner),
-                     squares, cluster_address(b.at.squares + owner.slot * 8, owner.owner));
+    own = warp_sum(own);
+    if (b.lane == 0) send_squares(p, b, i, warp, 0, own);
 }
 
 template <int N, int PAIRS>
-static __device__ __forceinline__ void norm_tile(const site_args &p, const site_block &b, const site_lane<N, PAIRS> &m,
-                                                 uint32_t tile, float inverse, int i)
+static __device__ __forceinline__ void norm_tile(const site_args &p, const site_block &b,
+                                                 const site_share<N, PAIRS> &share, uint32_t tile,
+                                                 const float *inverse, int warp, int i)
 {
-    bf16 *const to = p.v + site_token(p, b, i, m.token) * p.v_token + m.channel;
+    const int64_t first = site_token(p, b, i, 0);
 #pragma unroll 1
-    for (int t = 0; t < m.most && m.inside(p, t) && m.live(p, t); t++) {
+    for (int t = 0; t < share.times(warp, i); t++) {
+        const site_rows m = share.at(p, b, warp, i, t);
         float x[8], w[8];
-        unpack(x, take_piece(tile + m.row + t * 4 * BOX_BYTES));
-        if (has(p.sub_weight)) get_param<8>(w, p.sub_weight, m.channel + t * 4 * SITE_BOX);
+        if (first + m.token >= p.tokens || m.channel >= p.channels) continue;
+        unpack(x, take_piece(tile + m.row));
+        if (has(p.sub_weight)) get_param<8>(w, p.sub_weight, m.channel);
 #pragma unroll
-        for (int k = 0; k < 8; k++) x[k] = has(p.sub_weight) ? x[k] * inverse * w[k] : x[k] * inverse * 1.0f;
-        store<bf16, 8>(to + t * 4 * SITE_BOX, x);
+        for (int k = 0; k < 8; k++)
+            x[k] = has(p.sub_weight) ? x[k] * inverse[m.token] * w[k] : x[k] * inverse[m.token] * 1.0f;
+        store<bf16, 8>(p.v + (first + m.token) * p.v_token + m.channel, x);
+    }
+}
+
+template <int N, site_kind KIND, post_mode MODE, int PAIRS>
+static __device__ __forceinline__ void mixer(const site_args &p, const site_block &b, int warp)
+{
+    const site_share<N, PAIRS> share(p);
+    const int behind = p.late + p.later;
+    const uint32_t tiles = shared_address(b.shared);
+    const coefs<N> *const coef = (const coefs<N> *)(b.shared + p.at.coef);
+    const float *const pre = (const float *)(b.shared + p.at.pre);
+    const float *const inverse = (const float *)(b.shared + p.at.inverse);
+    weft_mask mask = {};
+    if constexpr (KIND == SITE_BOUNDARY && MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
+    site_cursor now, then, last;
+    cluster_wait_for_all();
+#pragma unroll 1
+    for (int i = 0; i < b.count + behind; i++) {
+        if (KIND == SITE_BOUNDARY && i < b.count) {
+            barrier_wait(b.at.full + now.stage * 8, now.parity);
+            mix_tile<N, MODE, PAIRS>(p, b, share, mask, tiles + now.stage * p.at.stage, coef + now.stage * SITE_TILE,
+                                     warp, i);
+            __syncwarp(); /* what the warp stored comes before its arrival */
+            if (b.lane == 0) barrier_arrive(b.at.mixed + now.stage * 8);
+            now.next(p.stages);
+        }
+        if (i >= p.late && i - p.late < b.count) {
+            if (KIND != SITE_BOUNDARY) barrier_wait(b.at.full + then.stage * 8, then.parity);
+            barrier_wait(b.at.pre + then.stage * 8, then.parity);
+            if (p.u || p.v)
+                aggregate_tile<N, PAIRS>(p, b, share, tiles + then.stage * p.at.stage,
+                                         pre + then.stage * (SITE_TILE * N), warp, i - p.late);
+            if (!p.v) {
+                __syncwarp();
+                if (b.lane == 0) barrier_arrive(b.at.empty + then.stage * 8);
+            }
+            then.next(p.stages);
+        }
+        if (p.v && i >= behind) {
+            barrier_wait(b.at.inverse + last.stage * 8, last.parity);
+            norm_tile<N, PAIRS>(p, b, share, tiles + last.stage * p.at.stage, inverse + last.stage * SITE_TILE, warp,
+                                i - behind);
+            __syncwarp();
+            if (b.lane == 0) barrier_arrive(b.at.empty + last.stage * 8);
+            last.next(p.stages);
+        }
     }
 }
 
 /* ---- projectors: psi ---------------------------------------------------------------------------------------------------- */
 
-/* Columns c, c + 1 of a row, zeros outside of the tensor. No branches, so that many are on their way at once. */
-static __device__ __forceinline__ float2 psi_two(const site_args &p, int row, int stream, int channel)
-{
-    const bool there = row < p.w.rows && channel < p.channels;
-    float2 v = __ldg((const float2 *)(p.psi + (there ? row * p.psi_row + stream * p.psi_stream + channel : 0)));
-    if (!there) v = make_float2(0.0f, 0.0f);
-    return v;
-}
-
-/* The same of any layout and dtype. */
-static __device__ __noinline__ float2 psi_any(const site_args &p, int row, int stream, int channel)
-{
-    if (row >= p.w.rows || channel >= p.channels) return make_float2(0.0f, 0.0f);
-    return make_float2(psi_at(p.w, row, stream, channel), psi_at(p.w, row, stream, channel + 1));
-}
-
-/* psi for the 32 columns of a pair of steps: float2 [step][eight rows][eight columns]. */
-template <int TILES> struct psi_pair {
+/* psi for the 32 columns of a pair of steps: float2 [step][eight rows][eight columns], zeros outside of the tensor. */
+template <int ROWS, int TILES> struct psi_pair {
     float2 v[2][TILES][2];
 
     __device__ __forceinline__ void load(const site_args &p, int stream, int channel, int lane)
     {
-        const int g = lane >> 2, c = channel + 2 * (lane & 3);
+        const float *const from = p.psi + (lane >> 2) * p.psi_row + stream * p.psi_stream + channel + 2 * (lane & 3);
 #pragma unroll
-        for (int s = 0; s < 2; s++)
+        for (int q = 0; q < TILES; q++)
 #pragma unroll
-            for (int q = 0; q < TILES; q++)
+            for (int s = 0; s < 2; s++)
 #pragma unroll
-                for (int k = 0; k < 2; k++)
-                    v[s][q][k] = p.psi ? psi_two(p, g + 8 * q, stream, c + 16 * s + 8 * k)
-                                       : psi_any(p, g + 8 * q, stream, c + 16 * s + 8 * k);
+                for (int k = 0; k < 2; k++) {
+                    const bool there = channel + 16 * s + 8 * k < p.channels && (ROWS % 8 == 0 || (lane >> 2) < ROWS);
+                    v[s][q][k] = make_float2(0.0f, 0.0f);
+                    if (there) v[s][q][k] = __ldg((const float2 *)(from + 8 * q * p.psi_row + 16 * s + 8 * k));
+                }
     }
     /* As operands of the tensor cores. */
     __device__ __forceinline__ void take_apart(uint4 (&to)[2 * TILES]) const
@@ -550,7 +602,7 @@ static __device__ __forceinline__ void projectors_sync()
 }
 
 /* psi of a warp: what it keeps in registers and what it reads from shared memory. */
-template <int TILES, int PAIRS> struct site_psi {
+template <int ROWS, int TILES, int PAIRS> struct site_psi {
     static constexpr int all = PAIRS * 2 * TILES, count = all < SITE_KEPT ? all : SITE_KEPT;
     uint4 kept[count];
     const uint4 *rest;
@@ -563,7 +615,7 @@ template <int TILES, int PAIRS> struct site_psi {
         rest = more;
 #pragma unroll
         for (int j0 = (PAIRS - 1) / 4 * 4; j0 >= 0; j0 -= 4) {
-            psi_pair<TILES> raw[4];
+            psi_pair<ROWS, TILES> raw[4];
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const int pair = warp * p.pairs + j0 + j, box = pair >> 1;
@@ -601,70 +653,47 @@ template <int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ void projector(const site_args &p, const site_block &b, int warp)
 {
     typedef site_shape<N, KIND> shape;
-    constexpr int T = shape::tiles;
-    const site_psi<T, PAIRS> psi(p, b, N, warp);
-    const site_lane<N, PAIRS> m(p, b, warp);
-    const int behind = p.late + p.later, lives = site_lives(p, b, warp), first = warp * p.pairs;
-    const uint32_t tiles = shared_address(b.shared), received = shared_address(b.shared + p.at.received);
+    constexpr int T = shape::tiles, ROOM = SITE_TILE * shape::width;
+    const site_psi<shape::rows, T, PAIRS> psi(p, b, N, warp);
+    const int first = warp * p.pairs;
+    const uint32_t tiles = shared_address(b.shared);
+    const uint32_t received = shared_address(b.shared + p.at.received) + (b.rank * SITE_ROW + b.lane) * 4;
     /* Pair j of this warp is half (pair & 1) of a box of one stream, pair >> 1: bit 6 of where its pieces lie. */
     const uint32_t piece = (b.lane & 7) * TMA_ROW + (((b.lane >> 3) ^ (b.lane & 7)) << 4);
-    float *const sums = (float *)(b.shared + p.at.sums);
-    site_cursor now, then, last;
+    float *sums = (float *)(b.shared + p.at.sums), *other = sums + PROJECTORS * ROOM;
+    site_deal deal(p, warp);
+    site_cursor c;
     cluster_wait_for_all();
 #pragma unroll 1
-    for (int i = 0; i < b.count + behind; i++) {
-        if (i < b.count) {
-            site_sums<T> s;
-            const uint32_t from = tiles + now.stage * p.at.stage + piece;
-            barrier_wait((KIND == SITE_BOUNDARY ? b.at.mixed : b.at.full) + now.stage * 8, now.parity);
+    for (int i = 0; i < b.count; i++, c.next(p.stages), deal.next_tile(p)) {
+        site_sums<T> s;
+        const uint32_t from = tiles + c.stage * p.at.stage + piece;
+        barrier_wait((KIND == SITE_BOUNDARY ? b.at.mixed : b.at.full) + c.stage * 8, c.parity);
 #pragma unroll
-            for (int j = 0; j < PAIRS; j++) {
-                uint32_t y[4];
-                if (PAIRS > SITE_FEW_PAIRS && j >= p.pairs) break;
-                ldmatrix4(y, (from + ((first + j) >> 1) * BOX_BYTES) ^ (((first + j) & 1) << 6));
+        for (int j = 0; j < PAIRS; j++) {
+            uint32_t y[4];
+            if (PAIRS > SITE_FEW_PAIRS && j >= p.pairs) break;
+            ldmatrix4(y, (from + ((first + j) >> 1) * BOX_BYTES) ^ (((first + j) & 1) << 6));
 #pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    uint4 a[T];
-                    psi.step(a, j * 2 + k);
-                    multiply<T>(s, a, y[2 * k], y[2 * k + 1]);
-                }
+            for (int k = 0; k < 2; k++) {
+                uint4 a[T];
+                psi.step(a, j * 2 + k);
+                multiply<T>(s, a, y[2 * k], y[2 * k + 1]);
             }
-            leave_sums<N, KIND>(sums + warp * SITE_TILE * shape::width, s, b.lane);
-            projectors_sync();
-            if (b.lane < shape::width) {
-                const site_place to = site_dealt(p, (uint32_t)i * SITE_TILE + warp);
-                float v = 0.0f;
+        }
+        leave_sums<N, KIND>(sums + warp * ROOM, s, b.lane);
+        projectors_sync();
+        if (b.lane < shape::width) {
+            const uint32_t owner = deal.owner(p);
+            const float *const all = sums + warp * shape::width + b.lane;
+            float v = 0.0f;
 #pragma unroll
-                for (int w = 0; w < PROJECTORS; w++) v += sums[(w * SITE_TILE + warp) * shape::width + b.lane];
-                cluster_send(
-                    cluster_address(received + ((to.slot * p.cluster + b.rank) * SITE_ROW + b.lane) * 4, to.owner), v,
-                    cluster_address(b.at.sums + to.slot * 8, to.owner));
-            }
-            projectors_sync(); /* the sums may be overwritten */
-            now.next(p.stages);
+            for (int w = 0; w < PROJECTORS; w++) v += all[w * ROOM];
+            cluster_send(cluster_address(received + deal.slot * p.cluster * (SITE_ROW * 4), owner), v,
+                         cluster_address(b.at.sums + deal.slot * 8, owner));
         }
-        if (i >= p.late && i - p.late < b.count) {
-            barrier_wait(b.at.pre + then.stage * 8, then.parity);
-            if (p.u || p.v)
-                aggregate_tile<N, PAIRS>(p, b, m, tiles + then.stage * p.at.stage,
-                                         (const float *)(b.shared + p.at.pre) + (then.stage * SITE_TILE + warp) * N,
-                                         i - p.late, i - p.late < lives);
-            if (!p.v) {
-                __syncwarp();
-                if (b.lane == 0) barrier_arrive(b.at.empty + then.stage * 8);
-            }
-            then.next(p.stages);
-        }
-        if (p.v && i >= behind) {
-            barrier_wait(b.at.inverse + last.stage * 8, last.parity);
-            if (i - behind < lives)
-                norm_tile<N, PAIRS>(p, b, m, tiles + last.stage * p.at.stage,
-                                    *((const float *)(b.shared + p.at.inverse) + last.stage * SITE_TILE + warp),
-                                    i - behind);
-            __syncwarp();
-            if (b.lane == 0) barrier_arrive(b.at.empty + last.stage * 8);
-            last.next(p.stages);
-        }
+        float *const swap = sums; /* others may still add what lies here */
+        sums = other, other = swap;
     }
 }
 
@@ -749,6 +778,7 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void own(cons
 static __device__ __forceinline__ void own_norm(const site_args &p, const site_block &b)
 {
     const uint32_t inverse_at = shared_address(b.shared + p.at.inverse);
+    const int parts = 1 + p.boxes % 4;
     int slot = 0;
     uint32_t parity = 0;
 #pragma unroll 1
@@ -756,14 +786,16 @@ static __device__ __forceinline__ void own_norm(const site_args &p, const site_b
         const uint32_t number = b.rank + (k << p.cluster_log), tile = number / SITE_TILE, row = number % SITE_TILE;
         if (tile >= (uint32_t)b.count) break;
         const uint32_t stage = tile % (uint32_t)p.stages;
-        const float *const from = (const float *)(b.shared + p.at.squares) + slot * p.cluster;
+        const float *const from = (const float *)(b.shared + p.at.squares) + slot * p.cluster * 4;
         float squares = 0.0f;
         barrier_wait(b.at.squares + slot * 8, parity);
-#pragma unroll 4
-        for (int s = 0; s < p.cluster; s++) squares += from[s];
+#pragma unroll 1
+        for (int s = 0; s < p.cluster; s++)
+#pragma unroll 1
+            for (int part = 0; part < parts; part++) squares += from[s * 4 + part];
         const float inverse = 1.0f / sqrtf(squares / (float)p.channels + p.sub_eps);
         __syncwarp();
-        if (b.lane == 0) tma_expect(b.at.squares + slot * 8, (uint32_t)p.cluster * 4);
+        if (b.lane == 0) tma_expect(b.at.squares + slot * 8, (uint32_t)(p.cluster * parts * 4));
         __syncwarp();
         if (b.lane < p.cluster)
             cluster_send(cluster_address(inverse_at + (stage * SITE_TILE + row) * 4, b.lane), inverse,
@@ -810,7 +842,7 @@ static __device__ __forceinline__ void init_barriers(const site_args &p, const s
     for (int i = 0; i < p.stages; i++) {
         barrier_init(b.full + i * 8, coefs_too ? 33 : 1);
         barrier_init(b.mixed + i * 8, MIXERS);
-        barrier_init(b.empty + i * 8, PROJECTORS);
+        barrier_init(b.empty + i * 8, MIXERS);
         barrier_init(b.pre + i * 8, 1);
         barrier_init(b.inverse + i * 8, 1);
     }
@@ -820,7 +852,7 @@ static __device__ __forceinline__ void init_barriers(const site_args &p, const s
     tma_barriers_ready();
     for (int i = 0; i < p.slots; i++) {
         tma_expect(b.sums + i * 8, (uint32_t)p.cluster * site_shape<N, KIND>::width * 4);
-        tma_expect(b.squares + i * 8, (uint32_t)p.cluster * 4);
+        tma_expect(b.squares + i * 8, (uint32_t)(p.cluster * (1 + p.boxes % 4) * 4));
     }
 }
 
@@ -847,10 +879,7 @@ static __device__ __forceinline__ void site(const site_args &p)
         projector<N, KIND, PAIRS>(p, b, warp);
     } else if (warp < BRINGER) {
         set_registers<MIXER_REGISTERS, false>();
-        if constexpr (KIND == SITE_BOUNDARY)
-            mixer<N, MODE, PAIRS>(p, b, warp - FIRST_MIXER);
-        else
-            cluster_wait_for_all();
+        mixer<N, KIND, MODE, PAIRS>(p, b, warp - FIRST_MIXER);
     } else {
         set_registers<SERVER_REGISTERS, false>();
         if (warp == BRINGER) {

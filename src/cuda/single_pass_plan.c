@@ -47,9 +47,9 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     r->psi = take(&at, (operands > SITE_KEPT ? operands - SITE_KEPT : 0) * tile * 32 * 16);
     r->coef = take(&at, p->stages * tile * (n + n * n) * 4);
     r->pre = take(&at, p->stages * tile * n * 4);
-    r->sums = take(&at, tile * tile * (f->rows + 1) * 4);
+    r->sums = take(&at, 2 * tile * tile * (f->rows + 1) * 4);
     r->received = take(&at, (int64_t)p->slots * p->cluster * SITE_ROW * 4);
-    r->squares = take(&at, (int64_t)p->slots * p->cluster * 4);
+    r->squares = f->norm ? take(&at, (int64_t)p->slots * p->cluster * 16) : at;
     r->inverse = take(&at, p->stages * tile * 4);
     r->aside = take(&at, n * 4);
     r->logits = take(&at, 2 * tile * n * n * 4);
