@@ -43,7 +43,7 @@ struct site_device {
 
 static site_device ask_device()
 {
-    const auto kernel = site_kernel<4, SITE_BOUNDARY, PLAIN, SITE_FEW_PAIRS>;
+    const auto kernel = site_kernel<4, SITE_BOUNDARY, PLAIN, true, SITE_FEW_PAIRS>;
     site_device d = {};
     cudaFuncAttributes code = {};
     bool good = cudaFuncGetAttributes(&code, kernel) == cudaSuccess;
@@ -100,9 +100,16 @@ static bool psi_is_phi(const weft_mhc_pre_fwd_args *pre)
            phi->stride[1] % 2 == 0 && (uintptr_t)phi->data % 8 == 0;
 }
 
+static float *psi_room(weft_arena *arena, const weft_call *call)
+{
+    return (float *)weft_arena_take(arena, (size_t)(rows_of(call) * call->streams * call->channels) * sizeof(float));
+}
+
 size_t weft_cuda_site_fwd_bytes(const weft_call *call)
 {
-    return (size_t)(rows_of(call) * call->streams * call->channels) * sizeof(float);
+    weft_arena arena = weft_arena_open(NULL);
+    psi_room(&arena, call);
+    return weft_arena_bytes(&arena);
 }
 
 weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_post_fwd_args *post,
@@ -133,31 +140,39 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
 
 /* ---- launch ------------------------------------------------------------------------------------------------------------- */
 
-template <int N, site_kind KIND, post_mode MODE>
-static weft_status run_mode(const weft_call *call, const site_args &p)
+template <int N, site_kind KIND, post_mode MODE, bool IN_OUT>
+static weft_status run_kernel(const weft_call *call, const site_args &p)
 {
     const launch_shape shape = {.grid = dim3((unsigned)(p.clusters * p.cluster)),
                                 .block = SITE_WARPS * 32,
                                 .shared = (size_t)p.at.bytes,
                                 .cluster = (unsigned)p.cluster};
     return p.pairs == SITE_FEW_PAIRS
-               ? launch(call, "site", site_kernel<N, KIND, MODE, SITE_FEW_PAIRS>, shape, p)
-               : launch(call, "site", site_kernel<N, KIND, MODE, SITE_MANY_PAIRS>, shape, p);
+               ? launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, SITE_FEW_PAIRS>, shape, p)
+               : launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, SITE_MANY_PAIRS>, shape, p);
+}
+
+template <int N, post_mode MODE> static weft_status run_boundary(const weft_call *call, const site_args &p, bool in_out)
+{
+    return in_out ? run_kernel<N, SITE_BOUNDARY, MODE, true>(call, p)
+                  : run_kernel<N, SITE_BOUNDARY, MODE, false>(call, p);
 }
 
 template <int N>
 static weft_status run(const weft_call *call, const site_args &p, const weft_mhc_post_fwd_args *post)
 {
-    if (call->op == WEFT_OP_mhc_head_fwd) return run_mode<N, SITE_HEAD, PLAIN>(call, p);
-    if (!post) return run_mode<N, SITE_PRE, PLAIN>(call, p);
-    return post_mode_of(&post->bias, &post->dropout) == PLAIN ? run_mode<N, SITE_BOUNDARY, PLAIN>(call, p)
-                                                              : run_mode<N, SITE_BOUNDARY, FULL>(call, p);
+    if (call->op == WEFT_OP_mhc_head_fwd) return run_kernel<N, SITE_HEAD, PLAIN, false>(call, p);
+    if (!post) return run_kernel<N, SITE_PRE, PLAIN, false>(call, p);
+    const bool in_out = post->numerics.apply == WEFT_APPLY_IN_OUT;
+    return post_mode_of(&post->bias, &post->dropout) == PLAIN ? run_boundary<N, PLAIN>(call, p, in_out)
+                                                              : run_boundary<N, FULL>(call, p, in_out);
 }
 
 weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan,
                                const weft_mhc_post_fwd_args *post, const weft_mhc_pre_fwd_args *pre)
 {
     const weft_tensor *x = post ? &post->x : &pre->x;
+    const int64_t step = (int64_t)plan->clusters * SITE_TILE * (int64_t)sizeof(bf16);
     site_args p = {.alpha = view_of(&pre->alpha),
                    .beta = view_of(&pre->beta),
                    .numbers = numbers_of(&pre->numerics),
@@ -171,6 +186,7 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
                    .v = weft_has(&pre->v) ? (bf16 *)pre->v.data : NULL,
                    .u_token = pre->u.stride[0],
                    .v_token = pre->v.stride[0],
+                   .u_step = step * pre->u.stride[0],
                    .sub_weight = view_of(&pre->sub_weight),
                    .sub_eps = (float)pre->sub_eps,
                    .mean = 1.0f / (float)(call->streams * call->channels),
@@ -186,16 +202,18 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
                    .slots = plan->slots,
                    .tiles = plan->tiles,
                    .clusters = plan->clusters,
+                   .norm = weft_has(&pre->v) != 0,
                    .at = plan->room};
     if (psi_is_phi(pre)) {
         p.psi = (const float *)pre->phi.data, p.psi_row = pre->phi.stride[0], p.psi_stream = pre->phi.stride[1];
     } else {
         weft_call inner = *call;
+        weft_arena arena = cuda_arena(call);
+        float *const psi = psi_room(&arena, call);
         inner.rows = rows_of(call);
-        p.psi = (const float *)call->exec->workspace;
+        p.psi = psi;
         p.psi_stream = call->channels, p.psi_row = call->streams * call->channels;
-        WEFT_TRY(weft_cuda_project_spread(&inner, &pre->phi, &pre->norm_weight, columns_of(call, LAYOUT_NC),
-                                          (float *)call->exec->workspace));
+        WEFT_TRY(weft_cuda_project_spread(&inner, &pre->phi, &pre->norm_weight, columns_of(call, LAYOUT_NC), psi));
     }
     tma_encode *encode;
     const tma_tensor streams = {x->data, call->tokens, call->streams, call->channels, x->stride[0], x->stride[1]};
@@ -206,9 +224,8 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
         WEFT_TRY(tma_map(call, encode, &p.f, &f, SITE_TILE));
         p.bias = view_of(&post->bias), p.post = view_of(&post->post), p.res = view_of(&post->res);
         p.dropout = post->dropout;
-        p.in_out = post->numerics.apply == WEFT_APPLY_IN_OUT;
         p.coef_lines = in_lines(&post->post) && in_lines(&post->res);
-        p.y = (bf16 *)post->y.data, p.y_token = post->y.stride[0];
+        p.y = (bf16 *)post->y.data, p.y_token = post->y.stride[0], p.y_step = step * p.y_token;
         for (int i = 0; i < call->streams; i++) p.y_at[i] = i * post->y.stride[1] * (int64_t)sizeof(bf16);
     }
     return call->streams == 2 ? run<2>(call, p, post) : run<4>(call, p, post);

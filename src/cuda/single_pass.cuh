@@ -43,7 +43,9 @@ enum {
     BOX_BYTES = SITE_TILE * TMA_ROW
 };
 /* Registers are handed from the others to the projectors: 61440 in all, which is what 640 threads can have at launch. */
-enum { PROJECTOR_REGISTERS = 144, MIXER_REGISTERS = 72, SERVER_REGISTERS = 48 };
+template <int PAIRS> struct site_registers {
+    static constexpr int projector = PAIRS == SITE_FEW_PAIRS ? 128 : 144, mixer = 216 - projector, server = 48;
+};
 
 struct site_args {
     CUtensorMap x, f;
@@ -51,7 +53,7 @@ struct site_args {
     view bias, post, res;
     weft_dropout dropout;
     bf16 *y;
-    int64_t y_token, y_at[4]; /* y_at: bytes to each stream */
+    int64_t y_token, y_step, y_at[4]; /* step: bytes from a tile of a cluster to its next; at: bytes to each stream */
     /* the site */
     const float *psi; /* rows that can be read 8 bytes at a time */
     int64_t psi_row, psi_stream;
@@ -59,13 +61,13 @@ struct site_args {
     gate_numbers numbers;
     view pre_in, h, ms, pre, post_out, res_out;
     bf16 *u, *v; /* or NULL */
-    int64_t u_token, v_token;
+    int64_t u_token, v_token, u_step;
     view sub_weight;
     float sub_eps;
     float mean; /* 1 / nC */
     int64_t tokens;
     int32_t channels, cluster, cluster_log, boxes, pairs, stages, late, later, slots, tiles, clusters;
-    bool in_out, coef_lines; /* coef_lines: they can be copied N floats at a time */
+    bool norm, coef_lines; /* norm: v is wanted; coef_lines: coefficients can be copied N floats at a time */
     weft_site_room at;
 };
 
@@ -229,7 +231,7 @@ template <int N, bool POST> static __device__ __forceinline__ void bring(const s
                 if constexpr (POST) tma_load(to + streams + k * BOX_BYTES, &p.f, channel, (int)token, barrier);
             }
             tma_expect(b.at.pre + c.stage * 8, SITE_TILE * N * 4);
-            if (p.v) tma_expect(b.at.inverse + c.stage * 8, SITE_TILE * 4);
+            if (p.norm) tma_expect(b.at.inverse + c.stage * 8, SITE_TILE * 4);
         }
         __syncwarp();
         if constexpr (POST) {
@@ -250,20 +252,6 @@ template <int N, bool POST> static __device__ __forceinline__ void bring(const s
     }
 }
 
-/* post and w of a token, from lines as they were brought. */
-template <int N> static __device__ __forceinline__ coefs<N> take_coefs(const site_args &p, const coefs<N> &from)
-{
-    coefs<N> k;
-    if (!p.in_out) return from;
-#pragma unroll
-    for (int o = 0; o < N; o++) k.post[o] = from.post[o];
-#pragma unroll
-    for (int o = 0; o < N; o++)
-#pragma unroll
-        for (int i = 0; i < N; i++) k.w[o][i] = from.w[i][o];
-    return k;
-}
-
 /* ---- a lane's place in a tile ------------------------------------------------------------------------------------------- */
 
 /* Eight channels of a token are 16 bytes of a row of a box; a warp has four rows at a time. Of each four boxes these are the
@@ -271,36 +259,43 @@ template <int N> static __device__ __forceinline__ coefs<N> take_coefs(const sit
  * Which warp has a row depends on the tile alone. */
 struct site_rows {
     uint32_t streams, row; /* offsets in a tile: of stream 0, of f or u */
-    int token, box, channel; /* token: of the tile */
+    int token, channel;    /* token: of the tile */
 };
 
-template <int N, int PAIRS> struct site_share {
-    static constexpr bool even = PAIRS == SITE_FEW_PAIRS; /* nothing is left over */
-    static constexpr int fixed = PAIRS / N, unrolled = even ? fixed : 1; /* if so, times four boxes */
-    int own, left;                                        /* times; boxes left over */
+template <int N> static __device__ __forceinline__ site_rows rows_at(const site_args &p, const site_block &b, int box, int token)
+{
+    const uint32_t piece = token * TMA_ROW + (((b.lane & 7) ^ token) << 4);
+    return {piece + box * N * BOX_BYTES, piece + (p.boxes * N + box) * BOX_BYTES, token,
+            b.first_channel + box * SITE_BOX + (b.lane & 7) * 8};
+}
 
-    __device__ __forceinline__ site_share(const site_args &p) : own(p.boxes / 4), left(p.boxes % 4)
+template <int N, int PAIRS> struct site_share {
+    static constexpr bool even = PAIRS == SITE_FEW_PAIRS; /* nothing is left over, */
+    static constexpr int fixed = PAIRS / N;               /* and each token has so many times four boxes */
+    static constexpr int most = even ? fixed : SITE_MANY_PAIRS / N;
+    site_rows own; /* the first four of its own token; the next are four boxes further on */
+    int times, left, lives[most]; /* times four boxes; boxes left over; tiles in which own rows are of this tensor */
+
+    __device__ __forceinline__ site_share(const site_args &p, const site_block &b, int warp)
+        : own(rows_at<N>(p, b, b.lane >> 3, warp)), times(p.boxes / 4), left(p.boxes % 4)
     {
+        const int all = b.count - (site_token(p, b, b.count - 1, warp) >= p.tokens);
+#pragma unroll
+        for (int t = 0; t < most; t++) lives[t] = own.channel + 4 * t * SITE_BOX < p.channels ? all : 0;
     }
-    /* How many times, in tile i. */
-    __device__ __forceinline__ int times(int warp, int i) const
+    __device__ __forceinline__ bool has_own(int t) const
     {
-        return even ? fixed : own + (first_left(warp, i) < 2 * left);
+        return even || t < times;
     }
-    __device__ __forceinline__ int first_left(int warp, int i) const
+    /* Rows left over that are this warp's in tile i. */
+    __device__ __forceinline__ bool has_left(int warp, int i) const
     {
-        return (warp - 2 * left * i) & (SITE_TILE - 1);
+        return !even && ((warp - 2 * left * i) & (SITE_TILE - 1)) < 2 * left;
     }
-    __device__ __forceinline__ site_rows at(const site_args &p, const site_block &b, int warp, int i, int t) const
+    __device__ __forceinline__ site_rows left_at(const site_args &p, const site_block &b, int warp, int i) const
     {
-        int box = 4 * t + (b.lane >> 3), token = warp;
-        if (!even && t == own) {
-            const int row = 4 * first_left(warp, i) + (b.lane >> 3);
-            box = 4 * own + (row >> 3), token = row & 7;
-        }
-        const uint32_t piece = token * TMA_ROW + (((b.lane & 7) ^ token) << 4);
-        return {piece + box * N * BOX_BYTES, piece + (p.boxes * N + box) * BOX_BYTES, token, box,
-                b.first_channel + box * SITE_BOX + (b.lane & 7) * 8};
+        const int row = 4 * ((warp - 2 * left * i) & (SITE_TILE - 1)) + (b.lane >> 3);
+        return rows_at<N>(p, b, 4 * times + (row >> 3), row & 7);
     }
 };
 
@@ -324,8 +319,8 @@ static __device__ __forceinline__ void put_piece(uint32_t to, const raw<bf16, 8>
 
 /* ---- mixers ------------------------------------------------------------------------------------------------------------- */
 
-/* New streams of one token and 8 channels, in the registers of the old ones. */
-template <int N, post_mode MODE>
+/* New streams of one token and 8 channels, in the registers of the old ones. k.w: the matrix as it lies in memory. */
+template <int N, post_mode MODE, bool IN_OUT>
 static __device__ __forceinline__ void mix(raw<bf16, 8> (&x)[N], const raw<bf16, 8> &f, const coefs<N> &k,
                                            const site_args &p, const weft_mask &mask, int64_t token, int channel)
 {
@@ -345,38 +340,29 @@ static __device__ __forceinline__ void mix(raw<bf16, 8> (&x)[N], const raw<bf16,
                 y[q] = k.post[o] * fb[q];
                 if (extra.masked) y[q] = y[q] * (extra.keep[o] >> (pair * 2 + q) & 1 ? extra.scale : 0.0f);
 #pragma unroll
-                for (int i = 0; i < N; i++) y[q] = fmaf(k.w[o][i], v[i][q], y[q]);
+                for (int i = 0; i < N; i++) y[q] = fmaf(IN_OUT ? k.w[i][o] : k.w[o][i], v[i][q], y[q]);
             }
             x[o].word[pair] = narrow2(y[0], y[1], bf16());
         }
     }
 }
 
-/* Post of a tile, in place and to memory. y: of the first token of the tile. */
-template <int N, post_mode MODE, int PAIRS>
-static __device__ __forceinline__ void mix_tile(const site_args &p, const site_block &b,
-                                                const site_share<N, PAIRS> &share, const weft_mask &mask,
-                                                uint32_t tile, const coefs<N> *coef, int warp, int i)
+/* Post of rows of a tile, in place and to memory. */
+template <int N, post_mode MODE, bool IN_OUT>
+static __device__ __forceinline__ void mix_rows(const site_args &p, const weft_mask &mask, uint32_t streams,
+                                                uint32_t row, const coefs<N> &k, char *to, bool live, int64_t token,
+                                                int channel)
 {
-    const int64_t first = site_token(p, b, i, 0);
-    bf16 *const y = p.y + first * p.y_token;
-#pragma unroll(site_share<N, PAIRS>::unrolled)
-    for (int t = 0; t < share.times(warp, i); t++) {
-        const site_rows m = share.at(p, b, warp, i, t);
-        const coefs<N> k = take_coefs<N>(p, coef[m.token]);
-        const bool live = first + m.token < p.tokens && m.channel < p.channels;
-        raw<bf16, 8> x[N];
+    raw<bf16, 8> x[N];
 #pragma unroll
-        for (int o = 0; o < N; o++) x[o] = take_piece(tile + m.streams + o * BOX_BYTES);
-        const raw<bf16, 8> f = take_piece(tile + m.row);
-        if (MODE == PLAIN || live) mix<N, MODE>(x, f, k, p, mask, first + m.token, m.channel);
+    for (int o = 0; o < N; o++) x[o] = take_piece(streams + o * BOX_BYTES);
+    const raw<bf16, 8> f = take_piece(row);
+    if (MODE == PLAIN || live) mix<N, MODE, IN_OUT>(x, f, k, p, mask, token, channel);
 #pragma unroll
-        for (int o = 0; o < N; o++) put_piece(tile + m.streams + o * BOX_BYTES, x[o]);
-        if (!live) continue;
-        char *const to = (char *)(y + m.token * p.y_token + m.channel);
+    for (int o = 0; o < N; o++) put_piece(streams + o * BOX_BYTES, x[o]);
+    if (live)
 #pragma unroll
         for (int o = 0; o < N; o++) store_raw((bf16 *)(to + p.y_at[o]), x[o]);
-    }
 }
 
 /* 8 channels, rounded. */
@@ -412,71 +398,47 @@ static __device__ __forceinline__ void send_squares(const site_args &p, const si
     cluster_send(cluster_address(to, owner), squares, cluster_address(b.at.squares + slot * 8, owner));
 }
 
-/* u to memory and, where it will be normed, to the place where f was. A token whose own warp has no row sends a zero. */
-template <int N, int PAIRS>
-static __device__ __forceinline__ void aggregate_tile(const site_args &p, const site_block &b,
-                                                      const site_share<N, PAIRS> &share, uint32_t tile,
-                                                      const float *from, int warp, int i)
+/* u of rows of a tile to memory and, where it will be normed, to the place where f was. Returns the sum of its squares. */
+template <int N>
+static __device__ __forceinline__ float aggregate_rows(const site_args &p, uint32_t streams, uint32_t row,
+                                                       const float *from, char *to, bool live)
 {
-    const int64_t first = site_token(p, b, i, 0);
-    float own = 0.0f;
-#pragma unroll(site_share<N, PAIRS>::unrolled)
-    for (int t = 0; t < share.times(warp, i); t++) {
-        const site_rows m = share.at(p, b, warp, i, t);
-        float pre[N];
+    float pre[N], v[8], squares = 0.0f;
 #pragma unroll
-        for (int k = 0; k < N; k++) pre[k] = from[m.token * N + k];
-        const raw<bf16, 8> u = aggregate<N>(tile + m.streams, pre);
-        if (p.u && first + m.token < p.tokens && m.channel < p.channels)
-            store_raw(p.u + (first + m.token) * p.u_token + m.channel, u);
-        if (!p.v) continue;
-        float v[8], squares = 0.0f;
-        put_piece(tile + m.row, u);
-        unpack(v, u);
+    for (int k = 0; k < N; k++) pre[k] = from[k];
+    const raw<bf16, 8> u = aggregate<N>(streams, pre);
+    if (live) store_raw((bf16 *)to, u);
+    if (!p.norm) return 0.0f;
+    put_piece(row, u);
+    unpack(v, u);
 #pragma unroll
-        for (int k = 0; k < 8; k++) squares = fmaf(v[k], v[k], squares);
-        if (share.even || t < share.own) own += squares;
-        if constexpr (!share.even)
-            if (t == share.own) {
-#pragma unroll
-                for (int step = 4; step > 0; step >>= 1) squares += __shfl_xor_sync(0xffffffffu, squares, step);
-                if ((b.lane & 7) == 0) send_squares(p, b, i, m.token, 1 + m.box - 4 * share.own, squares);
-            }
-    }
-    if (!p.v) return;
-    own = warp_sum(own);
-    if (b.lane == 0) send_squares(p, b, i, warp, 0, own);
+    for (int k = 0; k < 8; k++) squares = fmaf(v[k], v[k], squares);
+    return squares;
 }
 
-template <int N, int PAIRS>
-static __device__ __forceinline__ void norm_tile(const site_args &p, const site_block &b,
-                                                 const site_share<N, PAIRS> &share, uint32_t tile,
-                                                 const float *inverse, int warp, int i)
+static __device__ __forceinline__ void norm_rows(const site_args &p, uint32_t row, float inverse, int64_t token,
+                                                 int channel)
 {
-    const int64_t first = site_token(p, b, i, 0);
-#pragma unroll 1
-    for (int t = 0; t < share.times(warp, i); t++) {
-        const site_rows m = share.at(p, b, warp, i, t);
-        float x[8], w[8];
-        if (first + m.token >= p.tokens || m.channel >= p.channels) continue;
-        unpack(x, take_piece(tile + m.row));
-        if (has(p.sub_weight)) get_param<8>(w, p.sub_weight, m.channel);
+    float x[8], w[8];
+    unpack(x, take_piece(row));
+    if (has(p.sub_weight)) get_param<8>(w, p.sub_weight, channel);
 #pragma unroll
-        for (int k = 0; k < 8; k++)
-            x[k] = has(p.sub_weight) ? x[k] * inverse[m.token] * w[k] : x[k] * inverse[m.token] * 1.0f;
-        store<bf16, 8>(p.v + (first + m.token) * p.v_token + m.channel, x);
-    }
+    for (int k = 0; k < 8; k++) x[k] = has(p.sub_weight) ? x[k] * inverse * w[k] : x[k] * inverse * 1.0f;
+    store<bf16, 8>(p.v + token * p.v_token + channel, x);
 }
 
-template <int N, site_kind KIND, post_mode MODE, int PAIRS>
+template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
 static __device__ __forceinline__ void mixer(const site_args &p, const site_block &b, int warp)
 {
-    const site_share<N, PAIRS> share(p);
+    const site_share<N, PAIRS> share(p, b, warp);
     const int behind = p.late + p.later;
     const uint32_t tiles = shared_address(b.shared);
     const coefs<N> *const coef = (const coefs<N> *)(b.shared + p.at.coef);
     const float *const pre = (const float *)(b.shared + p.at.pre);
-    const float *const inverse = (const float *)(b.shared + p.at.inverse);
+    const int64_t first = site_token(p, b, 0, warp);
+    char *y = (char *)(p.y + first * p.y_token + share.own.channel);
+    char *u = (char *)(p.u + first * p.u_token + share.own.channel);
+    const bool wants_u = p.u != nullptr;
     weft_mask mask = {};
     if constexpr (KIND == SITE_BOUNDARY && MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
     site_cursor now, then, last;
@@ -484,29 +446,85 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
 #pragma unroll 1
     for (int i = 0; i < b.count + behind; i++) {
         if (KIND == SITE_BOUNDARY && i < b.count) {
+            const uint32_t tile = tiles + now.stage * p.at.stage;
             barrier_wait(b.at.full + now.stage * 8, now.parity);
-            mix_tile<N, MODE, PAIRS>(p, b, share, mask, tiles + now.stage * p.at.stage, coef + now.stage * SITE_TILE,
-                                     warp, i);
+#pragma unroll
+            for (int t = 0; t < share.most; t++)
+                if (share.has_own(t))
+                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + share.own.streams + t * 4 * N * BOX_BYTES,
+                                              tile + share.own.row + t * 4 * BOX_BYTES,
+                                              coef[now.stage * SITE_TILE + warp], y + t * 4 * TMA_ROW,
+                                              i < share.lives[t], MODE == PLAIN ? 0 : site_token(p, b, i, warp),
+                                              share.own.channel + t * 4 * SITE_BOX);
+            if constexpr (!share.even)
+                if (share.has_left(warp, i)) {
+                    const site_rows m = share.left_at(p, b, warp, i);
+                    const int64_t token = site_token(p, b, i, m.token);
+                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + m.streams, tile + m.row,
+                                              coef[now.stage * SITE_TILE + m.token],
+                                              (char *)(p.y + token * p.y_token + m.channel),
+                                              token < p.tokens && m.channel < p.channels, token, m.channel);
+                }
+            y += p.y_step;
             __syncwarp(); /* what the warp stored comes before its arrival */
             if (b.lane == 0) barrier_arrive(b.at.mixed + now.stage * 8);
             now.next(p.stages);
         }
-        if (i >= p.late && i - p.late < b.count) {
+        const int late = i - p.late;
+        if (late >= 0 && late < b.count) {
+            const uint32_t tile = tiles + then.stage * p.at.stage;
+            float squares = 0.0f;
             if (KIND != SITE_BOUNDARY) barrier_wait(b.at.full + then.stage * 8, then.parity);
             barrier_wait(b.at.pre + then.stage * 8, then.parity);
-            if (p.u || p.v)
-                aggregate_tile<N, PAIRS>(p, b, share, tiles + then.stage * p.at.stage,
-                                         pre + then.stage * (SITE_TILE * N), warp, i - p.late);
-            if (!p.v) {
+#pragma unroll
+            for (int t = 0; t < share.most; t++)
+                if (share.has_own(t))
+                    squares += aggregate_rows<N>(p, tile + share.own.streams + t * 4 * N * BOX_BYTES,
+                                                 tile + share.own.row + t * 4 * BOX_BYTES,
+                                                 pre + (then.stage * SITE_TILE + warp) * N, u + t * 4 * TMA_ROW,
+                                                 wants_u && late < share.lives[t]);
+            if constexpr (!share.even)
+                if (share.has_left(warp, late)) {
+                    const site_rows m = share.left_at(p, b, warp, late);
+                    const int64_t token = site_token(p, b, late, m.token);
+                    float more = aggregate_rows<N>(p, tile + m.streams, tile + m.row,
+                                                   pre + (then.stage * SITE_TILE + m.token) * N,
+                                                   (char *)(p.u + token * p.u_token + m.channel),
+                                                   wants_u && token < p.tokens && m.channel < p.channels);
+                    if (p.norm) {
+                        const int part = 1 + (m.channel - b.first_channel) / SITE_BOX - 4 * share.times;
+#pragma unroll
+                        for (int step = 4; step > 0; step >>= 1) more += __shfl_xor_sync(0xffffffffu, more, step);
+                        if ((b.lane & 7) == 0) send_squares(p, b, late, m.token, part, more);
+                    }
+                }
+            u += p.u_step;
+            if (p.norm) {
+                squares = warp_sum(squares);
+                if (b.lane == 0) send_squares(p, b, late, warp, 0, squares);
+            } else {
                 __syncwarp();
                 if (b.lane == 0) barrier_arrive(b.at.empty + then.stage * 8);
             }
             then.next(p.stages);
         }
-        if (p.v && i >= behind) {
+        const int latest = i - behind;
+        if (p.norm && latest >= 0) {
+            const uint32_t tile = tiles + last.stage * p.at.stage;
+            const float *const inverse = (const float *)(b.shared + p.at.inverse) + last.stage * SITE_TILE;
             barrier_wait(b.at.inverse + last.stage * 8, last.parity);
-            norm_tile<N, PAIRS>(p, b, share, tiles + last.stage * p.at.stage, inverse + last.stage * SITE_TILE, warp,
-                                i - behind);
+#pragma unroll
+            for (int t = 0; t < share.most; t++)
+                if (share.has_own(t) && latest < share.lives[t])
+                    norm_rows(p, tile + share.own.row + t * 4 * BOX_BYTES, inverse[warp], site_token(p, b, latest, warp),
+                              share.own.channel + t * 4 * SITE_BOX);
+            if constexpr (!share.even)
+                if (share.has_left(warp, latest)) {
+                    const site_rows m = share.left_at(p, b, warp, latest);
+                    const int64_t token = site_token(p, b, latest, m.token);
+                    if (token < p.tokens && m.channel < p.channels)
+                        norm_rows(p, tile + m.row, inverse[m.token], token, m.channel);
+                }
             __syncwarp();
             if (b.lane == 0) barrier_arrive(b.at.empty + last.stage * 8);
             last.next(p.stages);
@@ -856,7 +874,7 @@ static __device__ __forceinline__ void init_barriers(const site_args &p, const s
     }
 }
 
-template <int N, site_kind KIND, post_mode MODE, int PAIRS>
+template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
 static __device__ __forceinline__ void site(const site_args &p)
 {
     extern __shared__ __align__(1024) char shared[];
@@ -875,19 +893,19 @@ static __device__ __forceinline__ void site(const site_args &p)
     cluster_arrive(); /* barriers exist; before it sends to another block a warp waits for that one's arrival */
 
     if (warp < FIRST_MIXER) {
-        set_registers<PROJECTOR_REGISTERS, true>();
+        set_registers<site_registers<PAIRS>::projector, true>();
         projector<N, KIND, PAIRS>(p, b, warp);
     } else if (warp < BRINGER) {
-        set_registers<MIXER_REGISTERS, false>();
-        mixer<N, KIND, MODE, PAIRS>(p, b, warp - FIRST_MIXER);
+        set_registers<site_registers<PAIRS>::mixer, false>();
+        mixer<N, KIND, MODE, IN_OUT, PAIRS>(p, b, warp - FIRST_MIXER);
     } else {
-        set_registers<SERVER_REGISTERS, false>();
+        set_registers<site_registers<PAIRS>::server, false>();
         if (warp == BRINGER) {
             bring<N, KIND == SITE_BOUNDARY>(p, b);
         } else {
             cluster_wait_for_all();
             if (warp == OWNER) own<N, KIND>(p, b);
-            if (warp == NORMER && p.v) own_norm(p, b);
+            if (warp == NORMER && p.norm) own_norm(p, b);
             if constexpr (KIND != SITE_HEAD)
                 if (warp == CLERK && has(p.res_out)) clerk<N>(p, b);
         }
@@ -899,11 +917,11 @@ static __device__ __forceinline__ void site(const site_args &p)
 
 #endif
 
-template <int N, site_kind KIND, post_mode MODE, int PAIRS>
+template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
 static __global__ void __launch_bounds__(SITE_WARPS * 32, 1) site_kernel(const __grid_constant__ site_args p)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
-    site<N, KIND, MODE, PAIRS>(p);
+    site<N, KIND, MODE, IN_OUT, PAIRS>(p);
 #endif
 }
 
