@@ -44,7 +44,7 @@ enum {
 };
 /* Registers are handed from the others to the projectors: 61440 in all, which is what 640 threads can have at launch. */
 template <int PAIRS> struct site_registers {
-    static constexpr int projector = PAIRS == SITE_FEW_PAIRS ? 128 : 144, mixer = 216 - projector, server = 48;
+    static constexpr int projector = PAIRS == SITE_FEW_PAIRS ? 128 : 136, mixer = 216 - projector, server = 48;
 };
 
 struct site_args {
@@ -678,7 +678,7 @@ static __device__ __forceinline__ void projector(const site_args &p, const site_
     const uint32_t received = shared_address(b.shared + p.at.received) + (b.rank * SITE_ROW + b.lane) * 4;
     /* Pair j of this warp is half (pair & 1) of a box of one stream, pair >> 1: bit 6 of where its pieces lie. */
     const uint32_t piece = (b.lane & 7) * TMA_ROW + (((b.lane >> 3) ^ (b.lane & 7)) << 4);
-    float *sums = (float *)(b.shared + p.at.sums), *other = sums + PROJECTORS * ROOM;
+    float *const room = (float *)(b.shared + p.at.sums);
     site_deal deal(p, warp);
     site_cursor c;
     cluster_wait_for_all();
@@ -699,6 +699,8 @@ static __device__ __forceinline__ void projector(const site_args &p, const site_
                 multiply<T>(s, a, y[2 * k], y[2 * k + 1]);
             }
         }
+        /* Two rooms in turn, or one and another wait: others may still add what lies there. */
+        float *const sums = room + (PAIRS == SITE_FEW_PAIRS && (i & 1) ? PROJECTORS * ROOM : 0);
         leave_sums<N, KIND>(sums + warp * ROOM, s, b.lane);
         projectors_sync();
         if (b.lane < shape::width) {
@@ -710,8 +712,7 @@ static __device__ __forceinline__ void projector(const site_args &p, const site_
             cluster_send(cluster_address(received + deal.slot * p.cluster * (SITE_ROW * 4), owner), v,
                          cluster_address(b.at.sums + deal.slot * 8, owner));
         }
-        float *const swap = sums; /* others may still add what lies here */
-        sums = other, other = swap;
+        if (PAIRS != SITE_FEW_PAIRS) projectors_sync();
     }
 }
 

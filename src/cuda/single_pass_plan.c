@@ -47,7 +47,7 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     r->psi = take(&at, (operands > SITE_KEPT ? operands - SITE_KEPT : 0) * tile * 32 * 16);
     r->coef = take(&at, p->stages * tile * (n + n * n) * 4);
     r->pre = take(&at, p->stages * tile * n * 4);
-    r->sums = take(&at, 2 * tile * tile * (f->rows + 1) * 4);
+    r->sums = take(&at, (p->pairs == SITE_FEW_PAIRS ? 2 : 1) * tile * tile * (f->rows + 1) * 4);
     r->received = take(&at, (int64_t)p->slots * p->cluster * SITE_ROW * 4);
     r->squares = f->norm ? take(&at, (int64_t)p->slots * p->cluster * 16) : at;
     r->inverse = take(&at, p->stages * tile * 4);
@@ -87,7 +87,7 @@ weft_site_plan weft_cuda_site_plan(const weft_site_facts *f)
             return p;
         }
     }
-    p.late = f->norm ? (p.stages - 1) / 3 : p.stages / 3;
+    p.late = f->norm ? (p.stages - 1) / 3 : p.stages < 6 ? p.stages / 2 : p.stages / 3;
     p.later = f->norm ? p.late : 0;
     p.tiles = (int32_t)ceil_div(f->tokens, SITE_TILE);
     p.clusters = f->resident[p.cluster_log];
