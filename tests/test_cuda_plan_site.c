@@ -94,6 +94,10 @@ static void one_plan(const weft_site_facts *f)
     /* a slot is used again by a tile that the block could not have begun before (single_pass.cuh) */
     assert_true((int64_t)p.slots * p.cluster >= (int64_t)p.stages * SITE_TILE);
     assert_true(r->stage % 1024 == 0 && r->psi == p.stages * r->stage);
+    /* psi comes to where no tile is yet, and ends where the tiles end */
+    assert_true(p.psi_boxes >= 1 && p.psi_boxes <= p.boxes && r->first_psi % 1024 == 0);
+    assert_true(p.early >= 1 && p.early * r->stage <= r->first_psi);
+    assert_true(r->first_psi + p.psi_boxes * 2 * f->rows * f->streams * 128 <= r->psi);
     const int32_t at[] = {r->psi,     r->coef,    r->pre,   r->sums,   r->received, r->squares,
                           r->inverse, r->aside,   r->logits, r->barriers, r->bytes};
     for (size_t i = 1; i < sizeof at / sizeof *at; i++) assert_true(at[i] % 16 == 0 && at[i] >= at[i - 1]);

@@ -92,12 +92,12 @@ static int64_t rows_of(const weft_call *call)
     return call->op == WEFT_OP_mhc_head_fwd ? call->streams : call->rows;
 }
 
-/* phi itself, in rows that can be read 8 bytes at a time; otherwise psi is laid out so first. */
+/* phi itself, in rows that the copy engine can read; otherwise psi is laid out so first. */
 static bool psi_is_phi(const weft_mhc_pre_fwd_args *pre)
 {
     const weft_tensor *phi = &pre->phi;
-    return phi->dtype == WEFT_F32 && !weft_has(&pre->norm_weight) && phi->stride[2] == 1 && phi->stride[0] % 2 == 0 &&
-           phi->stride[1] % 2 == 0 && (uintptr_t)phi->data % 8 == 0;
+    return phi->dtype == WEFT_F32 && !weft_has(&pre->norm_weight) && phi->stride[2] == 1 && phi->stride[0] > 0 &&
+           phi->stride[0] % 4 == 0 && phi->stride[1] > 0 && phi->stride[1] % 4 == 0 && (uintptr_t)phi->data % 16 == 0;
 }
 
 static float *psi_room(weft_arena *arena, const weft_call *call)
@@ -197,6 +197,8 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
                    .boxes = plan->boxes,
                    .pairs = plan->pairs,
                    .stages = plan->stages,
+                   .psi_boxes = plan->psi_boxes,
+                   .early = plan->early,
                    .late = plan->late,
                    .later = plan->later,
                    .slots = plan->slots,
@@ -204,24 +206,24 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
                    .clusters = plan->clusters,
                    .norm = weft_has(&pre->v) != 0,
                    .at = plan->room};
-    if (psi_is_phi(pre)) {
-        p.psi = (const float *)pre->phi.data, p.psi_row = pre->phi.stride[0], p.psi_stream = pre->phi.stride[1];
-    } else {
+    tma_tensor psi = {pre->phi.data, rows_of(call), call->streams, call->channels, pre->phi.stride[0], pre->phi.stride[1]};
+    if (!psi_is_phi(pre)) {
         weft_call inner = *call;
         weft_arena arena = cuda_arena(call);
-        float *const psi = psi_room(&arena, call);
         inner.rows = rows_of(call);
-        p.psi = psi;
-        p.psi_stream = call->channels, p.psi_row = call->streams * call->channels;
-        WEFT_TRY(weft_cuda_project_spread(&inner, &pre->phi, &pre->norm_weight, columns_of(call, LAYOUT_NC), psi));
+        psi.data = psi_room(&arena, call);
+        psi.stream_stride = call->channels, psi.token_stride = call->streams * call->channels;
+        WEFT_TRY(weft_cuda_project_spread(&inner, &pre->phi, &pre->norm_weight, columns_of(call, LAYOUT_NC),
+                                          (float *)psi.data));
     }
     tma_encode *encode;
     const tma_tensor streams = {x->data, call->tokens, call->streams, call->channels, x->stride[0], x->stride[1]};
     WEFT_TRY(tma_open(call, &encode));
     WEFT_TRY(tma_map(call, encode, &p.x, &streams, SITE_TILE));
+    WEFT_TRY(tma_map(call, encode, &p.psi, &psi, (int)psi.tokens, sizeof(float)));
+    p.res_lines = weft_has(&pre->res) && pre->res.dtype == WEFT_F32 && in_lines(&pre->res);
     if (post) {
-        const tma_tensor f = {post->f.data, call->tokens, 1, call->channels, post->f.stride[0], 0};
-        WEFT_TRY(tma_map(call, encode, &p.f, &f, SITE_TILE));
+        p.f = (const bf16 *)post->f.data, p.f_token = post->f.stride[0], p.f_step = step * p.f_token;
         p.bias = view_of(&post->bias), p.post = view_of(&post->post), p.res = view_of(&post->res);
         p.dropout = post->dropout;
         p.coef_lines = in_lines(&post->post) && in_lines(&post->res);

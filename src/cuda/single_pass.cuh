@@ -48,15 +48,15 @@ template <int PAIRS> struct site_registers {
 };
 
 struct site_args {
-    CUtensorMap x, f;
+    CUtensorMap x, psi; /* psi: rows in place of tokens */
     /* post */
+    const bf16 *f;
+    int64_t f_token;
     view bias, post, res;
     weft_dropout dropout;
     bf16 *y;
-    int64_t y_token, y_step, y_at[4]; /* step: bytes from a tile of a cluster to its next; at: bytes to each stream */
+    int64_t y_token, y_step, f_step, y_at[4]; /* step: bytes from a tile of a cluster to its next; at: to each stream */
     /* the site */
-    const float *psi; /* rows that can be read 8 bytes at a time */
-    int64_t psi_row, psi_stream;
     view alpha, beta;
     gate_numbers numbers;
     view pre_in, h, ms, pre, post_out, res_out;
@@ -66,8 +66,8 @@ struct site_args {
     float sub_eps;
     float mean; /* 1 / nC */
     int64_t tokens;
-    int32_t channels, cluster, cluster_log, boxes, pairs, stages, late, later, slots, tiles, clusters;
-    bool norm, coef_lines; /* norm: v is wanted; coef_lines: coefficients can be copied N floats at a time */
+    int32_t channels, cluster, cluster_log, boxes, pairs, stages, psi_boxes, early, late, later, slots, tiles, clusters;
+    bool norm, coef_lines, res_lines; /* norm: v is wanted; lines: coefficients can be moved N floats at a time */
     weft_site_room at;
 };
 
@@ -78,6 +78,7 @@ enum site_kind { SITE_HEAD, SITE_PRE, SITE_BOUNDARY };
  * what belongs together. 24 rows: hi of 0-15 | lo of 0-15 | hi, lo of 16-23. Up to 8 rows: hi, lo. */
 template <int N, site_kind KIND> struct site_shape {
     static constexpr int rows = KIND == SITE_HEAD ? N : 2 * N + N * N, tiles = rows > 8 ? 3 : 1, width = rows + 1;
+    static constexpr int psi_box = rows * N * TMA_ROW, psi_place = (psi_box + 1023) / 1024 * 1024; /* 32 channels */
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
@@ -93,9 +94,10 @@ template <int COUNT, bool MORE> static __device__ __forceinline__ void set_regis
 }
 
 /* Addresses of barriers, an array of each kind. By stage: a tile has come, is mixed, may be overwritten; pre, the norm's
- * factors have come. By slot: sums, squares of a token have come. Logits: a batch is there, is taken. */
+ * factors have come. By slot: sums, squares of a token have come. Logits: a batch is there, is taken. psi: some of it is
+ * there, is taken. */
 struct site_barriers {
-    uint32_t full, mixed, empty, pre, inverse, sums, squares, logits_full, logits_empty;
+    uint32_t full, mixed, empty, pre, inverse, sums, squares, logits_full, logits_empty, psi_full, psi_empty;
 };
 
 /* What every warp knows. */
@@ -169,7 +171,7 @@ template <int N> struct site_lines {
     int64_t step[rounds];
     int token[rounds]; /* of a tile; SITE_TILE: there is none */
 
-    __device__ __forceinline__ site_lines(const site_args &p, const site_block &b)
+    __device__ __forceinline__ void begin(const site_args &p, const site_block &b)
     {
 #pragma unroll
         for (int r = 0; r < rounds; r++) {
@@ -208,34 +210,63 @@ static __device__ __noinline__ void copy_loose(const site_args &p, const site_bl
     }
 }
 
-/* Barriers for what comes back of a tile are armed before the tile is there. */
-template <int N, bool POST> static __device__ __forceinline__ void bring(const site_args &p, const site_block &b)
+/* One lane: psi of boxes of 64 channels from `box` on, as many as have room. */
+template <int N, site_kind KIND>
+static __device__ __forceinline__ void bring_psi(const site_args &p, const site_block &b, int box)
 {
+    typedef site_shape<N, KIND> shape;
+    const int count = 2 * (p.boxes - box < p.psi_boxes ? p.boxes - box : p.psi_boxes);
+    uint32_t to = shared_address(b.shared) + p.at.first_psi;
+    int channel = b.first_channel + box * SITE_BOX;
+    tma_expect(b.at.psi_full, (uint32_t)(count * shape::psi_box));
+#pragma unroll 1
+    for (int k = 0; k < count; k++, to += shape::psi_place, channel += TMA_ROW / 4)
+        tma_load(to, &p.psi, channel, 0, b.at.psi_full);
+}
+
+/* The rest of psi; afterwards its place is free. */
+template <int N, site_kind KIND>
+static __device__ __forceinline__ void bring_rest(const site_args &p, const site_block &b)
+{
+    uint32_t parity = 0;
+#pragma unroll 1
+    for (int box = p.psi_boxes; box < p.boxes; box += p.psi_boxes, parity ^= 1) {
+        barrier_wait(b.at.psi_empty, parity);
+        if (b.lane == 0) bring_psi<N, KIND>(p, b, box);
+        __syncwarp();
+    }
+    barrier_wait(b.at.psi_empty, parity);
+}
+
+/* Barriers for what comes back of a tile are armed before the tile is there. */
+template <int N, site_kind KIND> static __device__ __forceinline__ void bring(const site_args &p, const site_block &b)
+{
+    constexpr bool POST = KIND == SITE_BOUNDARY;
     const uint32_t tiles = shared_address(b.shared), coef = shared_address(b.shared + p.at.coef);
     const uint32_t pre = shared_address(b.shared + p.at.pre) + b.lane * 4;
-    const uint32_t streams = (uint32_t)p.boxes * N * BOX_BYTES;
-    site_lines<N> lines(p, b);
+    site_lines<N> lines;
     site_cursor c;
 #pragma unroll 1
     for (int i = 0; i < b.count; i++, c.next(p.stages)) {
-        const uint32_t barrier = b.at.full + c.stage * 8, to = tiles + c.stage * p.at.stage;
+        const uint32_t barrier = b.at.full + c.stage * 8;
         const int64_t token = site_token(p, b, i, 0);
+        if (i == p.early) bring_rest<N, KIND>(p, b);
         barrier_wait(b.at.empty + c.stage * 8, c.parity ^ 1);
         if (b.lane == 0) {
+            uint32_t to = tiles + c.stage * p.at.stage;
             tma_publish(); /* what the mixers wrote here comes before what the copy engine writes */
-            tma_expect(barrier, (uint32_t)p.boxes * (N + POST) * BOX_BYTES);
+            tma_expect(barrier, (uint32_t)p.boxes * N * BOX_BYTES);
 #pragma unroll 1
-            for (int k = 0; k < p.boxes; k++) {
-                const int channel = b.first_channel + k * SITE_BOX;
-                tma_load(to + k * N * BOX_BYTES, &p.x, channel, (int)token, barrier);
-                if constexpr (POST) tma_load(to + streams + k * BOX_BYTES, &p.f, channel, (int)token, barrier);
-            }
+            for (int k = 0; k < p.boxes; k++, to += N * BOX_BYTES)
+                tma_load(to, &p.x, b.first_channel + k * SITE_BOX, (int)token, barrier);
+            if (i == 0) bring_psi<N, KIND>(p, b, 0);
             tma_expect(b.at.pre + c.stage * 8, SITE_TILE * N * 4);
             if (p.norm) tma_expect(b.at.inverse + c.stage * 8, SITE_TILE * 4);
         }
         __syncwarp();
         if constexpr (POST) {
             const uint32_t at = coef + c.stage * (SITE_TILE * (N + N * N) * 4);
+            if (i == 0) lines.begin(p, b);
             if (p.coef_lines)
                 lines.copy(p, b, token, at);
             else
@@ -250,6 +281,7 @@ template <int N, bool POST> static __device__ __forceinline__ void bring(const s
         if (POST || has(p.pre_in)) copy_arrive(barrier);
         if (i == 0) cluster_wait_for_all();
     }
+    if (b.count <= p.early) bring_rest<N, KIND>(p, b);
 }
 
 /* ---- a lane's place in a tile ------------------------------------------------------------------------------------------- */
@@ -258,14 +290,13 @@ template <int N, bool POST> static __device__ __forceinline__ void bring(const s
  * rows of its own token. The rows of the boxes that are left over are dealt to the warps in turn, so that no lane is idle.
  * Which warp has a row depends on the tile alone. */
 struct site_rows {
-    uint32_t streams, row; /* offsets in a tile: of stream 0, of f or u */
-    int token, channel;    /* token: of the tile */
+    uint32_t streams;   /* offset in a tile, of stream 0 */
+    int token, channel; /* token: of the tile */
 };
 
-template <int N> static __device__ __forceinline__ site_rows rows_at(const site_args &p, const site_block &b, int box, int token)
+template <int N> static __device__ __forceinline__ site_rows rows_at(const site_block &b, int box, int token)
 {
-    const uint32_t piece = token * TMA_ROW + (((b.lane & 7) ^ token) << 4);
-    return {piece + box * N * BOX_BYTES, piece + (p.boxes * N + box) * BOX_BYTES, token,
+    return {box * N * BOX_BYTES + tma_piece(token, b.lane & 7), token,
             b.first_channel + box * SITE_BOX + (b.lane & 7) * 8};
 }
 
@@ -277,7 +308,7 @@ template <int N, int PAIRS> struct site_share {
     int times, left, lives[most]; /* times four boxes; boxes left over; tiles in which own rows are of this tensor */
 
     __device__ __forceinline__ site_share(const site_args &p, const site_block &b, int warp)
-        : own(rows_at<N>(p, b, b.lane >> 3, warp)), times(p.boxes / 4), left(p.boxes % 4)
+        : own(rows_at<N>(b, b.lane >> 3, warp)), times(p.boxes / 4), left(p.boxes % 4)
     {
         const int all = b.count - (site_token(p, b, b.count - 1, warp) >= p.tokens);
 #pragma unroll
@@ -292,10 +323,10 @@ template <int N, int PAIRS> struct site_share {
     {
         return !even && ((warp - 2 * left * i) & (SITE_TILE - 1)) < 2 * left;
     }
-    __device__ __forceinline__ site_rows left_at(const site_args &p, const site_block &b, int warp, int i) const
+    __device__ __forceinline__ site_rows left_at(const site_block &b, int warp, int i) const
     {
         const int row = 4 * ((warp - 2 * left * i) & (SITE_TILE - 1)) + (b.lane >> 3);
-        return rows_at<N>(p, b, 4 * times + (row >> 3), row & 7);
+        return rows_at<N>(b, 4 * times + (row >> 3), row & 7);
     }
 };
 
@@ -350,13 +381,12 @@ static __device__ __forceinline__ void mix(raw<bf16, 8> (&x)[N], const raw<bf16,
 /* Post of rows of a tile, in place and to memory. */
 template <int N, post_mode MODE, bool IN_OUT>
 static __device__ __forceinline__ void mix_rows(const site_args &p, const weft_mask &mask, uint32_t streams,
-                                                uint32_t row, const coefs<N> &k, char *to, bool live, int64_t token,
-                                                int channel)
+                                                const raw<bf16, 8> &f, const coefs<N> &k, char *to, bool live,
+                                                int64_t token, int channel)
 {
     raw<bf16, 8> x[N];
 #pragma unroll
     for (int o = 0; o < N; o++) x[o] = take_piece(streams + o * BOX_BYTES);
-    const raw<bf16, 8> f = take_piece(row);
     if (MODE == PLAIN || live) mix<N, MODE, IN_OUT>(x, f, k, p, mask, token, channel);
 #pragma unroll
     for (int o = 0; o < N; o++) put_piece(streams + o * BOX_BYTES, x[o]);
@@ -398,10 +428,10 @@ static __device__ __forceinline__ void send_squares(const site_args &p, const si
     cluster_send(cluster_address(to, owner), squares, cluster_address(b.at.squares + slot * 8, owner));
 }
 
-/* u of rows of a tile to memory and, where it will be normed, to the place where f was. Returns the sum of its squares. */
+/* u of rows of a tile to memory and, where it will be normed, in place of stream 0. Returns the sum of its squares. */
 template <int N>
-static __device__ __forceinline__ float aggregate_rows(const site_args &p, uint32_t streams, uint32_t row,
-                                                       const float *from, char *to, bool live)
+static __device__ __forceinline__ float aggregate_rows(const site_args &p, uint32_t streams, const float *from, char *to,
+                                                       bool live)
 {
     float pre[N], v[8], squares = 0.0f;
 #pragma unroll
@@ -409,23 +439,46 @@ static __device__ __forceinline__ float aggregate_rows(const site_args &p, uint3
     const raw<bf16, 8> u = aggregate<N>(streams, pre);
     if (live) store_raw((bf16 *)to, u);
     if (!p.norm) return 0.0f;
-    put_piece(row, u);
+    put_piece(streams, u);
     unpack(v, u);
 #pragma unroll
     for (int k = 0; k < 8; k++) squares = fmaf(v[k], v[k], squares);
     return squares;
 }
 
-static __device__ __forceinline__ void norm_rows(const site_args &p, uint32_t row, float inverse, int64_t token,
+static __device__ __forceinline__ void norm_rows(const site_args &p, uint32_t at, float inverse, int64_t token,
                                                  int channel)
 {
     float x[8], w[8];
-    unpack(x, take_piece(row));
+    unpack(x, take_piece(at));
     if (has(p.sub_weight)) get_param<8>(w, p.sub_weight, channel);
 #pragma unroll
     for (int k = 0; k < 8; k++) x[k] = has(p.sub_weight) ? x[k] * inverse * w[k] : x[k] * inverse * 1.0f;
     store<bf16, 8>(p.v + token * p.v_token + channel, x);
 }
+
+/* The rows of f that belong to a warp's rows of a tile; zeros where there are none. Asked for a tile ahead. */
+template <int N, int PAIRS> struct site_f {
+    raw<bf16, 8> own[site_share<N, PAIRS>::most], left;
+
+    __device__ __forceinline__ void load_own(const site_args &p, const site_share<N, PAIRS> &share, const char *f, int i)
+    {
+#pragma unroll
+        for (int t = 0; t < share.most; t++) {
+            own[t] = {};
+            if (share.has_own(t) && i < share.lives[t]) load_raw(own[t], (const bf16 *)(f + t * 4 * TMA_ROW));
+        }
+    }
+    __device__ __forceinline__ void load_left(const site_args &p, const site_block &b,
+                                              const site_share<N, PAIRS> &share, int warp, int i)
+    {
+        left = {};
+        if (share.even || i >= b.count || !share.has_left(warp, i)) return;
+        const site_rows m = share.left_at(b, warp, i);
+        const int64_t token = site_token(p, b, i, m.token);
+        if (token < p.tokens && m.channel < p.channels) load_raw(left, p.f + token * p.f_token + m.channel);
+    }
+};
 
 template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
 static __device__ __forceinline__ void mixer(const site_args &p, const site_block &b, int warp)
@@ -436,11 +489,17 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
     const coefs<N> *const coef = (const coefs<N> *)(b.shared + p.at.coef);
     const float *const pre = (const float *)(b.shared + p.at.pre);
     const int64_t first = site_token(p, b, 0, warp);
+    const char *f_at = (const char *)(p.f + first * p.f_token + share.own.channel);
     char *y = (char *)(p.y + first * p.y_token + share.own.channel);
     char *u = (char *)(p.u + first * p.u_token + share.own.channel);
     const bool wants_u = p.u != nullptr;
+    site_f<N, PAIRS> f;
     weft_mask mask = {};
-    if constexpr (KIND == SITE_BOUNDARY && MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
+    if constexpr (KIND == SITE_BOUNDARY) {
+        if constexpr (MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
+        f.load_own(p, share, f_at, 0);
+        f.load_left(p, b, share, warp, 0);
+    }
     site_cursor now, then, last;
     cluster_wait_for_all();
 #pragma unroll 1
@@ -451,20 +510,23 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
 #pragma unroll
             for (int t = 0; t < share.most; t++)
                 if (share.has_own(t))
-                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + share.own.streams + t * 4 * N * BOX_BYTES,
-                                              tile + share.own.row + t * 4 * BOX_BYTES,
+                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + share.own.streams + t * 4 * N * BOX_BYTES, f.own[t],
                                               coef[now.stage * SITE_TILE + warp], y + t * 4 * TMA_ROW,
                                               i < share.lives[t], MODE == PLAIN ? 0 : site_token(p, b, i, warp),
                                               share.own.channel + t * 4 * SITE_BOX);
-            if constexpr (!share.even)
+            f_at += p.f_step;
+            f.load_own(p, share, f_at, i + 1);
+            if constexpr (!share.even) {
                 if (share.has_left(warp, i)) {
-                    const site_rows m = share.left_at(p, b, warp, i);
+                    const site_rows m = share.left_at(b, warp, i);
                     const int64_t token = site_token(p, b, i, m.token);
-                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + m.streams, tile + m.row,
+                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + m.streams, f.left,
                                               coef[now.stage * SITE_TILE + m.token],
                                               (char *)(p.y + token * p.y_token + m.channel),
                                               token < p.tokens && m.channel < p.channels, token, m.channel);
                 }
+                f.load_left(p, b, share, warp, i + 1);
+            }
             y += p.y_step;
             __syncwarp(); /* what the warp stored comes before its arrival */
             if (b.lane == 0) barrier_arrive(b.at.mixed + now.stage * 8);
@@ -480,15 +542,13 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
             for (int t = 0; t < share.most; t++)
                 if (share.has_own(t))
                     squares += aggregate_rows<N>(p, tile + share.own.streams + t * 4 * N * BOX_BYTES,
-                                                 tile + share.own.row + t * 4 * BOX_BYTES,
                                                  pre + (then.stage * SITE_TILE + warp) * N, u + t * 4 * TMA_ROW,
                                                  wants_u && late < share.lives[t]);
             if constexpr (!share.even)
                 if (share.has_left(warp, late)) {
-                    const site_rows m = share.left_at(p, b, warp, late);
+                    const site_rows m = share.left_at(b, warp, late);
                     const int64_t token = site_token(p, b, late, m.token);
-                    float more = aggregate_rows<N>(p, tile + m.streams, tile + m.row,
-                                                   pre + (then.stage * SITE_TILE + m.token) * N,
+                    float more = aggregate_rows<N>(p, tile + m.streams, pre + (then.stage * SITE_TILE + m.token) * N,
                                                    (char *)(p.u + token * p.u_token + m.channel),
                                                    wants_u && token < p.tokens && m.channel < p.channels);
                     if (p.norm) {
@@ -516,14 +576,14 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
 #pragma unroll
             for (int t = 0; t < share.most; t++)
                 if (share.has_own(t) && latest < share.lives[t])
-                    norm_rows(p, tile + share.own.row + t * 4 * BOX_BYTES, inverse[warp], site_token(p, b, latest, warp),
-                              share.own.channel + t * 4 * SITE_BOX);
+                    norm_rows(p, tile + share.own.streams + t * 4 * N * BOX_BYTES, inverse[warp],
+                              site_token(p, b, latest, warp), share.own.channel + t * 4 * SITE_BOX);
             if constexpr (!share.even)
                 if (share.has_left(warp, latest)) {
-                    const site_rows m = share.left_at(p, b, warp, latest);
+                    const site_rows m = share.left_at(b, warp, latest);
                     const int64_t token = site_token(p, b, latest, m.token);
                     if (token < p.tokens && m.channel < p.channels)
-                        norm_rows(p, tile + m.row, inverse[m.token], token, m.channel);
+                        norm_rows(p, tile + m.streams, inverse[m.token], token, m.channel);
                 }
             __syncwarp();
             if (b.lane == 0) barrier_arrive(b.at.empty + last.stage * 8);
@@ -534,46 +594,43 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
 
 /* ---- projectors: psi ---------------------------------------------------------------------------------------------------- */
 
-/* psi for the 32 columns of a pair of steps: float2 [step][eight rows][eight columns], zeros outside of the tensor. */
-template <int ROWS, int TILES> struct psi_pair {
-    float2 v[2][TILES][2];
+static __device__ __forceinline__ float2 take_two(uint32_t from)
+{
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+    return v;
+}
 
-    __device__ __forceinline__ void load(const site_args &p, int stream, int channel, int lane)
-    {
-        const float *const from = p.psi + (lane >> 2) * p.psi_row + stream * p.psi_stream + channel + 2 * (lane & 3);
+/* psi for the 32 columns of a pair of steps, which are a box of 32 channels of one stream, as operands of the tensor cores.
+ * from: rows of the stream in that box; first: the first one's number in the box. */
+template <int ROWS, int TILES>
+static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t from, int first, int lane)
+{
+    const int g = lane >> 2, t = lane & 3;
 #pragma unroll
-        for (int q = 0; q < TILES; q++)
+    for (int s = 0; s < 2; s++) {
+        uint2 hi[TILES], lo[TILES]; /* of eight rows; .x: columns 2t, 2t + 1; .y: eight behind these */
 #pragma unroll
-            for (int s = 0; s < 2; s++)
+        for (int q = 0; q < TILES; q++) {
+            float2 v[2] = {};
 #pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    const bool there = channel + 16 * s + 8 * k < p.channels && (ROWS % 8 == 0 || (lane >> 2) < ROWS);
-                    v[s][q][k] = make_float2(0.0f, 0.0f);
-                    if (there) v[s][q][k] = __ldg((const float2 *)(from + 8 * q * p.psi_row + 16 * s + 8 * k));
-                }
-    }
-    /* As operands of the tensor cores. */
-    __device__ __forceinline__ void take_apart(uint4 (&to)[2 * TILES]) const
-    {
-#pragma unroll
-        for (int s = 0; s < 2; s++) {
-            uint2 hi[TILES], lo[TILES];
-#pragma unroll
-            for (int q = 0; q < TILES; q++) {
-                split2(hi[q].x, lo[q].x, v[s][q][0].x, v[s][q][0].y);
-                split2(hi[q].y, lo[q].y, v[s][q][1].x, v[s][q][1].y);
+            for (int k = 0; k < 2; k++) {
+                const int row = first + g + 8 * q;
+                if (ROWS % 8 == 0 || g < ROWS) v[k] = take_two(from + tma_piece(row, 4 * s + 2 * k + (t >> 1)) + (t & 1) * 8);
             }
-            uint4 *const out = to + s * TILES;
-            if constexpr (TILES == 3) {
-                out[0] = make_uint4(hi[0].x, hi[1].x, hi[0].y, hi[1].y);
-                out[1] = make_uint4(lo[0].x, lo[1].x, lo[0].y, lo[1].y);
-                out[2] = make_uint4(hi[2].x, lo[2].x, hi[2].y, lo[2].y);
-            } else {
-                out[0] = make_uint4(hi[0].x, lo[0].x, hi[0].y, lo[0].y);
-            }
+            split2(hi[q].x, lo[q].x, v[0].x, v[0].y);
+            split2(hi[q].y, lo[q].y, v[1].x, v[1].y);
+        }
+        uint4 *const out = to + s * TILES;
+        if constexpr (TILES == 3) {
+            out[0] = make_uint4(hi[0].x, hi[1].x, hi[0].y, hi[1].y);
+            out[1] = make_uint4(lo[0].x, lo[1].x, lo[0].y, lo[1].y);
+            out[2] = make_uint4(hi[2].x, lo[2].x, hi[2].y, lo[2].y);
+        } else {
+            out[0] = make_uint4(hi[0].x, lo[0].x, hi[0].y, lo[0].y);
         }
     }
-};
+}
 
 /* ---- projectors --------------------------------------------------------------------------------------------------------- */
 
@@ -620,48 +677,51 @@ static __device__ __forceinline__ void projectors_sync()
 }
 
 /* psi of a warp: what it keeps in registers and what it reads from shared memory. */
-template <int ROWS, int TILES, int PAIRS> struct site_psi {
-    static constexpr int all = PAIRS * 2 * TILES, count = all < SITE_KEPT ? all : SITE_KEPT;
+template <int N, site_kind KIND, int PAIRS> struct site_psi {
+    typedef site_shape<N, KIND> shape;
+    static constexpr int T = shape::tiles, all = PAIRS * 2 * T, count = all < SITE_KEPT ? all : SITE_KEPT;
     uint4 kept[count];
     const uint4 *rest;
 
-    /* Four pairs at a time are on their way: latency is all that this costs. Those for shared memory come first, as long as
-     * registers are free. */
-    __device__ __forceinline__ site_psi(const site_args &p, const site_block &b, int streams, int warp)
+    /* Takes what the bringer brings, some boxes at a time. */
+    __device__ __forceinline__ site_psi(const site_args &p, const site_block &b, int warp)
     {
         uint4 *const more = (uint4 *)(b.shared + p.at.psi) + warp * 32 + b.lane;
+        const uint32_t from = shared_address(b.shared) + p.at.first_psi;
+        uint32_t parity = 0;
         rest = more;
 #pragma unroll
-        for (int j0 = (PAIRS - 1) / 4 * 4; j0 >= 0; j0 -= 4) {
-            psi_pair<ROWS, TILES> raw[4];
+        for (int k = 0; k < count; k++) kept[k] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+        for (int first = 0; first < p.boxes; first += p.psi_boxes, parity ^= 1) {
+            barrier_wait(b.at.psi_full, parity);
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int pair = warp * p.pairs + j0 + j, box = pair >> 1;
-                if (j0 + j < PAIRS)
-                    raw[j].load(p, box % streams, b.first_channel + box / streams * SITE_BOX + (pair & 1) * 32, b.lane);
-            }
+            for (int j = 0; j < PAIRS; j++) {
+                const int pair = warp * p.pairs + j, box = (pair >> 1) / N, stream = (pair >> 1) % N;
+                uint4 a[2 * T];
+                if (PAIRS != SITE_FEW_PAIRS && j >= p.pairs) continue;
+                if (box < first || box >= first + p.psi_boxes) continue;
+                take_psi<shape::rows, T>(a, from + (2 * (box - first) + (pair & 1)) * shape::psi_place,
+                                         stream * shape::rows, b.lane);
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                uint4 a[2 * TILES];
-                if (j0 + j >= PAIRS || (PAIRS > SITE_FEW_PAIRS && j0 + j >= p.pairs)) continue;
-                raw[j].take_apart(a);
-#pragma unroll
-                for (int e = 0; e < 2 * TILES; e++) {
-                    const int k = (j0 + j) * 2 * TILES + e;
+                for (int e = 0; e < 2 * T; e++) {
+                    const int k = j * 2 * T + e;
                     if (k < count)
                         kept[k < count ? k : 0] = a[e];
                     else
                         more[(k - count) * (PROJECTORS * 32)] = a[e];
                 }
             }
+            __syncwarp();
+            if (b.lane == 0) barrier_arrive(b.at.psi_empty);
         }
     }
     /* Operands of step s. */
-    __device__ __forceinline__ void step(uint4 (&a)[TILES], int s) const
+    __device__ __forceinline__ void step(uint4 (&a)[T], int s) const
     {
 #pragma unroll
-        for (int q = 0; q < TILES; q++) {
-            const int k = s * TILES + q;
+        for (int q = 0; q < T; q++) {
+            const int k = s * T + q;
             a[q] = k < count ? kept[k < count ? k : 0] : rest[(k - count) * (PROJECTORS * 32)];
         }
     }
@@ -672,7 +732,7 @@ static __device__ __forceinline__ void projector(const site_args &p, const site_
 {
     typedef site_shape<N, KIND> shape;
     constexpr int T = shape::tiles, ROOM = SITE_TILE * shape::width;
-    const site_psi<shape::rows, T, PAIRS> psi(p, b, N, warp);
+    const site_psi<N, KIND, PAIRS> psi(p, b, warp);
     const int first = warp * p.pairs;
     const uint32_t tiles = shared_address(b.shared);
     const uint32_t received = shared_address(b.shared + p.at.received) + (b.rank * SITE_ROW + b.lane) * 4;
@@ -773,15 +833,6 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void own(cons
         if (++slot == p.slots) slot = 0, parity ^= 1;
         if (number >= live) continue;
 
-        const int64_t token = site_token(p, b, (int)tile, (int)row);
-        if (lane < R) {
-            if (has(p.h)) put(p.h, token * p.h.stride[0] + lane * p.h.stride[1], h);
-            if (kind == 0 && has(p.pre)) put(p.pre, token * p.pre.stride[0] + lane * p.pre.stride[1], gate);
-            if (kind == 1 && has(p.post_out))
-                put(p.post_out, token * p.post_out.stride[0] + (lane - N) * p.post_out.stride[1], gate);
-        } else if (lane == R && has(p.ms)) {
-            put(p.ms, token * p.ms.stride[0], ms);
-        }
         if constexpr (KIND != SITE_HEAD) {
             if (has(p.res_out)) {
                 const uint32_t batch = k / SITE_TILE & 1;
@@ -790,6 +841,15 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void own(cons
                 __syncwarp();
                 if (lane == 0) barrier_arrive(b.at.logits_full + batch * 8);
             }
+        }
+        const int64_t token = site_token(p, b, (int)tile, (int)row);
+        if (lane < R) {
+            if (has(p.h)) put(p.h, token * p.h.stride[0] + lane * p.h.stride[1], h);
+            if (kind == 0 && has(p.pre)) put(p.pre, token * p.pre.stride[0] + lane * p.pre.stride[1], gate);
+            if (kind == 1 && has(p.post_out))
+                put(p.post_out, token * p.post_out.stride[0] + (lane - N) * p.post_out.stride[1], gate);
+        } else if (lane == R && has(p.ms)) {
+            put(p.ms, token * p.ms.stride[0], ms);
         }
     }
 }
@@ -846,33 +906,54 @@ template <int N> static __device__ __forceinline__ void clerk(const site_args &p
         sinkhorn_fwd<N>(z, p.numbers);
         const int64_t number = (int64_t)b.rank + (k << p.cluster_log);
         const int64_t token = site_token(p, b, (int)(number / SITE_TILE), (int)(number % SITE_TILE));
+        if (p.res_lines) {
+            float *const line = (float *)to.data + token * to.stride[0];
 #pragma unroll
-        for (int e = 0; e < N * N; e++)
-            put(to, token * to.stride[0] + e / N * to.stride[1] + e % N * to.stride[2], z[e]);
+            for (int o = 0; o < N; o++) {
+                float v[N];
+#pragma unroll
+                for (int i = 0; i < N; i++) v[i] = z[o * N + i];
+                store<float, N>(line + o * to.stride[1], v);
+            }
+        } else {
+#pragma unroll 1
+            for (int o = 0; o < N; o++)
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    float v = 0.0f;
+#pragma unroll
+                    for (int k = 0; k < N; k++)
+                        if (o == k) v = z[k * N + i];
+                    put(to, token * to.stride[0] + o * to.stride[1] + i * to.stride[2], v);
+                }
+        }
     }
 }
 
 /* ---- the kernel --------------------------------------------------------------------------------------------------------- */
 
+/* One warp. */
 template <int N, site_kind KIND>
-static __device__ __forceinline__ void init_barriers(const site_args &p, const site_barriers &b)
+static __device__ __forceinline__ void init_barriers(const site_args &p, const site_barriers &b, int lane)
 {
     const bool coefs_too = KIND == SITE_BOUNDARY || has(p.pre_in);
-    for (int i = 0; i < p.stages; i++) {
-        barrier_init(b.full + i * 8, coefs_too ? 33 : 1);
-        barrier_init(b.mixed + i * 8, MIXERS);
-        barrier_init(b.empty + i * 8, MIXERS);
-        barrier_init(b.pre + i * 8, 1);
-        barrier_init(b.inverse + i * 8, 1);
+    if (lane < p.stages) {
+        barrier_init(b.full + lane * 8, coefs_too ? 33 : 1);
+        barrier_init(b.mixed + lane * 8, MIXERS);
+        barrier_init(b.empty + lane * 8, MIXERS);
+        barrier_init(b.pre + lane * 8, 1);
+        barrier_init(b.inverse + lane * 8, 1);
     }
-    for (int i = 0; i < p.slots; i++) barrier_init(b.sums + i * 8, 1), barrier_init(b.squares + i * 8, 1);
-    for (int i = 0; i < 2; i++)
-        barrier_init(b.logits_full + i * 8, SITE_TILE), barrier_init(b.logits_empty + i * 8, 1);
-    tma_barriers_ready();
-    for (int i = 0; i < p.slots; i++) {
+    if (lane < 2) barrier_init(b.logits_full + lane * 8, SITE_TILE), barrier_init(b.logits_empty + lane * 8, 1);
+    if (lane == 2) barrier_init(b.psi_full, 1), barrier_init(b.psi_empty, PROJECTORS);
+#pragma unroll 1
+    for (int i = lane; i < p.slots; i += 32) {
+        barrier_init(b.sums + i * 8, 1);
+        barrier_init(b.squares + i * 8, 1);
         tma_expect(b.sums + i * 8, (uint32_t)p.cluster * site_shape<N, KIND>::width * 4);
         tma_expect(b.squares + i * 8, (uint32_t)(p.cluster * (1 + p.boxes % 4) * 4));
     }
+    tma_barriers_ready();
 }
 
 template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
@@ -885,11 +966,13 @@ static __device__ __forceinline__ void site(const site_args &p)
     const uint32_t at = shared_address(shared + p.at.barriers), s = p.stages * 8, sums = at + 5 * s,
                    logits = sums + 16 * p.slots;
     site_block b = {
-        shared, {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, sums, sums + 8 * p.slots, logits, logits + 16}};
+        shared,
+        {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, sums, sums + 8 * p.slots, logits, logits + 16, logits + 32, logits + 40}};
     b.rank = cluster_rank(), b.cluster = cluster_index(), b.lane = lane;
     b.count = (p.tiles - (int)b.cluster + p.clusters - 1) / p.clusters;
     b.first_channel = (int)b.rank * p.boxes * SITE_BOX;
-    if (threadIdx.x == 0) init_barriers<N, KIND>(p, b.at);
+    if (warp == 0) init_barriers<N, KIND>(p, b.at, lane);
+    if (warp == BRINGER && lane < 2) tma_prefetch(lane ? &p.psi : &p.x);
     __syncthreads();
     cluster_arrive(); /* barriers exist; before it sends to another block a warp waits for that one's arrival */
 
@@ -902,7 +985,7 @@ static __device__ __forceinline__ void site(const site_args &p)
     } else {
         set_registers<site_registers<PAIRS>::server, false>();
         if (warp == BRINGER) {
-            bring<N, KIND == SITE_BOUNDARY>(p, b);
+            bring<N, KIND>(p, b);
         } else {
             cluster_wait_for_all();
             if (warp == OWNER) own<N, KIND>(p, b);

@@ -36,14 +36,24 @@ static int32_t take(int32_t *at, int64_t bytes)
     return from;
 }
 
+/* psi of 64 channels as it comes from memory: two boxes of 32 fp32 channels, all rows and streams. */
+static int64_t psi_bytes(const weft_site_facts *f)
+{
+    return 2 * ceil_div(f->rows * f->streams * 128, 1024) * 1024;
+}
+
 static void lay_out(weft_site_plan *p, const weft_site_facts *f)
 {
     const int64_t n = f->streams, operands = 2 * p->pairs * (f->rows > 8 ? 3 : 1), tile = SITE_TILE;
     weft_site_room *r = &p->room;
     int32_t at;
     p->slots = (int32_t)ceil_div(p->stages * tile, p->cluster);
-    r->stage = (int32_t)(p->boxes * (n + 1) * SITE_TILE * SITE_BOX * 2);
+    r->stage = (int32_t)(p->boxes * n * SITE_TILE * SITE_BOX * 2);
     at = p->stages * r->stage;
+    p->psi_boxes = (int32_t)((at - r->stage) / psi_bytes(f));
+    if (p->psi_boxes > p->boxes) p->psi_boxes = p->boxes;
+    r->first_psi = at - p->psi_boxes * (int32_t)psi_bytes(f);
+    p->early = r->first_psi / r->stage;
     r->psi = take(&at, (operands > SITE_KEPT ? operands - SITE_KEPT : 0) * tile * 32 * 16);
     r->coef = take(&at, p->stages * tile * (n + n * n) * 4);
     r->pre = take(&at, p->stages * tile * n * 4);
@@ -53,7 +63,7 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     r->inverse = take(&at, p->stages * tile * 4);
     r->aside = take(&at, n * 4);
     r->logits = take(&at, 2 * tile * n * n * 4);
-    r->barriers = take(&at, (5 * p->stages + 2 * p->slots + 4) * 8);
+    r->barriers = take(&at, (5 * p->stages + 2 * p->slots + 6) * 8);
     r->bytes = at;
 }
 
@@ -81,8 +91,8 @@ weft_site_plan weft_cuda_site_plan(const weft_site_facts *f)
     if (p.path != WEFT_SITE_SINGLE_PASS) return p;
     for (p.stages = SITE_STAGES;; p.stages--) {
         lay_out(&p, f);
-        if (p.room.bytes <= f->shared) break;
-        if (p.stages == 3) {
+        if (p.room.bytes <= f->shared && p.psi_boxes > 0) break;
+        if (p.stages == 3 || p.psi_boxes == 0) {
             p.path = WEFT_SITE_SMALL_GPU;
             return p;
         }

@@ -24,7 +24,7 @@ enum {
     SITE_STAGES = 12,       /* tiles that a block holds, at most */
     SITE_FEW_PAIRS = 4,     /* pairs of steps of the tensor cores that a warp has: kernels are made for these many */
     SITE_MANY_PAIRS = 7,    /* or these */
-    SITE_KEPT = 24,         /* operands of psi that a lane has in registers, at most; the others are in shared memory */
+    SITE_KEPT = 25,         /* operands of psi that a lane has in registers, at most; the others are in shared memory */
     SITE_ROW = 28,          /* floats for a token's partial sums */
     SITE_OLDEST = 90,       /* compute capabilities for which there is code, times ten */
     SITE_NEWEST = 99
@@ -59,14 +59,17 @@ typedef struct weft_site_facts {
     int32_t sms;                     /* multiprocessors to use: decides no path */
 } weft_site_facts;
 
-/* Offsets in shared memory, in bytes. The tiles come first. */
+/* Offsets in shared memory, in bytes. The tiles come first; at the beginning psi as it lies in memory takes the place of the
+ * last ones, from first_psi on. */
 typedef struct weft_site_room {
-    int32_t stage, psi, coef, pre, sums, received, squares, inverse, aside, logits, barriers, bytes;
+    int32_t stage, first_psi, psi, coef, pre, sums, received, squares, inverse, aside, logits, barriers, bytes;
 } weft_site_room;
 
 typedef struct weft_site_plan {
     weft_site_path path;
     int32_t cluster, cluster_log, boxes, pairs, stages;
+    int32_t psi_boxes;   /* of 64 channels, whose psi is brought at a time */
+    int32_t early;       /* tiles that have room beside it */
     int32_t late, later; /* tiles between the mix and the aggregate, and between that and the norm */
     int32_t slots;       /* tokens whose sums a block can receive at once */
     int32_t tiles, clusters;
