@@ -223,7 +223,8 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
     WEFT_TRY(tma_map(call, encode, &p.psi, &psi, (int)psi.tokens, sizeof(float)));
     p.res_lines = weft_has(&pre->res) && pre->res.dtype == WEFT_F32 && in_lines(&pre->res);
     if (post) {
-        p.f = (const bf16 *)post->f.data, p.f_token = post->f.stride[0], p.f_step = step * p.f_token;
+        const tma_tensor f = {post->f.data, call->tokens, 1, call->channels, post->f.stride[0], 0};
+        WEFT_TRY(tma_map(call, encode, &p.f, &f, SITE_TILE));
         p.bias = view_of(&post->bias), p.post = view_of(&post->post), p.res = view_of(&post->res);
         p.dropout = post->dropout;
         p.coef_lines = in_lines(&post->post) && in_lines(&post->res);

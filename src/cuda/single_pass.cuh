@@ -48,14 +48,12 @@ template <int PAIRS> struct site_registers {
 };
 
 struct site_args {
-    CUtensorMap x, psi; /* psi: rows in place of tokens */
+    CUtensorMap x, f, psi; /* psi: rows in place of tokens */
     /* post */
-    const bf16 *f;
-    int64_t f_token;
     view bias, post, res;
     weft_dropout dropout;
     bf16 *y;
-    int64_t y_token, y_step, f_step, y_at[4]; /* step: bytes from a tile of a cluster to its next; at: to each stream */
+    int64_t y_token, y_step, y_at[4]; /* step: bytes from a tile of a cluster to its next; at: to each stream */
     /* the site */
     view alpha, beta;
     gate_numbers numbers;
@@ -255,10 +253,14 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void bring(co
         if (b.lane == 0) {
             uint32_t to = tiles + c.stage * p.at.stage;
             tma_publish(); /* what the mixers wrote here comes before what the copy engine writes */
-            tma_expect(barrier, (uint32_t)p.boxes * N * BOX_BYTES);
+            tma_expect(barrier, (uint32_t)p.boxes * (N + POST) * BOX_BYTES);
 #pragma unroll 1
             for (int k = 0; k < p.boxes; k++, to += N * BOX_BYTES)
                 tma_load(to, &p.x, b.first_channel + k * SITE_BOX, (int)token, barrier);
+            if constexpr (POST)
+#pragma unroll 1
+                for (int k = 0; k < p.boxes; k++, to += BOX_BYTES)
+                    tma_load(to, &p.f, b.first_channel + k * SITE_BOX, (int)token, barrier);
             if (i == 0) bring_psi<N, KIND>(p, b, 0);
             tma_expect(b.at.pre + c.stage * 8, SITE_TILE * N * 4);
             if (p.norm) tma_expect(b.at.inverse + c.stage * 8, SITE_TILE * 4);
@@ -290,13 +292,15 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void bring(co
  * rows of its own token. The rows of the boxes that are left over are dealt to the warps in turn, so that no lane is idle.
  * Which warp has a row depends on the tile alone. */
 struct site_rows {
-    uint32_t streams;   /* offset in a tile, of stream 0 */
-    int token, channel; /* token: of the tile */
+    uint32_t streams, f; /* offsets in a tile: of stream 0, of f */
+    int token, channel;  /* token: of the tile */
 };
 
-template <int N> static __device__ __forceinline__ site_rows rows_at(const site_block &b, int box, int token)
+template <int N>
+static __device__ __forceinline__ site_rows rows_at(const site_args &p, const site_block &b, int box, int token)
 {
-    return {box * N * BOX_BYTES + tma_piece(token, b.lane & 7), token,
+    const uint32_t piece = tma_piece(token, b.lane & 7);
+    return {piece + box * N * BOX_BYTES, piece + (p.boxes * N + box) * BOX_BYTES, token,
             b.first_channel + box * SITE_BOX + (b.lane & 7) * 8};
 }
 
@@ -308,7 +312,7 @@ template <int N, int PAIRS> struct site_share {
     int times, left, lives[most]; /* times four boxes; boxes left over; tiles in which own rows are of this tensor */
 
     __device__ __forceinline__ site_share(const site_args &p, const site_block &b, int warp)
-        : own(rows_at<N>(b, b.lane >> 3, warp)), times(p.boxes / 4), left(p.boxes % 4)
+        : own(rows_at<N>(p, b, b.lane >> 3, warp)), times(p.boxes / 4), left(p.boxes % 4)
     {
         const int all = b.count - (site_token(p, b, b.count - 1, warp) >= p.tokens);
 #pragma unroll
@@ -323,10 +327,10 @@ template <int N, int PAIRS> struct site_share {
     {
         return !even && ((warp - 2 * left * i) & (SITE_TILE - 1)) < 2 * left;
     }
-    __device__ __forceinline__ site_rows left_at(const site_block &b, int warp, int i) const
+    __device__ __forceinline__ site_rows left_at(const site_args &p, const site_block &b, int warp, int i) const
     {
         const int row = 4 * ((warp - 2 * left * i) & (SITE_TILE - 1)) + (b.lane >> 3);
-        return rows_at<N>(b, 4 * times + (row >> 3), row & 7);
+        return rows_at<N>(p, b, 4 * times + (row >> 3), row & 7);
     }
 };
 
@@ -381,12 +385,13 @@ static __device__ __forceinline__ void mix(raw<bf16, 8> (&x)[N], const raw<bf16,
 /* Post of rows of a tile, in place and to memory. */
 template <int N, post_mode MODE, bool IN_OUT>
 static __device__ __forceinline__ void mix_rows(const site_args &p, const weft_mask &mask, uint32_t streams,
-                                                const raw<bf16, 8> &f, const coefs<N> &k, char *to, bool live,
+                                                uint32_t f_at, const coefs<N> &k, char *to, bool live,
                                                 int64_t token, int channel)
 {
     raw<bf16, 8> x[N];
 #pragma unroll
     for (int o = 0; o < N; o++) x[o] = take_piece(streams + o * BOX_BYTES);
+    const raw<bf16, 8> f = take_piece(f_at);
     if (MODE == PLAIN || live) mix<N, MODE, IN_OUT>(x, f, k, p, mask, token, channel);
 #pragma unroll
     for (int o = 0; o < N; o++) put_piece(streams + o * BOX_BYTES, x[o]);
@@ -457,29 +462,6 @@ static __device__ __forceinline__ void norm_rows(const site_args &p, uint32_t at
     store<bf16, 8>(p.v + token * p.v_token + channel, x);
 }
 
-/* The rows of f that belong to a warp's rows of a tile; zeros where there are none. Asked for a tile ahead. */
-template <int N, int PAIRS> struct site_f {
-    raw<bf16, 8> own[site_share<N, PAIRS>::most], left;
-
-    __device__ __forceinline__ void load_own(const site_args &p, const site_share<N, PAIRS> &share, const char *f, int i)
-    {
-#pragma unroll
-        for (int t = 0; t < share.most; t++) {
-            own[t] = {};
-            if (share.has_own(t) && i < share.lives[t]) load_raw(own[t], (const bf16 *)(f + t * 4 * TMA_ROW));
-        }
-    }
-    __device__ __forceinline__ void load_left(const site_args &p, const site_block &b,
-                                              const site_share<N, PAIRS> &share, int warp, int i)
-    {
-        left = {};
-        if (share.even || i >= b.count || !share.has_left(warp, i)) return;
-        const site_rows m = share.left_at(b, warp, i);
-        const int64_t token = site_token(p, b, i, m.token);
-        if (token < p.tokens && m.channel < p.channels) load_raw(left, p.f + token * p.f_token + m.channel);
-    }
-};
-
 template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
 static __device__ __forceinline__ void mixer(const site_args &p, const site_block &b, int warp)
 {
@@ -489,17 +471,11 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
     const coefs<N> *const coef = (const coefs<N> *)(b.shared + p.at.coef);
     const float *const pre = (const float *)(b.shared + p.at.pre);
     const int64_t first = site_token(p, b, 0, warp);
-    const char *f_at = (const char *)(p.f + first * p.f_token + share.own.channel);
     char *y = (char *)(p.y + first * p.y_token + share.own.channel);
     char *u = (char *)(p.u + first * p.u_token + share.own.channel);
     const bool wants_u = p.u != nullptr;
-    site_f<N, PAIRS> f;
     weft_mask mask = {};
-    if constexpr (KIND == SITE_BOUNDARY) {
-        if constexpr (MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
-        f.load_own(p, share, f_at, 0);
-        f.load_left(p, b, share, warp, 0);
-    }
+    if constexpr (KIND == SITE_BOUNDARY && MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
     site_cursor now, then, last;
     cluster_wait_for_all();
 #pragma unroll 1
@@ -510,23 +486,20 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
 #pragma unroll
             for (int t = 0; t < share.most; t++)
                 if (share.has_own(t))
-                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + share.own.streams + t * 4 * N * BOX_BYTES, f.own[t],
+                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + share.own.streams + t * 4 * N * BOX_BYTES,
+                                              tile + share.own.f + t * 4 * BOX_BYTES,
                                               coef[now.stage * SITE_TILE + warp], y + t * 4 * TMA_ROW,
                                               i < share.lives[t], MODE == PLAIN ? 0 : site_token(p, b, i, warp),
                                               share.own.channel + t * 4 * SITE_BOX);
-            f_at += p.f_step;
-            f.load_own(p, share, f_at, i + 1);
-            if constexpr (!share.even) {
+            if constexpr (!share.even)
                 if (share.has_left(warp, i)) {
-                    const site_rows m = share.left_at(b, warp, i);
+                    const site_rows m = share.left_at(p, b, warp, i);
                     const int64_t token = site_token(p, b, i, m.token);
-                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + m.streams, f.left,
+                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + m.streams, tile + m.f,
                                               coef[now.stage * SITE_TILE + m.token],
                                               (char *)(p.y + token * p.y_token + m.channel),
                                               token < p.tokens && m.channel < p.channels, token, m.channel);
                 }
-                f.load_left(p, b, share, warp, i + 1);
-            }
             y += p.y_step;
             __syncwarp(); /* what the warp stored comes before its arrival */
             if (b.lane == 0) barrier_arrive(b.at.mixed + now.stage * 8);
@@ -546,7 +519,7 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
                                                  wants_u && late < share.lives[t]);
             if constexpr (!share.even)
                 if (share.has_left(warp, late)) {
-                    const site_rows m = share.left_at(b, warp, late);
+                    const site_rows m = share.left_at(p, b, warp, late);
                     const int64_t token = site_token(p, b, late, m.token);
                     float more = aggregate_rows<N>(p, tile + m.streams, pre + (then.stage * SITE_TILE + m.token) * N,
                                                    (char *)(p.u + token * p.u_token + m.channel),
@@ -580,7 +553,7 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
                               site_token(p, b, latest, warp), share.own.channel + t * 4 * SITE_BOX);
             if constexpr (!share.even)
                 if (share.has_left(warp, latest)) {
-                    const site_rows m = share.left_at(b, warp, latest);
+                    const site_rows m = share.left_at(p, b, warp, latest);
                     const int64_t token = site_token(p, b, latest, m.token);
                     if (token < p.tokens && m.channel < p.channels)
                         norm_rows(p, tile + m.streams, inverse[m.token], token, m.channel);
@@ -972,7 +945,7 @@ static __device__ __forceinline__ void site(const site_args &p)
     b.count = (p.tiles - (int)b.cluster + p.clusters - 1) / p.clusters;
     b.first_channel = (int)b.rank * p.boxes * SITE_BOX;
     if (warp == 0) init_barriers<N, KIND>(p, b.at, lane);
-    if (warp == BRINGER && lane < 2) tma_prefetch(lane ? &p.psi : &p.x);
+    if (warp == BRINGER && lane < (KIND == SITE_BOUNDARY ? 3 : 2)) tma_prefetch(lane == 0 ? &p.x : lane == 1 ? &p.psi : &p.f);
     __syncthreads();
     cluster_arrive(); /* barriers exist; before it sends to another block a warp waits for that one's arrival */
 

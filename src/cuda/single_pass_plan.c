@@ -48,7 +48,7 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     weft_site_room *r = &p->room;
     int32_t at;
     p->slots = (int32_t)ceil_div(p->stages * tile, p->cluster);
-    r->stage = (int32_t)(p->boxes * n * SITE_TILE * SITE_BOX * 2);
+    r->stage = (int32_t)(p->boxes * (n + 1) * SITE_TILE * SITE_BOX * 2);
     at = p->stages * r->stage;
     p->psi_boxes = (int32_t)((at - r->stage) / psi_bytes(f));
     if (p->psi_boxes > p->boxes) p->psi_boxes = p->boxes;

@@ -24,7 +24,7 @@ enum {
     SITE_STAGES = 12,       /* tiles that a block holds, at most */
     SITE_FEW_PAIRS = 4,     /* pairs of steps of the tensor cores that a warp has: kernels are made for these many */
     SITE_MANY_PAIRS = 7,    /* or these */
-    SITE_KEPT = 25,         /* operands of psi that a lane has in registers, at most; the others are in shared memory */
+    SITE_KEPT = 24,         /* operands of psi that a lane has in registers, at most; the others are in shared memory */
     SITE_ROW = 28,          /* floats for a token's partial sums */
     SITE_OLDEST = 90,       /* compute capabilities for which there is code, times ten */
     SITE_NEWEST = 99
