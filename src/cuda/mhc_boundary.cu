@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Post of one sub-layer and pre of the next [M11], as a chain of launches. Backward ends with a single pass over the streams
- * where it can (mhc_boundary_bwd.cu). As a chain it keeps the whole gradient of y in an fp32 stream tensor in the
- * workspace, and y itself where the caller dropped it. */
+ * Post of one sub-layer and pre of the next [M11]. Forward is a single pass where the plan allows it (single_pass.cuh), and
+ * backward ends with one (mhc_boundary_bwd.cu); otherwise both are chains of launches. As a chain, backward keeps the whole
+ * gradient of y in an fp32 stream tensor in the workspace, and y itself where the caller dropped it. */
 #include "core/mhc_parts.h"
 #include "cuda/common/chain.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/mhc_boundary_bwd.h"
 #include "cuda/mhc_pre.h"
 #include "cuda/mhc_project.cuh"
+#include "cuda/single_pass.h"
 
 static size_t larger(size_t a, size_t b)
 {
@@ -22,6 +23,8 @@ static weft_status fwd(const weft_call *call, const void *args)
     const weft_mhc_boundary_fwd_args *a = (const weft_mhc_boundary_fwd_args *)args;
     const weft_mhc_post_fwd_args post = weft_boundary_post_fwd(a);
     const weft_mhc_pre_fwd_args pre = weft_boundary_pre_fwd(a);
+    const weft_site_plan site = weft_cuda_site_fwd_plan(call, &post, &pre);
+    if (site.path == WEFT_SITE_SINGLE_PASS) return weft_cuda_site_fwd(call, &site, &post, &pre);
     WEFT_TRY(chain_run(call, weft_cuda_mhc_post_fwd, &post, call->exec->workspace));
     return chain_run(call, weft_cuda_mhc_pre_fwd, &pre, call->exec->workspace);
 }
@@ -31,7 +34,8 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
     const weft_mhc_boundary_fwd_args *a = (const weft_mhc_boundary_fwd_args *)args;
     const weft_mhc_post_fwd_args post = weft_boundary_post_fwd(a);
     const weft_mhc_pre_fwd_args pre = weft_boundary_pre_fwd(a);
-    return larger(chain_bytes(call, weft_cuda_mhc_post_fwd, &post), chain_bytes(call, weft_cuda_mhc_pre_fwd, &pre));
+    return larger(weft_cuda_site_fwd_bytes(call), larger(chain_bytes(call, weft_cuda_mhc_post_fwd, &post),
+                                                         chain_bytes(call, weft_cuda_mhc_pre_fwd, &pre)));
 }
 
 /* ---- backward, as a chain ------------------------------------------------------------------------------------------------ */

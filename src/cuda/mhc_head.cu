@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Learned head contraction [M9] as a chain of launches: projection to n rows, gates, aggregate. */
+ * Learned head contraction [M9]: forward in a single pass where the plan allows it, else a chain of launches: projection
+ * to n rows, gates, aggregate. */
 #include "cuda/common/chain.h"
 #include "cuda/head_gates.h"
 #include "cuda/mhc_project.cuh"
+#include "cuda/single_pass.h"
 
 static size_t larger(size_t a, size_t b)
 {
@@ -46,9 +48,22 @@ static fwd_chain fwd_lay_out(weft_arena *arena, const weft_call *call, const wef
     return c;
 }
 
+/* A pre whose coefficients are only those of the aggregate. */
+static weft_mhc_pre_fwd_args as_pre(const weft_mhc_head_fwd_args *a)
+{
+    weft_mhc_pre_fwd_args p = {};
+    p.numerics.rms_eps = a->rms_eps, p.numerics.rms_eps_kind = a->rms_eps_kind, p.numerics.pre_eps = a->pre_eps;
+    p.x = a->x, p.phi = a->phi, p.norm_weight = a->norm_weight, p.alpha = a->alpha, p.beta = a->beta;
+    p.h = a->h, p.ms = a->ms, p.u = a->u;
+    return p;
+}
+
 static weft_status fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_head_fwd_args *a = (const weft_mhc_head_fwd_args *)args;
+    const weft_mhc_pre_fwd_args pre = as_pre(a);
+    const weft_site_plan site = weft_cuda_site_fwd_plan(call, NULL, &pre);
+    if (site.path == WEFT_SITE_SINGLE_PASS) return weft_cuda_site_fwd(call, &site, NULL, &pre);
     const weft_call inner = with_rows(call);
     weft_arena arena = cuda_arena(call);
     const fwd_chain c = fwd_lay_out(&arena, call, a);
@@ -61,7 +76,7 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
 {
     weft_arena arena = cuda_arena(call);
     fwd_lay_out(&arena, call, (const weft_mhc_head_fwd_args *)args);
-    return weft_arena_bytes(&arena);
+    return larger(weft_cuda_site_fwd_bytes(call), weft_arena_bytes(&arena));
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------------------ */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Everything in front of a sub-layer [M10], as a chain of launches: projection, coefficients, aggregate, norm. What one
- * link hands to the next and the caller does not ask for lies in the workspace. Backward takes the single pass of boundary's
- * backward where it can. */
+ * Everything in front of a sub-layer [M10]. Forward is a single pass where the plan allows it, backward takes the single pass
+ * of boundary's backward where it can; else both are chains of launches: projection, coefficients, aggregate, norm. What one
+ * link hands to the next and the caller does not ask for lies in the workspace. */
 #include "cuda/mhc_pre.h"
 
 #include "core/mhc_parts.h"
@@ -10,6 +10,7 @@
 #include "cuda/convert.h"
 #include "cuda/mhc_boundary_bwd.h"
 #include "cuda/mhc_project.cuh"
+#include "cuda/single_pass.h"
 
 /* ---- forward ------------------------------------------------------------------------------------------------------------ */
 
@@ -58,8 +59,11 @@ static fwd_chain fwd_lay_out(weft_arena *arena, const weft_call *call, const wef
 
 static weft_status fwd(const weft_call *call, const void *args)
 {
+    const weft_mhc_pre_fwd_args *a = (const weft_mhc_pre_fwd_args *)args;
+    const weft_site_plan site = weft_cuda_site_fwd_plan(call, NULL, a);
+    if (site.path == WEFT_SITE_SINGLE_PASS) return weft_cuda_site_fwd(call, &site, NULL, a);
     weft_arena arena = cuda_arena(call);
-    const fwd_chain c = fwd_lay_out(&arena, call, (const weft_mhc_pre_fwd_args *)args);
+    const fwd_chain c = fwd_lay_out(&arena, call, a);
     WEFT_TRY(chain_run(call, weft_cuda_mhc_project_fwd, &c.project, c.room));
     if (c.wants_coef) WEFT_TRY(chain_run(call, weft_cuda_mhc_coef_fwd, &c.coef, c.room));
     if (c.wants_u) WEFT_TRY(chain_run(call, weft_cuda_mhc_aggregate_fwd, &c.aggregate, c.room));
@@ -71,7 +75,8 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
 {
     weft_arena arena = cuda_arena(call);
     fwd_lay_out(&arena, call, (const weft_mhc_pre_fwd_args *)args);
-    return weft_arena_bytes(&arena);
+    const size_t chain = weft_arena_bytes(&arena), site = weft_cuda_site_fwd_bytes(call);
+    return chain > site ? chain : site;
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------------------ */

@@ -31,6 +31,7 @@ struct launch_shape {
     size_t shared = 0;
     launch_order order = AFTER;
     bool together = false; /* all blocks resident at once, so that they may wait for each other */
+    unsigned cluster = 0;  /* blocks that reach each other's shared memory */
 };
 
 template <class... Formal, class... Actual>
@@ -38,7 +39,7 @@ static weft_status launch(const weft_call *call, const char *what, void (*kernel
                           Actual... args)
 {
     cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute attribute[2];
+    cudaLaunchAttribute attribute[3];
     config.gridDim = s.grid;
     config.blockDim = dim3(s.block);
     config.dynamicSmemBytes = s.shared;
@@ -52,6 +53,13 @@ static weft_status launch(const weft_call *call, const char *what, void (*kernel
         attribute[config.numAttrs].id = cudaLaunchAttributeCooperative;
         attribute[config.numAttrs++].val.cooperative = 1;
     }
+    if (s.cluster) {
+        attribute[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attribute[config.numAttrs++].val.clusterDim = {s.cluster, 1, 1};
+    }
+    if (s.cluster > 8) /* more than every GPU with clusters has */
+        CUDA_TRY(call, what,
+                 cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     if (s.shared > 48 * 1024)
         CUDA_TRY(
             call, what,

@@ -67,6 +67,22 @@ static __device__ __forceinline__ void copy_async(uint32_t to, const void *from,
                  : "memory");
 }
 
+/* The same, with what the L2 cache should make of it. */
+static __device__ __forceinline__ void copy_async_hint(uint32_t to, const void *from, bool valid, uint64_t policy)
+{
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(valid ? 16 : 0), "l"(policy)
+                 : "memory");
+}
+
+/* volatile: cheaper to make again than to keep in two registers */
+static __device__ __forceinline__ uint64_t evict_first()
+{
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 static __device__ __forceinline__ void copy_commit()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -89,22 +105,29 @@ static __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
 
+/* Whether that phase is over. */
+static __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity)
+{
+    uint32_t done;
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done;
+}
+
 static __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity)
 {
-    uint32_t done = 0;
-    while (!done) {
 #if __CUDA_ARCH__ >= 900
+    uint32_t done = 0;
+    while (!done)
         asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
                      : "=r"(done)
                      : "r"(barrier), "r"(parity)
                      : "memory");
 #else
-        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
-                     : "=r"(done)
-                     : "r"(barrier), "r"(parity)
-                     : "memory");
+    while (!barrier_test(barrier, parity)) {}
 #endif
-    }
 }
 
 /* ---- two bf16 numbers for one float --------------------------------------------------------------------------------- */

@@ -48,15 +48,16 @@ static inline weft_status tma_open(const weft_call *call, tma_encode **encode)
     return WEFT_OK;
 }
 
+/* bytes: of an element, 2 (bf16) or 4 (fp32: half as many channels a box). */
 static inline weft_status tma_map(const weft_call *call, tma_encode *encode, CUtensorMap *map, const tma_tensor *t,
-                                  int tokens_of_box)
+                                  int tokens_of_box, int bytes = 2)
 {
     const cuuint64_t size[3] = {(cuuint64_t)t->channels, (cuuint64_t)t->tokens, (cuuint64_t)t->streams};
-    const cuuint64_t stride[2] = {(cuuint64_t)t->token_stride * 2,
-                                  (cuuint64_t)(t->streams > 1 ? t->stream_stride : t->token_stride) * 2};
-    const cuuint32_t box[3] = {TMA_CHANNELS, (cuuint32_t)tokens_of_box, (cuuint32_t)t->streams};
+    const cuuint64_t stride[2] = {(cuuint64_t)(t->token_stride * bytes),
+                                  (cuuint64_t)((t->streams > 1 ? t->stream_stride : t->token_stride) * bytes)};
+    const cuuint32_t box[3] = {(cuuint32_t)(TMA_ROW / bytes), (cuuint32_t)tokens_of_box, (cuuint32_t)t->streams};
     const cuuint32_t step[3] = {1, 1, 1};
-    const CUresult error = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t->data, size, stride, box, step,
+    const CUresult error = encode(map, bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t->data, size, stride, box, step,
                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return error == CUDA_SUCCESS ? WEFT_OK : weft_cuda_status(call, "a tensor map", cudaErrorInvalidValue);
@@ -82,6 +83,12 @@ static __device__ __forceinline__ void tma_barriers_ready()
 static __device__ __forceinline__ void tma_expect(uint32_t barrier, uint32_t bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+/* The map will be wanted soon. */
+static __device__ __forceinline__ void tma_prefetch(const CUtensorMap *map)
+{
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap *map, int channel, int token,

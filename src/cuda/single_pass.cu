@@ -1,0 +1,235 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * A site of mHC in one launch: from arguments to the kernel of single_pass.cuh. */
+#include "cuda/single_pass.cuh"
+
+#include <atomic>
+
+#include "core/status.h"
+#include "cuda/single_pass.h"
+
+/* ---- does it fit? ------------------------------------------------------------------------------------------------------- */
+
+/* Rows that are copied 16 bytes at a time. Strides count even where there is one token: a token must not be summed in
+ * another way because it is alone. */
+static bool is_wide(const weft_call *call, const weft_tensor *t)
+{
+    const int64_t most = (int64_t)1 << 38;
+    if (!weft_has(t)) return true;
+    for (int i = 0; i + 1 < t->ndim; i++)
+        if (t->stride[i] <= 0 || t->stride[i] % 8 || t->stride[i] >= most) return false;
+    return t->stride[t->ndim - 1] == 1 && (call->query || (uintptr_t)t->data % 16 == 0);
+}
+
+/* Lines of coefficients, the last dimension, that can be copied in one go. */
+static bool in_lines(const weft_tensor *t)
+{
+    const int last = t->ndim - 1;
+    for (int i = 0; i < last; i++)
+        if (t->stride[i] % t->shape[last]) return false;
+    return t->stride[last] == 1 && (uintptr_t)t->data % (uintptr_t)(t->shape[last] * 4) == 0;
+}
+
+static bool is_dtype(const weft_tensor *t, weft_dtype dtype)
+{
+    return !weft_has(t) || t->dtype == dtype;
+}
+
+/* What the device and this library's code for it can do. It cannot change while the process lives, so the first answer is
+ * kept, as in device.c. */
+struct site_device {
+    int32_t capability, resident[SITE_CLUSTERS];
+};
+
+static site_device ask_device()
+{
+    const auto kernel = site_kernel<4, SITE_BOUNDARY, PLAIN, true, SITE_FEW_PAIRS>;
+    site_device d = {};
+    cudaFuncAttributes code = {};
+    bool good = cudaFuncGetAttributes(&code, kernel) == cudaSuccess;
+    d.capability = good ? code.ptxVersion : 0;
+    if (d.capability >= SITE_OLDEST) {
+        /* All of these kernels take a multiprocessor alone: the registers see to that. */
+        good = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess;
+        for (int log = 0; good && log < SITE_CLUSTERS; log++) {
+            cudaLaunchAttribute attribute = {};
+            cudaLaunchConfig_t config = {};
+            int count = 0;
+            attribute.id = cudaLaunchAttributeClusterDimension;
+            attribute.val.clusterDim = {1u << log, 1, 1};
+            config.gridDim = dim3(1u << log), config.blockDim = dim3(SITE_WARPS * 32);
+            config.attrs = &attribute, config.numAttrs = 1;
+            if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess)
+                d.resident[log] = count < 255 ? count : 255;
+            else
+                (void)cudaGetLastError();
+        }
+    }
+    if (!good) (void)cudaGetLastError();
+    return d;
+}
+
+static site_device device_of(const weft_call *call)
+{
+    enum { KEPT_DEVICES = 64 }; /* the others are asked every time */
+    static std::atomic<uint64_t> known[KEPT_DEVICES]; /* 0: not asked yet */
+    const int device = call->exec->device;
+    if (device < 0 || device >= KEPT_DEVICES) return ask_device();
+    uint64_t word = known[device].load(std::memory_order_relaxed);
+    if (word == 0) {
+        const site_device asked = ask_device();
+        word = 1 | (uint64_t)(asked.capability & 0xff) << 8;
+        for (int log = 0; log < SITE_CLUSTERS; log++) word |= (uint64_t)asked.resident[log] << (16 + 8 * log);
+        known[device].store(word, std::memory_order_relaxed);
+    }
+    site_device d = {(int32_t)(word >> 8 & 0xff)};
+    for (int log = 0; log < SITE_CLUSTERS; log++) d.resident[log] = (int32_t)(word >> (16 + 8 * log) & 0xff);
+    return d;
+}
+
+static int64_t rows_of(const weft_call *call)
+{
+    return call->op == WEFT_OP_mhc_head_fwd ? call->streams : call->rows;
+}
+
+/* phi itself, in rows that the copy engine can read; otherwise psi is laid out so first. */
+static bool psi_is_phi(const weft_mhc_pre_fwd_args *pre)
+{
+    const weft_tensor *phi = &pre->phi;
+    return phi->dtype == WEFT_F32 && !weft_has(&pre->norm_weight) && phi->stride[2] == 1 && phi->stride[0] > 0 &&
+           phi->stride[0] % 4 == 0 && phi->stride[1] > 0 && phi->stride[1] % 4 == 0 && (uintptr_t)phi->data % 16 == 0;
+}
+
+static float *psi_room(weft_arena *arena, const weft_call *call)
+{
+    return (float *)weft_arena_take(arena, (size_t)(rows_of(call) * call->streams * call->channels) * sizeof(float));
+}
+
+size_t weft_cuda_site_fwd_bytes(const weft_call *call)
+{
+    weft_arena arena = weft_arena_open(NULL);
+    psi_room(&arena, call);
+    return weft_arena_bytes(&arena);
+}
+
+weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_post_fwd_args *post,
+                                       const weft_mhc_pre_fwd_args *pre)
+{
+    const site_device device = device_of(call);
+    weft_site_facts f = {.tokens = call->tokens,
+                         .streams = call->streams,
+                         .channels = call->channels,
+                         .rows = rows_of(call),
+                         .bf16 = call->dtype == WEFT_BF16 && is_dtype(&pre->u, WEFT_BF16) &&
+                                 is_dtype(&pre->v, WEFT_BF16) && is_dtype(&pre->h, WEFT_F32) &&
+                                 is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
+                         .layout = is_wide(call, &pre->x) && is_wide(call, &pre->u) && is_wide(call, &pre->v) &&
+                                   is_wide(call, &pre->sub_weight),
+                         .norm = weft_has(&pre->v) != 0,
+                         .capability = device.capability,
+                         .shared = call->device_shared,
+                         .sms = call->sms < call->device_sms ? call->sms : call->device_sms};
+    for (int log = 0; log < SITE_CLUSTERS; log++) f.resident[log] = device.resident[log];
+    if (post) {
+        f.bf16 = f.bf16 && is_dtype(&post->f, WEFT_BF16) && is_dtype(&post->post, WEFT_F32) &&
+                 is_dtype(&post->res, WEFT_F32);
+        f.layout = f.layout && is_wide(call, &post->x) && is_wide(call, &post->f) && is_wide(call, &post->bias);
+    }
+    return weft_cuda_site_plan(&f);
+}
+
+/* ---- launch ------------------------------------------------------------------------------------------------------------- */
+
+template <int N, site_kind KIND, post_mode MODE, bool IN_OUT>
+static weft_status run_kernel(const weft_call *call, const site_args &p)
+{
+    const launch_shape shape = {.grid = dim3((unsigned)(p.clusters * p.cluster)),
+                                .block = SITE_WARPS * 32,
+                                .shared = (size_t)p.at.bytes,
+                                .cluster = (unsigned)p.cluster};
+    return p.pairs == SITE_FEW_PAIRS
+               ? launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, SITE_FEW_PAIRS>, shape, p)
+               : launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, SITE_MANY_PAIRS>, shape, p);
+}
+
+template <int N, post_mode MODE> static weft_status run_boundary(const weft_call *call, const site_args &p, bool in_out)
+{
+    return in_out ? run_kernel<N, SITE_BOUNDARY, MODE, true>(call, p)
+                  : run_kernel<N, SITE_BOUNDARY, MODE, false>(call, p);
+}
+
+template <int N>
+static weft_status run(const weft_call *call, const site_args &p, const weft_mhc_post_fwd_args *post)
+{
+    if (call->op == WEFT_OP_mhc_head_fwd) return run_kernel<N, SITE_HEAD, PLAIN, false>(call, p);
+    if (!post) return run_kernel<N, SITE_PRE, PLAIN, false>(call, p);
+    const bool in_out = post->numerics.apply == WEFT_APPLY_IN_OUT;
+    return post_mode_of(&post->bias, &post->dropout) == PLAIN ? run_boundary<N, PLAIN>(call, p, in_out)
+                                                              : run_boundary<N, FULL>(call, p, in_out);
+}
+
+weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan,
+                               const weft_mhc_post_fwd_args *post, const weft_mhc_pre_fwd_args *pre)
+{
+    const weft_tensor *x = post ? &post->x : &pre->x;
+    const int64_t step = (int64_t)plan->clusters * SITE_TILE * (int64_t)sizeof(bf16);
+    site_args p = {.alpha = view_of(&pre->alpha),
+                   .beta = view_of(&pre->beta),
+                   .numbers = numbers_of(&pre->numerics),
+                   .pre_in = view_of(&pre->pre_in),
+                   .h = view_of(&pre->h),
+                   .ms = view_of(&pre->ms),
+                   .pre = view_of(&pre->pre),
+                   .post_out = view_of(&pre->post),
+                   .res_out = view_of(&pre->res),
+                   .u = weft_has(&pre->u) ? (bf16 *)pre->u.data : NULL,
+                   .v = weft_has(&pre->v) ? (bf16 *)pre->v.data : NULL,
+                   .u_token = pre->u.stride[0],
+                   .v_token = pre->v.stride[0],
+                   .u_step = step * pre->u.stride[0],
+                   .sub_weight = view_of(&pre->sub_weight),
+                   .sub_eps = (float)pre->sub_eps,
+                   .mean = 1.0f / (float)(call->streams * call->channels),
+                   .tokens = call->tokens,
+                   .channels = (int32_t)call->channels,
+                   .cluster = plan->cluster,
+                   .cluster_log = plan->cluster_log,
+                   .boxes = plan->boxes,
+                   .pairs = plan->pairs,
+                   .stages = plan->stages,
+                   .psi_boxes = plan->psi_boxes,
+                   .early = plan->early,
+                   .late = plan->late,
+                   .later = plan->later,
+                   .slots = plan->slots,
+                   .tiles = plan->tiles,
+                   .clusters = plan->clusters,
+                   .norm = weft_has(&pre->v) != 0,
+                   .at = plan->room};
+    tma_tensor psi = {pre->phi.data, rows_of(call), call->streams, call->channels, pre->phi.stride[0], pre->phi.stride[1]};
+    if (!psi_is_phi(pre)) {
+        weft_call inner = *call;
+        weft_arena arena = cuda_arena(call);
+        inner.rows = rows_of(call);
+        psi.data = psi_room(&arena, call);
+        psi.stream_stride = call->channels, psi.token_stride = call->streams * call->channels;
+        WEFT_TRY(weft_cuda_project_spread(&inner, &pre->phi, &pre->norm_weight, columns_of(call, LAYOUT_NC),
+                                          (float *)psi.data));
+    }
+    tma_encode *encode;
+    const tma_tensor streams = {x->data, call->tokens, call->streams, call->channels, x->stride[0], x->stride[1]};
+    WEFT_TRY(tma_open(call, &encode));
+    WEFT_TRY(tma_map(call, encode, &p.x, &streams, SITE_TILE));
+    WEFT_TRY(tma_map(call, encode, &p.psi, &psi, (int)psi.tokens, sizeof(float)));
+    p.res_lines = weft_has(&pre->res) && pre->res.dtype == WEFT_F32 && in_lines(&pre->res);
+    if (post) {
+        const tma_tensor f = {post->f.data, call->tokens, 1, call->channels, post->f.stride[0], 0};
+        WEFT_TRY(tma_map(call, encode, &p.f, &f, SITE_TILE));
+        p.bias = view_of(&post->bias), p.post = view_of(&post->post), p.res = view_of(&post->res);
+        p.dropout = post->dropout;
+        p.coef_lines = in_lines(&post->post) && in_lines(&post->res);
+        p.y = (bf16 *)post->y.data, p.y_token = post->y.stride[0], p.y_step = step * p.y_token;
+        for (int i = 0; i < call->streams; i++) p.y_at[i] = i * post->y.stride[1] * (int64_t)sizeof(bf16);
+    }
+    return call->streams == 2 ? run<2>(call, p, post) : run<4>(call, p, post);
+}

@@ -1,0 +1,125 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "cuda/single_pass_plan.h"
+
+static int64_t ceil_div(int64_t a, int64_t b)
+{
+    return (a + b - 1) / b;
+}
+
+/* Two steps of 16 columns, the half of a box of one stream, are the unit of the eight warps' work; each has as many. */
+static int64_t pairs_of(int64_t boxes, int64_t streams)
+{
+    return boxes * streams / 4;
+}
+
+/* The smallest cluster whose blocks have little enough psi to keep several tiles beside it; the largest may have more. */
+static void cut(weft_site_plan *p, int64_t streams, int64_t channels)
+{
+    const int64_t even = 4 / streams, few = streams == 4 ? SITE_FEW_PAIRS + 1 : SITE_FEW_PAIRS;
+    for (p->cluster = 1;; p->cluster *= 2, p->cluster_log++) {
+        const int64_t boxes = ceil_div(channels, (int64_t)p->cluster * SITE_BOX * even) * even;
+        if (pairs_of(boxes, streams) > (p->cluster < SITE_CLUSTER ? few : SITE_MANY_PAIRS)) {
+            if (p->cluster < SITE_CLUSTER) continue;
+            p->path = WEFT_SITE_TOO_WIDE;
+            return;
+        }
+        p->boxes = (int32_t)boxes;
+        p->pairs = (int32_t)pairs_of(boxes, streams);
+        return;
+    }
+}
+
+static int32_t take(int32_t *at, int64_t bytes)
+{
+    const int32_t from = *at;
+    *at += (int32_t)ceil_div(bytes, 16) * 16;
+    return from;
+}
+
+/* psi of 64 channels as it comes from memory: two boxes of 32 fp32 channels, all rows and streams. */
+static int64_t psi_bytes(const weft_site_facts *f)
+{
+    return 2 * ceil_div(f->rows * f->streams * 128, 1024) * 1024;
+}
+
+static void lay_out(weft_site_plan *p, const weft_site_facts *f)
+{
+    const int64_t n = f->streams, operands = 2 * p->pairs * (f->rows > 8 ? 3 : 1), tile = SITE_TILE;
+    weft_site_room *r = &p->room;
+    int32_t at;
+    p->slots = (int32_t)ceil_div(p->stages * tile, p->cluster);
+    r->stage = (int32_t)(p->boxes * (n + 1) * SITE_TILE * SITE_BOX * 2);
+    at = p->stages * r->stage;
+    p->psi_boxes = (int32_t)((at - r->stage) / psi_bytes(f));
+    if (p->psi_boxes > p->boxes) p->psi_boxes = p->boxes;
+    r->first_psi = at - p->psi_boxes * (int32_t)psi_bytes(f);
+    p->early = r->first_psi / r->stage;
+    r->psi = take(&at, (operands > SITE_KEPT ? operands - SITE_KEPT : 0) * tile * 32 * 16);
+    r->coef = take(&at, p->stages * tile * (n + n * n) * 4);
+    r->pre = take(&at, p->stages * tile * n * 4);
+    r->sums = take(&at, (p->pairs == SITE_FEW_PAIRS ? 2 : 1) * tile * tile * (f->rows + 1) * 4);
+    r->received = take(&at, (int64_t)p->slots * p->cluster * SITE_ROW * 4);
+    r->squares = f->norm ? take(&at, (int64_t)p->slots * p->cluster * 16) : at;
+    r->inverse = take(&at, p->stages * tile * 4);
+    r->aside = take(&at, n * 4);
+    r->logits = take(&at, 2 * tile * n * n * 4);
+    r->barriers = take(&at, (5 * p->stages + 2 * p->slots + 6) * 8);
+    r->bytes = at;
+}
+
+weft_site_plan weft_cuda_site_plan(const weft_site_facts *f)
+{
+    weft_site_plan p = {.path = WEFT_SITE_SINGLE_PASS};
+    const int64_t most = INT32_MAX / 2; /* coordinates of a box are 32-bit numbers */
+    if (f->tokens == 0)
+        p.path = WEFT_SITE_NO_TOKENS;
+    else if (f->capability < SITE_OLDEST || f->capability > SITE_NEWEST)
+        p.path = WEFT_SITE_OTHER_GPU;
+    else if (!f->bf16)
+        p.path = WEFT_SITE_DTYPE;
+    else if (f->streams != 2 && f->streams != 4)
+        p.path = WEFT_SITE_STREAMS;
+    else if (f->channels % 8)
+        p.path = WEFT_SITE_CHANNELS;
+    else if (!f->layout)
+        p.path = WEFT_SITE_LAYOUT;
+    else if (f->tokens > most)
+        p.path = WEFT_SITE_SIZE;
+    else
+        cut(&p, f->streams, f->channels);
+    if (p.path == WEFT_SITE_SINGLE_PASS && f->resident[p.cluster_log] < 1) p.path = WEFT_SITE_OTHER_GPU;
+    if (p.path != WEFT_SITE_SINGLE_PASS) return p;
+    for (p.stages = SITE_STAGES;; p.stages--) {
+        lay_out(&p, f);
+        if (p.room.bytes <= f->shared && p.psi_boxes > 0) break;
+        if (p.stages == 3 || p.psi_boxes == 0) {
+            p.path = WEFT_SITE_SMALL_GPU;
+            return p;
+        }
+    }
+    p.late = f->norm ? (p.stages - 1) / 3 : p.stages < 6 ? p.stages / 2 : p.stages / 3;
+    p.later = f->norm ? p.late : 0;
+    p.tiles = (int32_t)ceil_div(f->tokens, SITE_TILE);
+    p.clusters = f->resident[p.cluster_log];
+    if (p.clusters > f->sms / p.cluster) p.clusters = f->sms / p.cluster;
+    if (p.clusters > p.tiles) p.clusters = p.tiles;
+    if (p.clusters < 1) p.clusters = 1;
+    return p;
+}
+
+const char *weft_cuda_site_reason(weft_site_path path)
+{
+    static const char *const reason[WEFT_SITE_PATHS] = {
+        [WEFT_SITE_SINGLE_PASS] = "a single pass over the streams",
+        [WEFT_SITE_NO_TOKENS] = "a chain, for there are no tokens",
+        [WEFT_SITE_DTYPE] = "a chain, for streams, f, u or v are not bf16, or other values are not fp32",
+        [WEFT_SITE_STREAMS] = "a chain, for there is no kernel for this number of streams",
+        [WEFT_SITE_CHANNELS] = "a chain, for the number of channels is not a multiple of 8",
+        [WEFT_SITE_LAYOUT] = "a chain, for rows cannot be copied 16 bytes at a time",
+        [WEFT_SITE_TOO_WIDE] = "a chain, for psi does not fit the shared memory and registers of a cluster",
+        [WEFT_SITE_SIZE] = "a chain, for there are more tokens than a 32-bit number counts",
+        [WEFT_SITE_SMALL_GPU] = "a chain, for a block's shared memory does not hold enough tiles",
+        [WEFT_SITE_OTHER_GPU] = "a chain, for the kernel is not compiled for this GPU, or the GPU has no such clusters",
+    };
+    return path >= 0 && path < WEFT_SITE_PATHS ? reason[path] : NULL;
+}

@@ -1,0 +1,86 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Who does what when a site of mHC is one pass over the streams (docs/single-pass.md): pre [M10], boundary [M11] and the
+ * head [M9], forward. Plain arithmetic, so that it is tested without a GPU.
+ *
+ * The channels of a token are dealt to the blocks of a cluster: a block has `boxes` boxes of 64 channels of all streams and
+ * keeps its part of psi on chip. Clusters take tiles of SITE_TILE tokens in turn. The cluster decides the order of sums and
+ * follows from streams and channels alone; how many clusters there are, and how many tiles a block holds, changes no
+ * result. */
+#ifndef WEFT_CUDA_SINGLE_PASS_PLAN_H
+#define WEFT_CUDA_SINGLE_PASS_PLAN_H
+
+#include "core/kernel.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    SITE_TILE = 8,          /* tokens, and warps of each kind that works on them */
+    SITE_BOX = 64,          /* channels */
+    SITE_CLUSTER = 16,      /* blocks of a cluster, at most; fewer are a smaller power of two */
+    SITE_CLUSTERS = 5,      /* sizes of clusters: 1, 2, 4, 8, 16 */
+    SITE_STAGES = 12,       /* tiles that a block holds, at most */
+    SITE_FEW_PAIRS = 4,     /* pairs of steps of the tensor cores that a warp has: kernels are made for these many */
+    SITE_MANY_PAIRS = 7,    /* or these */
+    SITE_KEPT = 24,         /* operands of psi that a lane has in registers, at most; the others are in shared memory */
+    SITE_ROW = 28,          /* floats for a token's partial sums */
+    SITE_OLDEST = 90,       /* compute capabilities for which there is code, times ten */
+    SITE_NEWEST = 99
+};
+
+/* Why a call takes the chain of single operators instead. */
+typedef enum weft_site_path {
+    WEFT_SITE_SINGLE_PASS = 0,
+    WEFT_SITE_NO_TOKENS,
+    WEFT_SITE_DTYPE,
+    WEFT_SITE_STREAMS,
+    WEFT_SITE_CHANNELS,
+    WEFT_SITE_LAYOUT,
+    WEFT_SITE_TOO_WIDE,
+    WEFT_SITE_SIZE,
+    WEFT_SITE_SMALL_GPU,
+    WEFT_SITE_OTHER_GPU,
+    WEFT_SITE_PATHS
+} weft_site_path;
+
+/* What the path depends on. Neither multiprocessors to use nor, but for none at all, tokens: a token's result may not depend
+ * on the others. */
+typedef struct weft_site_facts {
+    int64_t tokens, streams, channels;
+    int64_t rows; /* of the projection */
+    bool bf16;    /* the streams, f, u and v; coefficients that go in or leave before gates are fp32 */
+    bool layout;  /* rows can be copied 16 bytes at a time */
+    bool norm;    /* v is wanted */
+    int32_t capability; /* of the code that would run, times ten */
+    int64_t shared;     /* bytes that a block may have */
+    int32_t resident[SITE_CLUSTERS]; /* clusters of each size that the device runs at once */
+    int32_t sms;                     /* multiprocessors to use: decides no path */
+} weft_site_facts;
+
+/* Offsets in shared memory, in bytes. The tiles come first; at the beginning psi as it lies in memory takes the place of the
+ * last ones, from first_psi on. */
+typedef struct weft_site_room {
+    int32_t stage, first_psi, psi, coef, pre, sums, received, squares, inverse, aside, logits, barriers, bytes;
+} weft_site_room;
+
+typedef struct weft_site_plan {
+    weft_site_path path;
+    int32_t cluster, cluster_log, boxes, pairs, stages;
+    int32_t psi_boxes;   /* of 64 channels, whose psi is brought at a time */
+    int32_t early;       /* tiles that have room beside it */
+    int32_t late, later; /* tiles between the mix and the aggregate, and between that and the norm */
+    int32_t slots;       /* tokens whose sums a block can receive at once */
+    int32_t tiles, clusters;
+    weft_site_room room;
+} weft_site_plan;
+
+weft_site_plan weft_cuda_site_plan(const weft_site_facts *facts);
+/* A sentence for people. */
+const char *weft_cuda_site_reason(weft_site_path path);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
