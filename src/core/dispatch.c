@@ -47,8 +47,11 @@ static const weft_kernel *const cuda_tables[WEFT_OP_COUNT] = {
 typedef const char *plan_text(const weft_call *call, const void *args);
 static plan_text *const cuda_plans[WEFT_OP_COUNT] = {
 #if WEFT_HAVE_CUDA
+    [WEFT_OP_mhc_pre_fwd] = weft_cuda_mhc_pre_fwd_plan,
     [WEFT_OP_mhc_pre_bwd] = weft_cuda_mhc_pre_bwd_plan,
+    [WEFT_OP_mhc_boundary_fwd] = weft_cuda_mhc_boundary_fwd_plan,
     [WEFT_OP_mhc_boundary_bwd] = weft_cuda_mhc_boundary_bwd_plan,
+    [WEFT_OP_mhc_head_fwd] = weft_cuda_mhc_head_fwd_plan,
 #endif
 };
 

@@ -58,8 +58,11 @@ typedef struct weft_kernel {
 #undef WEFT_OP
 
 /* Which way a call takes, for the operators that have several on the CUDA backend. */
+const char *weft_cuda_mhc_pre_fwd_plan(const weft_call *call, const void *args);
 const char *weft_cuda_mhc_pre_bwd_plan(const weft_call *call, const void *args);
+const char *weft_cuda_mhc_boundary_fwd_plan(const weft_call *call, const void *args);
 const char *weft_cuda_mhc_boundary_bwd_plan(const weft_call *call, const void *args);
+const char *weft_cuda_mhc_head_fwd_plan(const weft_call *call, const void *args);
 
 /* The CUDA backend's part of validation (src/cuda/device.c), in builds that have it. */
 int weft_cuda_available(void);

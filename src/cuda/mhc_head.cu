@@ -79,6 +79,12 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
     return larger(weft_cuda_site_fwd_bytes(call), weft_arena_bytes(&arena));
 }
 
+const char *weft_cuda_mhc_head_fwd_plan(const weft_call *call, const void *args)
+{
+    const weft_mhc_pre_fwd_args pre = as_pre((const weft_mhc_head_fwd_args *)args);
+    return weft_cuda_site_reason(weft_cuda_site_fwd_plan(call, NULL, &pre).path);
+}
+
 /* ---- backward ------------------------------------------------------------------------------------------------------------ */
 
 struct bwd_chain {

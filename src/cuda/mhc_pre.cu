@@ -79,6 +79,11 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
     return chain > site ? chain : site;
 }
 
+const char *weft_cuda_mhc_pre_fwd_plan(const weft_call *call, const void *args)
+{
+    return weft_cuda_site_reason(weft_cuda_site_fwd_plan(call, NULL, (const weft_mhc_pre_fwd_args *)args).path);
+}
+
 /* ---- backward ------------------------------------------------------------------------------------------------------------ */
 
 struct bwd_chain {
