@@ -112,13 +112,11 @@ static weft_status bwd(const weft_call *call, const void *args)
                                                                       : bwd_by_links(call, a);
 }
 
-/* Whether data are aligned is not known here, so there is room for either. */
 static size_t bwd_workspace(const weft_call *call, const void *args)
 {
     const weft_mhc_boundary_bwd_args *a = (const weft_mhc_boundary_bwd_args *)args;
-    const size_t links = bwd_links_bytes(call, a);
-    if (weft_cuda_boundary_bwd_path(call, a) != BOUNDARY_BWD_FUSED) return links;
-    return larger(links, weft_cuda_boundary_bwd_bytes(call, a));
+    return weft_cuda_boundary_bwd_path(call, a) == BOUNDARY_BWD_FUSED ? weft_cuda_boundary_bwd_bytes(call, a)
+                                                                      : bwd_links_bytes(call, a);
 }
 
 const char *weft_cuda_mhc_boundary_bwd_plan(const weft_call *call, const void *args)

@@ -7,7 +7,7 @@
 #include "core/kernel.h"
 #include "cuda/mhc_boundary_bwd_plan.h"
 
-/* By the inputs alone; in a query, as if all data were aligned. */
+/* By the inputs alone; data that are not there yet count as aligned. */
 boundary_bwd_path weft_cuda_boundary_bwd_path(const weft_call *call, const weft_mhc_boundary_bwd_args *a);
 weft_status weft_cuda_boundary_bwd(const weft_call *call, const weft_mhc_boundary_bwd_args *a);
 size_t weft_cuda_boundary_bwd_bytes(const weft_call *call, const weft_mhc_boundary_bwd_args *a);

@@ -593,7 +593,7 @@ static weft_status map_of(const weft_call *call, tma_encode *encode, CUtensorMap
 static bool is_stored(const weft_call *call, const weft_grad *g, bool base)
 {
     return weft_has(&g->to) && (base || !g->add) && g->to.dtype == WEFT_BF16 &&
-           weft_cuda_boundary_is_wide(call, &g->to);
+           weft_cuda_boundary_is_wide(&g->to);
 }
 
 static weft_status args_of(const weft_call *call, const boundary_work *w, fused_args *p)

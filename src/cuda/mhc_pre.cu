@@ -194,15 +194,13 @@ static weft_status bwd(const weft_call *call, const void *args)
                                                                             : weft_cuda_pre_bwd(call, a, NULL);
 }
 
-/* Whether data are aligned is not known here, so there is room for either. */
 static size_t bwd_workspace(const weft_call *call, const void *args)
 {
     const weft_mhc_pre_bwd_args *a = (const weft_mhc_pre_bwd_args *)args;
     const weft_mhc_boundary_bwd_args single = weft_pre_as_boundary(a);
-    const size_t links = weft_cuda_pre_bwd_bytes(call, a);
-    if (weft_cuda_boundary_bwd_path(call, &single) != BOUNDARY_BWD_FUSED) return links;
-    const size_t pass = weft_cuda_boundary_bwd_bytes(call, &single);
-    return pass > links ? pass : links;
+    return weft_cuda_boundary_bwd_path(call, &single) == BOUNDARY_BWD_FUSED
+               ? weft_cuda_boundary_bwd_bytes(call, &single)
+               : weft_cuda_pre_bwd_bytes(call, a);
 }
 
 const char *weft_cuda_mhc_pre_bwd_plan(const weft_call *call, const void *args)

@@ -11,14 +11,14 @@
 /* ---- does it fit? ------------------------------------------------------------------------------------------------------- */
 
 /* Rows that are copied 16 bytes at a time. Strides count even where there is one token: a token must not be summed in
- * another way because it is alone. */
-static bool is_wide(const weft_call *call, const weft_tensor *t)
+ * another way because it is alone. A query without data takes them for aligned. */
+static bool is_wide(const weft_tensor *t)
 {
     const int64_t most = (int64_t)1 << 38;
     if (!weft_has(t)) return true;
     for (int i = 0; i + 1 < t->ndim; i++)
         if (t->stride[i] <= 0 || t->stride[i] % 8 || t->stride[i] >= most) return false;
-    return t->stride[t->ndim - 1] == 1 && (call->query || (uintptr_t)t->data % 16 == 0);
+    return t->stride[t->ndim - 1] == 1 && (uintptr_t)t->data % 16 == 0;
 }
 
 /* Lines of coefficients, the last dimension, that can be copied in one go. */
@@ -123,8 +123,8 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
                          .bf16 = call->dtype == WEFT_BF16 && is_dtype(&pre->u, WEFT_BF16) &&
                                  is_dtype(&pre->v, WEFT_BF16) && is_dtype(&pre->h, WEFT_F32) &&
                                  is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
-                         .layout = is_wide(call, &pre->x) && is_wide(call, &pre->u) && is_wide(call, &pre->v) &&
-                                   is_wide(call, &pre->sub_weight),
+                         .layout = is_wide(&pre->x) && is_wide(&pre->u) && is_wide(&pre->v) &&
+                                   is_wide(&pre->sub_weight),
                          .norm = weft_has(&pre->v) != 0,
                          .capability = device.capability,
                          .shared = call->device_shared,
@@ -133,7 +133,7 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
     if (post) {
         f.bf16 = f.bf16 && is_dtype(&post->f, WEFT_BF16) && is_dtype(&post->post, WEFT_F32) &&
                  is_dtype(&post->res, WEFT_F32);
-        f.layout = f.layout && is_wide(call, &post->x) && is_wide(call, &post->f) && is_wide(call, &post->bias);
+        f.layout = f.layout && is_wide(&post->x) && is_wide(&post->f) && is_wide(&post->bias);
     }
     return weft_cuda_site_plan(&f);
 }
