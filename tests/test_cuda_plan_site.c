@@ -98,8 +98,8 @@ static void one_plan(const weft_site_facts *f)
     assert_true(p.psi_boxes >= 1 && p.psi_boxes <= p.boxes && r->first_psi % 1024 == 0);
     assert_true(p.early >= 1 && p.early * r->stage <= r->first_psi);
     assert_true(r->first_psi + p.psi_boxes * 2 * f->rows * f->streams * 128 <= r->psi);
-    const int32_t at[] = {r->psi,     r->coef,    r->pre,   r->sums,   r->received, r->squares,
-                          r->inverse, r->aside,   r->logits, r->barriers, r->bytes};
+    const int32_t at[] = {r->psi,     r->coef,  r->pre,    r->sums,     r->received, r->squares,
+                          r->inverse, r->aside, r->logits, r->barriers, r->bytes};
     for (size_t i = 1; i < sizeof at / sizeof *at; i++) assert_true(at[i] % 16 == 0 && at[i] >= at[i - 1]);
     assert_true(r->bytes <= f->shared);
 }

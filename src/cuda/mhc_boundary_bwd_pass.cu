@@ -592,8 +592,7 @@ static weft_status map_of(const weft_call *call, tma_encode *encode, CUtensorMap
 /* The copy engine can store this gradient; one that is added to, only where `base` says that the kernel reads it. */
 static bool is_stored(const weft_call *call, const weft_grad *g, bool base)
 {
-    return weft_has(&g->to) && (base || !g->add) && g->to.dtype == WEFT_BF16 &&
-           weft_cuda_boundary_is_wide(&g->to);
+    return weft_has(&g->to) && (base || !g->add) && g->to.dtype == WEFT_BF16 && weft_cuda_boundary_is_wide(&g->to);
 }
 
 static weft_status args_of(const weft_call *call, const boundary_work *w, fused_args *p)

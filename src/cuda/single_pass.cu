@@ -71,7 +71,7 @@ static site_device ask_device()
 
 static site_device device_of(const weft_call *call)
 {
-    enum { KEPT_DEVICES = 64 }; /* the others are asked every time */
+    enum { KEPT_DEVICES = 64 };                       /* the others are asked every time */
     static std::atomic<uint64_t> known[KEPT_DEVICES]; /* 0: not asked yet */
     const int device = call->exec->device;
     if (device < 0 || device >= KEPT_DEVICES) return ask_device();
@@ -97,12 +97,14 @@ static bool psi_is_phi(const weft_mhc_pre_fwd_args *pre)
 {
     const weft_tensor *phi = &pre->phi;
     return phi->dtype == WEFT_F32 && !weft_has(&pre->norm_weight) && phi->stride[2] == 1 && phi->stride[0] > 0 &&
-           phi->stride[0] % 4 == 0 && phi->stride[1] > 0 && phi->stride[1] % 4 == 0 && (uintptr_t)phi->data % 16 == 0;
+           phi->stride[0] % 4 == 0 && phi->stride[1] > 0 && phi->stride[1] % 4 == 0 &&
+           (uintptr_t)phi->data % 16 == 0;
 }
 
 static float *psi_room(weft_arena *arena, const weft_call *call)
 {
-    return (float *)weft_arena_take(arena, (size_t)(rows_of(call) * call->streams * call->channels) * sizeof(float));
+    return (float *)weft_arena_take(arena,
+                                    (size_t)(rows_of(call) * call->streams * call->channels) * sizeof(float));
 }
 
 size_t weft_cuda_site_fwd_bytes(const weft_call *call)
@@ -116,19 +118,18 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
                                        const weft_mhc_pre_fwd_args *pre)
 {
     const site_device device = device_of(call);
-    weft_site_facts f = {.tokens = call->tokens,
-                         .streams = call->streams,
-                         .channels = call->channels,
-                         .rows = rows_of(call),
-                         .bf16 = call->dtype == WEFT_BF16 && is_dtype(&pre->u, WEFT_BF16) &&
-                                 is_dtype(&pre->v, WEFT_BF16) && is_dtype(&pre->h, WEFT_F32) &&
-                                 is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
-                         .layout = is_wide(&pre->x) && is_wide(&pre->u) && is_wide(&pre->v) &&
-                                   is_wide(&pre->sub_weight),
-                         .norm = weft_has(&pre->v) != 0,
-                         .capability = device.capability,
-                         .shared = call->device_shared,
-                         .sms = call->sms < call->device_sms ? call->sms : call->device_sms};
+    weft_site_facts f = {
+        .tokens = call->tokens,
+        .streams = call->streams,
+        .channels = call->channels,
+        .rows = rows_of(call),
+        .bf16 = call->dtype == WEFT_BF16 && is_dtype(&pre->u, WEFT_BF16) && is_dtype(&pre->v, WEFT_BF16) &&
+                is_dtype(&pre->h, WEFT_F32) && is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
+        .layout = is_wide(&pre->x) && is_wide(&pre->u) && is_wide(&pre->v) && is_wide(&pre->sub_weight),
+        .norm = weft_has(&pre->v) != 0,
+        .capability = device.capability,
+        .shared = call->device_shared,
+        .sms = call->sms < call->device_sms ? call->sms : call->device_sms};
     for (int log = 0; log < SITE_CLUSTERS; log++) f.resident[log] = device.resident[log];
     if (post) {
         f.bf16 = f.bf16 && is_dtype(&post->f, WEFT_BF16) && is_dtype(&post->post, WEFT_F32) &&
@@ -152,7 +153,8 @@ static weft_status run_kernel(const weft_call *call, const site_args &p)
                : launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, SITE_MANY_PAIRS>, shape, p);
 }
 
-template <int N, post_mode MODE> static weft_status run_boundary(const weft_call *call, const site_args &p, bool in_out)
+template <int N, post_mode MODE>
+static weft_status run_boundary(const weft_call *call, const site_args &p, bool in_out)
 {
     return in_out ? run_kernel<N, SITE_BOUNDARY, MODE, true>(call, p)
                   : run_kernel<N, SITE_BOUNDARY, MODE, false>(call, p);
@@ -206,7 +208,8 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
                    .clusters = plan->clusters,
                    .norm = weft_has(&pre->v) != 0,
                    .at = plan->room};
-    tma_tensor psi = {pre->phi.data, rows_of(call), call->streams, call->channels, pre->phi.stride[0], pre->phi.stride[1]};
+    tma_tensor psi = {pre->phi.data,  rows_of(call),      call->streams,
+                      call->channels, pre->phi.stride[0], pre->phi.stride[1]};
     if (!psi_is_phi(pre)) {
         weft_call inner = *call;
         weft_arena arena = cuda_arena(call);

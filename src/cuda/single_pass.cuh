@@ -64,7 +64,8 @@ struct site_args {
     float sub_eps;
     float mean; /* 1 / nC */
     int64_t tokens;
-    int32_t channels, cluster, cluster_log, boxes, pairs, stages, psi_boxes, early, late, later, slots, tiles, clusters;
+    int32_t channels, cluster, cluster_log, boxes, pairs, stages, psi_boxes, early, late, later, slots, tiles,
+        clusters;
     bool norm, coef_lines, res_lines; /* norm: v is wanted; lines: coefficients can be moved N floats at a time */
     weft_site_room at;
 };
@@ -176,7 +177,8 @@ template <int N> struct site_lines {
             const int e = r * 32 + b.lane, line = e % each;
             const view &v = line == 0 ? p.post : p.res;
             token[r] = e / each < SITE_TILE ? e / each : SITE_TILE;
-            from[r] = v.data + (site_token(p, b, 0, token[r]) * v.stride[0] + (line ? line - 1 : 0) * v.stride[1]) * 4;
+            from[r] =
+                v.data + (site_token(p, b, 0, token[r]) * v.stride[0] + (line ? line - 1 : 0) * v.stride[1]) * 4;
             step[r] = (int64_t)p.clusters * SITE_TILE * v.stride[0] * 4;
         }
     }
@@ -237,7 +239,8 @@ static __device__ __forceinline__ void bring_rest(const site_args &p, const site
 }
 
 /* Barriers for what comes back of a tile are armed before the tile is there. */
-template <int N, site_kind KIND> static __device__ __forceinline__ void bring(const site_args &p, const site_block &b)
+template <int N, site_kind KIND>
+static __device__ __forceinline__ void bring(const site_args &p, const site_block &b)
 {
     constexpr bool POST = KIND == SITE_BOUNDARY;
     const uint32_t tiles = shared_address(b.shared), coef = shared_address(b.shared + p.at.coef);
@@ -309,7 +312,8 @@ template <int N, int PAIRS> struct site_share {
     static constexpr int fixed = PAIRS / N;               /* and each token has so many times four boxes */
     static constexpr int most = even ? fixed : SITE_MANY_PAIRS / N;
     site_rows own; /* the first four of its own token; the next are four boxes further on */
-    int times, left, lives[most]; /* times four boxes; boxes left over; tiles in which own rows are of this tensor */
+    int times, left,
+        lives[most]; /* times four boxes; boxes left over; tiles in which own rows are of this tensor */
 
     __device__ __forceinline__ site_share(const site_args &p, const site_block &b, int warp)
         : own(rows_at<N>(p, b, b.lane >> 3, warp)), times(p.boxes / 4), left(p.boxes % 4)
@@ -347,8 +351,8 @@ static __device__ __forceinline__ raw<bf16, 8> take_piece(uint32_t from)
 
 static __device__ __forceinline__ void put_piece(uint32_t to, const raw<bf16, 8> &r)
 {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r.word[0]), "r"(r.word[1]), "r"(r.word[2]),
-                 "r"(r.word[3])
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r.word[0]), "r"(r.word[1]),
+                 "r"(r.word[2]), "r"(r.word[3])
                  : "memory");
 }
 
@@ -401,8 +405,7 @@ static __device__ __forceinline__ void mix_rows(const site_args &p, const weft_m
 }
 
 /* 8 channels, rounded. */
-template <int N>
-static __device__ __forceinline__ raw<bf16, 8> aggregate(uint32_t streams, const float (&pre)[N])
+template <int N> static __device__ __forceinline__ raw<bf16, 8> aggregate(uint32_t streams, const float (&pre)[N])
 {
     raw<bf16, 8> x[N], u;
 #pragma unroll
@@ -424,8 +427,8 @@ static __device__ __forceinline__ raw<bf16, 8> aggregate(uint32_t streams, const
 
 /* A part of the sum of squares of u of a token, to its owner: part 0 from the token's own warp, the others from the boxes that
  * were left over. */
-static __device__ __forceinline__ void send_squares(const site_args &p, const site_block &b, int i, int token, int part,
-                                                    float squares)
+static __device__ __forceinline__ void send_squares(const site_args &p, const site_block &b, int i, int token,
+                                                    int part, float squares)
 {
     const uint32_t number = (uint32_t)(i * SITE_TILE + token), owner = number & (uint32_t)(p.cluster - 1);
     const uint32_t slot = (number >> p.cluster_log) % (uint32_t)p.slots;
@@ -433,15 +436,19 @@ static __device__ __forceinline__ void send_squares(const site_args &p, const si
     cluster_send(cluster_address(to, owner), squares, cluster_address(b.at.squares + slot * 8, owner));
 }
 
+/* A token's factors, read in one go. */
+template <int N> struct alignas(N * 4) site_pre {
+    float of[N];
+};
+
 /* u of rows of a tile to memory and, where it will be normed, in place of stream 0. Returns the sum of its squares. */
 template <int N>
-static __device__ __forceinline__ float aggregate_rows(const site_args &p, uint32_t streams, const float *from, char *to,
-                                                       bool live)
+static __device__ __forceinline__ float aggregate_rows(const site_args &p, uint32_t streams,
+                                                       const site_pre<N> &from, char *to, bool live)
 {
-    float pre[N], v[8], squares = 0.0f;
-#pragma unroll
-    for (int k = 0; k < N; k++) pre[k] = from[k];
-    const raw<bf16, 8> u = aggregate<N>(streams, pre);
+    const site_pre<N> pre = from;
+    float v[8], squares = 0.0f;
+    const raw<bf16, 8> u = aggregate<N>(streams, pre.of);
     if (live) store_raw((bf16 *)to, u);
     if (!p.norm) return 0.0f;
     put_piece(streams, u);
@@ -469,7 +476,7 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
     const int behind = p.late + p.later;
     const uint32_t tiles = shared_address(b.shared);
     const coefs<N> *const coef = (const coefs<N> *)(b.shared + p.at.coef);
-    const float *const pre = (const float *)(b.shared + p.at.pre);
+    const site_pre<N> *const pre = (const site_pre<N> *)(b.shared + p.at.pre);
     const int64_t first = site_token(p, b, 0, warp);
     char *y = (char *)(p.y + first * p.y_token + share.own.channel);
     char *u = (char *)(p.u + first * p.u_token + share.own.channel);
@@ -515,13 +522,13 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
             for (int t = 0; t < share.most; t++)
                 if (share.has_own(t))
                     squares += aggregate_rows<N>(p, tile + share.own.streams + t * 4 * N * BOX_BYTES,
-                                                 pre + (then.stage * SITE_TILE + warp) * N, u + t * 4 * TMA_ROW,
+                                                 pre[then.stage * SITE_TILE + warp], u + t * 4 * TMA_ROW,
                                                  wants_u && late < share.lives[t]);
             if constexpr (!share.even)
                 if (share.has_left(warp, late)) {
                     const site_rows m = share.left_at(p, b, warp, late);
                     const int64_t token = site_token(p, b, late, m.token);
-                    float more = aggregate_rows<N>(p, tile + m.streams, pre + (then.stage * SITE_TILE + m.token) * N,
+                    float more = aggregate_rows<N>(p, tile + m.streams, pre[then.stage * SITE_TILE + m.token],
                                                    (char *)(p.u + token * p.u_token + m.channel),
                                                    wants_u && token < p.tokens && m.channel < p.channels);
                     if (p.norm) {
@@ -589,7 +596,8 @@ static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t
 #pragma unroll
             for (int k = 0; k < 2; k++) {
                 const int row = first + g + 8 * q;
-                if (ROWS % 8 == 0 || g < ROWS) v[k] = take_two(from + tma_piece(row, 4 * s + 2 * k + (t >> 1)) + (t & 1) * 8);
+                if (ROWS % 8 == 0 || g < ROWS)
+                    v[k] = take_two(from + tma_piece(row, 4 * s + 2 * k + (t >> 1)) + (t & 1) * 8);
             }
             split2(hi[q].x, lo[q].x, v[0].x, v[0].y);
             split2(hi[q].y, lo[q].y, v[1].x, v[1].y);
@@ -766,8 +774,8 @@ static __device__ __forceinline__ float as_stored(const view &to, float v)
 
 /* The same four floats (or two) to the same place of every block. */
 template <int N>
-static __device__ __forceinline__ void to_all(const site_args &p, const site_block &b, uint32_t at, const float (&v)[N],
-                                              uint32_t barrier)
+static __device__ __forceinline__ void to_all(const site_args &p, const site_block &b, uint32_t at,
+                                              const float (&v)[N], uint32_t barrier)
 {
     if (b.lane < p.cluster) cluster_send(cluster_address(at, b.lane), v, cluster_address(barrier, b.lane));
 }
@@ -802,7 +810,8 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void own(cons
         for (int i = 0; i < N; i++) pre[i] = __shfl_sync(0xffffffffu, as_stored(p.pre, gate), i);
         if (lane == 0) tma_expect(b.at.sums + slot * 8, (uint32_t)p.cluster * (R + 1) * 4);
         __syncwarp();
-        to_all<N>(p, b, has(p.pre_in) ? aside : pre_at + (stage * SITE_TILE + row) * N * 4, pre, b.at.pre + stage * 8);
+        to_all<N>(p, b, has(p.pre_in) ? aside : pre_at + (stage * SITE_TILE + row) * N * 4, pre,
+                  b.at.pre + stage * 8);
         if (++slot == p.slots) slot = 0, parity ^= 1;
         if (number >= live) continue;
 
@@ -938,14 +947,15 @@ static __device__ __forceinline__ void site(const site_args &p)
     const int lane = __shfl_sync(0xffffffffu, (int)threadIdx.x & 31, (int)threadIdx.x & 31);
     const uint32_t at = shared_address(shared + p.at.barriers), s = p.stages * 8, sums = at + 5 * s,
                    logits = sums + 16 * p.slots;
-    site_block b = {
-        shared,
-        {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, sums, sums + 8 * p.slots, logits, logits + 16, logits + 32, logits + 40}};
+    site_block b = {shared,
+                    {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, sums, sums + 8 * p.slots, logits, logits + 16,
+                     logits + 32, logits + 40}};
     b.rank = cluster_rank(), b.cluster = cluster_index(), b.lane = lane;
     b.count = (p.tiles - (int)b.cluster + p.clusters - 1) / p.clusters;
     b.first_channel = (int)b.rank * p.boxes * SITE_BOX;
     if (warp == 0) init_barriers<N, KIND>(p, b.at, lane);
-    if (warp == BRINGER && lane < (KIND == SITE_BOUNDARY ? 3 : 2)) tma_prefetch(lane == 0 ? &p.x : lane == 1 ? &p.psi : &p.f);
+    if (warp == BRINGER && lane < (KIND == SITE_BOUNDARY ? 3 : 2))
+        tma_prefetch(lane == 0 ? &p.x : lane == 1 ? &p.psi : &p.f);
     __syncthreads();
     cluster_arrive(); /* barriers exist; before it sends to another block a warp waits for that one's arrival */
 

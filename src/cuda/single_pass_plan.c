@@ -119,7 +119,8 @@ const char *weft_cuda_site_reason(weft_site_path path)
         [WEFT_SITE_TOO_WIDE] = "a chain, for psi does not fit the shared memory and registers of a cluster",
         [WEFT_SITE_SIZE] = "a chain, for there are more tokens than a 32-bit number counts",
         [WEFT_SITE_SMALL_GPU] = "a chain, for a block's shared memory does not hold enough tiles",
-        [WEFT_SITE_OTHER_GPU] = "a chain, for the kernel is not compiled for this GPU, or the GPU has no such clusters",
+        [WEFT_SITE_OTHER_GPU] =
+            "a chain, for the kernel is not compiled for this GPU, or the GPU has no such clusters",
     };
     return path >= 0 && path < WEFT_SITE_PATHS ? reason[path] : NULL;
 }

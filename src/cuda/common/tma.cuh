@@ -57,9 +57,10 @@ static inline weft_status tma_map(const weft_call *call, tma_encode *encode, CUt
                                   (cuuint64_t)((t->streams > 1 ? t->stream_stride : t->token_stride) * bytes)};
     const cuuint32_t box[3] = {(cuuint32_t)(TMA_ROW / bytes), (cuuint32_t)tokens_of_box, (cuuint32_t)t->streams};
     const cuuint32_t step[3] = {1, 1, 1};
-    const CUresult error = encode(map, bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t->data, size, stride, box, step,
-                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult error =
+        encode(map, bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t->data,
+               size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return error == CUDA_SUCCESS ? WEFT_OK : weft_cuda_status(call, "a tensor map", cudaErrorInvalidValue);
 }
 
