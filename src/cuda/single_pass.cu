@@ -201,8 +201,6 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
                    .stages = plan->stages,
                    .psi_boxes = plan->psi_boxes,
                    .early = plan->early,
-                   .late = plan->late,
-                   .later = plan->later,
                    .slots = plan->slots,
                    .tiles = plan->tiles,
                    .clusters = plan->clusters,

@@ -7,9 +7,9 @@
  * A token's coefficients need all of its channels, and the aggregate needs the coefficients. So a token is dealt to the
  * blocks of a cluster, each of which keeps its channels of a tile of eight tokens in shared memory until the coefficients
  * have come back: about 25 floats a token go to one block, the token's owner, and four come from there. Nobody waits for
- * the tile at hand: the aggregate is some tiles behind the mix.
+ * the tile at hand.
  *
- *   mixers      8 warps, a token each. Post, in place and to memory; some tiles later the aggregate, later yet the norm.
+ *   mixers      8 warps, a token each. Post, in place and to memory; when pre has come the aggregate, later yet the norm.
  *   projectors  8 warps, a share of the columns each, whose part of psi is in their registers (what does not fit: in shared
  *               memory). Tensor cores; then each warp adds the eight warps' sums of one token and sends them to its owner.
  *   bringer     one warp. Lets the copy engine fill the ring of tiles, and brings the coefficients of post.
@@ -64,8 +64,7 @@ struct site_args {
     float sub_eps;
     float mean; /* 1 / nC */
     int64_t tokens;
-    int32_t channels, cluster, cluster_log, boxes, pairs, stages, psi_boxes, early, late, later, slots, tiles,
-        clusters;
+    int32_t channels, cluster, cluster_log, boxes, pairs, stages, psi_boxes, early, slots, tiles, clusters;
     bool norm, coef_lines, res_lines; /* norm: v is wanted; lines: coefficients can be moved N floats at a time */
     weft_site_room at;
 };
@@ -469,11 +468,17 @@ static __device__ __forceinline__ void norm_rows(const site_args &p, uint32_t at
     store<bf16, 8>(p.v + token * p.v_token + channel, x);
 }
 
+/* A barrier as the whole warp sees it. */
+static __device__ __forceinline__ bool is_over(uint32_t barrier, uint32_t parity)
+{
+    return __any_sync(0xffffffffu, barrier_test(barrier, parity));
+}
+
+/* Does whatever can be done next, and first what frees a place in the ring. */
 template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
 static __device__ __forceinline__ void mixer(const site_args &p, const site_block &b, int warp)
 {
     const site_share<N, PAIRS> share(p, b, warp);
-    const int behind = p.late + p.later;
     const uint32_t tiles = shared_address(b.shared);
     const coefs<N> *const coef = (const coefs<N> *)(b.shared + p.at.coef);
     const site_pre<N> *const pre = (const site_pre<N> *)(b.shared + p.at.pre);
@@ -481,53 +486,44 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
     char *y = (char *)(p.y + first * p.y_token + share.own.channel);
     char *u = (char *)(p.u + first * p.u_token + share.own.channel);
     const bool wants_u = p.u != nullptr;
+    int mixed = KIND == SITE_BOUNDARY ? 0 : b.count, summed = 0, normed = 0; /* tiles */
+    site_cursor now, then, last;
     weft_mask mask = {};
     if constexpr (KIND == SITE_BOUNDARY && MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
-    site_cursor now, then, last;
     cluster_wait_for_all();
 #pragma unroll 1
-    for (int i = 0; i < b.count + behind; i++) {
-        if (KIND == SITE_BOUNDARY && i < b.count) {
-            const uint32_t tile = tiles + now.stage * p.at.stage;
-            barrier_wait(b.at.full + now.stage * 8, now.parity);
+    while ((p.norm ? normed : summed) < b.count) {
+        if (p.norm && normed < summed && is_over(b.at.inverse + last.stage * 8, last.parity)) {
+            const uint32_t tile = tiles + last.stage * p.at.stage;
+            const float *const inverse = (const float *)(b.shared + p.at.inverse) + last.stage * SITE_TILE;
 #pragma unroll
             for (int t = 0; t < share.most; t++)
-                if (share.has_own(t))
-                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + share.own.streams + t * 4 * N * BOX_BYTES,
-                                              tile + share.own.f + t * 4 * BOX_BYTES,
-                                              coef[now.stage * SITE_TILE + warp], y + t * 4 * TMA_ROW,
-                                              i < share.lives[t], MODE == PLAIN ? 0 : site_token(p, b, i, warp),
-                                              share.own.channel + t * 4 * SITE_BOX);
+                if (share.has_own(t) && normed < share.lives[t])
+                    norm_rows(p, tile + share.own.streams + t * 4 * N * BOX_BYTES, inverse[warp],
+                              site_token(p, b, normed, warp), share.own.channel + t * 4 * SITE_BOX);
             if constexpr (!share.even)
-                if (share.has_left(warp, i)) {
-                    const site_rows m = share.left_at(p, b, warp, i);
-                    const int64_t token = site_token(p, b, i, m.token);
-                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + m.streams, tile + m.f,
-                                              coef[now.stage * SITE_TILE + m.token],
-                                              (char *)(p.y + token * p.y_token + m.channel),
-                                              token < p.tokens && m.channel < p.channels, token, m.channel);
+                if (share.has_left(warp, normed)) {
+                    const site_rows m = share.left_at(p, b, warp, normed);
+                    const int64_t token = site_token(p, b, normed, m.token);
+                    if (token < p.tokens && m.channel < p.channels)
+                        norm_rows(p, tile + m.streams, inverse[m.token], token, m.channel);
                 }
-            y += p.y_step;
-            __syncwarp(); /* what the warp stored comes before its arrival */
-            if (b.lane == 0) barrier_arrive(b.at.mixed + now.stage * 8);
-            now.next(p.stages);
-        }
-        const int late = i - p.late;
-        if (late >= 0 && late < b.count) {
+            __syncwarp();
+            if (b.lane == 0) barrier_arrive(b.at.empty + last.stage * 8);
+            last.next(p.stages), normed++;
+        } else if (summed < mixed && is_over(b.at.pre + then.stage * 8, then.parity)) {
             const uint32_t tile = tiles + then.stage * p.at.stage;
             float squares = 0.0f;
-            if (KIND != SITE_BOUNDARY) barrier_wait(b.at.full + then.stage * 8, then.parity);
-            barrier_wait(b.at.pre + then.stage * 8, then.parity);
 #pragma unroll
             for (int t = 0; t < share.most; t++)
                 if (share.has_own(t))
                     squares += aggregate_rows<N>(p, tile + share.own.streams + t * 4 * N * BOX_BYTES,
                                                  pre[then.stage * SITE_TILE + warp], u + t * 4 * TMA_ROW,
-                                                 wants_u && late < share.lives[t]);
+                                                 wants_u && summed < share.lives[t]);
             if constexpr (!share.even)
-                if (share.has_left(warp, late)) {
-                    const site_rows m = share.left_at(p, b, warp, late);
-                    const int64_t token = site_token(p, b, late, m.token);
+                if (share.has_left(warp, summed)) {
+                    const site_rows m = share.left_at(p, b, warp, summed);
+                    const int64_t token = site_token(p, b, summed, m.token);
                     float more = aggregate_rows<N>(p, tile + m.streams, pre[then.stage * SITE_TILE + m.token],
                                                    (char *)(p.u + token * p.u_token + m.channel),
                                                    wants_u && token < p.tokens && m.channel < p.channels);
@@ -535,39 +531,41 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
                         const int part = 1 + (m.channel - b.first_channel) / SITE_BOX - 4 * share.times;
 #pragma unroll
                         for (int step = 4; step > 0; step >>= 1) more += __shfl_xor_sync(0xffffffffu, more, step);
-                        if ((b.lane & 7) == 0) send_squares(p, b, late, m.token, part, more);
+                        if ((b.lane & 7) == 0) send_squares(p, b, summed, m.token, part, more);
                     }
                 }
-            u += p.u_step;
             if (p.norm) {
                 squares = warp_sum(squares);
-                if (b.lane == 0) send_squares(p, b, late, warp, 0, squares);
+                if (b.lane == 0) send_squares(p, b, summed, warp, 0, squares);
             } else {
                 __syncwarp();
                 if (b.lane == 0) barrier_arrive(b.at.empty + then.stage * 8);
             }
-            then.next(p.stages);
-        }
-        const int latest = i - behind;
-        if (p.norm && latest >= 0) {
-            const uint32_t tile = tiles + last.stage * p.at.stage;
-            const float *const inverse = (const float *)(b.shared + p.at.inverse) + last.stage * SITE_TILE;
-            barrier_wait(b.at.inverse + last.stage * 8, last.parity);
+            u += p.u_step, then.next(p.stages), summed++;
+        } else if (KIND == SITE_BOUNDARY && mixed < b.count && is_over(b.at.full + now.stage * 8, now.parity)) {
+            const uint32_t tile = tiles + now.stage * p.at.stage;
 #pragma unroll
             for (int t = 0; t < share.most; t++)
-                if (share.has_own(t) && latest < share.lives[t])
-                    norm_rows(p, tile + share.own.streams + t * 4 * N * BOX_BYTES, inverse[warp],
-                              site_token(p, b, latest, warp), share.own.channel + t * 4 * SITE_BOX);
+                if (share.has_own(t))
+                    mix_rows<N, MODE, IN_OUT>(
+                        p, mask, tile + share.own.streams + t * 4 * N * BOX_BYTES,
+                        tile + share.own.f + t * 4 * BOX_BYTES, coef[now.stage * SITE_TILE + warp],
+                        y + t * 4 * TMA_ROW, mixed < share.lives[t],
+                        MODE == PLAIN ? 0 : site_token(p, b, mixed, warp), share.own.channel + t * 4 * SITE_BOX);
             if constexpr (!share.even)
-                if (share.has_left(warp, latest)) {
-                    const site_rows m = share.left_at(p, b, warp, latest);
-                    const int64_t token = site_token(p, b, latest, m.token);
-                    if (token < p.tokens && m.channel < p.channels)
-                        norm_rows(p, tile + m.streams, inverse[m.token], token, m.channel);
+                if (share.has_left(warp, mixed)) {
+                    const site_rows m = share.left_at(p, b, warp, mixed);
+                    const int64_t token = site_token(p, b, mixed, m.token);
+                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + m.streams, tile + m.f,
+                                              coef[now.stage * SITE_TILE + m.token],
+                                              (char *)(p.y + token * p.y_token + m.channel),
+                                              token < p.tokens && m.channel < p.channels, token, m.channel);
                 }
-            __syncwarp();
-            if (b.lane == 0) barrier_arrive(b.at.empty + last.stage * 8);
-            last.next(p.stages);
+            __syncwarp(); /* what the warp stored comes before its arrival */
+            if (b.lane == 0) barrier_arrive(b.at.mixed + now.stage * 8);
+            y += p.y_step, now.next(p.stages), mixed++;
+        } else {
+            __nanosleep(20);
         }
     }
 }

@@ -97,8 +97,6 @@ weft_site_plan weft_cuda_site_plan(const weft_site_facts *f)
             return p;
         }
     }
-    p.late = f->norm ? (p.stages - 1) / 3 : p.stages < 6 ? p.stages / 2 : p.stages / 3;
-    p.later = f->norm ? p.late : 0;
     p.tiles = (int32_t)ceil_div(f->tokens, SITE_TILE);
     p.clusters = f->resident[p.cluster_log];
     if (p.clusters > f->sms / p.cluster) p.clusters = f->sms / p.cluster;

@@ -68,10 +68,9 @@ typedef struct weft_site_room {
 typedef struct weft_site_plan {
     weft_site_path path;
     int32_t cluster, cluster_log, boxes, pairs, stages;
-    int32_t psi_boxes;   /* of 64 channels, whose psi is brought at a time */
-    int32_t early;       /* tiles that have room beside it */
-    int32_t late, later; /* tiles between the mix and the aggregate, and between that and the norm */
-    int32_t slots;       /* tokens whose sums a block can receive at once */
+    int32_t psi_boxes; /* of 64 channels, whose psi is brought at a time */
+    int32_t early;     /* tiles that have room beside it */
+    int32_t slots;     /* tokens whose sums a block can receive at once */
     int32_t tiles, clusters;
     weft_site_room room;
 } weft_site_plan;
