@@ -344,9 +344,10 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
             }
         }
 
-        /* Lane t first works on the token whose sums lane t ^ 1 keeps, hands these over, and goes on from what it gets in
-         * return: even lanes keep the first token's, odd lanes the second's. */
-        float sums[M ? M : 1];
+        /* Lane t first works on the token whose sums lane t ^ 1 keeps and hands these over: even lanes keep the first token's,
+         * odd lanes the second's. What it gets in return it adds at the end: to go on from there would add up a token's
+         * channels in an order that depends on the token's place in the tile. */
+        float sums[M ? M : 1], got[M ? M : 1];
 #pragma unroll
         for (int turn = 0; turn < 2; turn++) {
             const int half = turn ? t & 1 : ~t & 1;
@@ -373,7 +374,10 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
                     for (int o = 0; o < N; o++) kept |= keep[o] << 4 * o;
                 }
 #pragma unroll
-            for (int e = 0; e < M; e++) sums[e] = turn ? __shfl_xor_sync(0xffffffffu, sums[e], 1) : 0.0f;
+            for (int e = 0; e < M; e++) {
+                if (turn) got[e] = __shfl_xor_sync(0xffffffffu, sums[e], 1);
+                sums[e] = 0.0f;
+            }
 #pragma unroll
             for (int q = 0; q < 2; q++) {
                 float xs[N][2], ys[N][2], gs[N][2], fb[2], du[2], d_x[N][2], d_f[2];
@@ -477,6 +481,8 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
             }
             if constexpr (POST) put_quad(my_row + S::f, f);
         }
+#pragma unroll
+        for (int e = 0; e < M; e++) sums[e] += got[e];
         __syncwarp();
 
         /* dpsi: A = y with channels as rows, B = d_h: both transposed on the way out of shared memory. */

@@ -43,9 +43,7 @@ enum {
     BOX_BYTES = SITE_TILE * TMA_ROW
 };
 /* Registers are handed from the others to the projectors: 61440 in all, which is what 640 threads can have at launch. */
-template <int PAIRS> struct site_registers {
-    static constexpr int projector = PAIRS == SITE_FEW_PAIRS ? 128 : 136, mixer = 216 - projector, server = 48;
-};
+enum { PROJECTOR_REGISTERS = 128, MIXER_REGISTERS = 88, SERVER_REGISTERS = 48 };
 
 struct site_args {
     CUtensorMap x, f, psi; /* psi: rows in place of tokens */
@@ -508,8 +506,7 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
                     if (token < p.tokens && m.channel < p.channels)
                         norm_rows(p, tile + m.streams, inverse[m.token], token, m.channel);
                 }
-            __syncwarp();
-            if (b.lane == 0) barrier_arrive(b.at.empty + last.stage * 8);
+            barrier_arrive(b.at.empty + last.stage * 8);
             last.next(p.stages), normed++;
         } else if (summed < mixed && is_over(b.at.pre + then.stage * 8, then.parity)) {
             const uint32_t tile = tiles + then.stage * p.at.stage;
@@ -538,8 +535,7 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
                 squares = warp_sum(squares);
                 if (b.lane == 0) send_squares(p, b, summed, warp, 0, squares);
             } else {
-                __syncwarp();
-                if (b.lane == 0) barrier_arrive(b.at.empty + then.stage * 8);
+                barrier_arrive(b.at.empty + then.stage * 8);
             }
             u += p.u_step, then.next(p.stages), summed++;
         } else if (KIND == SITE_BOUNDARY && mixed < b.count && is_over(b.at.full + now.stage * 8, now.parity)) {
@@ -561,8 +557,7 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
                                               (char *)(p.y + token * p.y_token + m.channel),
                                               token < p.tokens && m.channel < p.channels, token, m.channel);
                 }
-            __syncwarp(); /* what the warp stored comes before its arrival */
-            if (b.lane == 0) barrier_arrive(b.at.mixed + now.stage * 8);
+            barrier_arrive(b.at.mixed + now.stage * 8);
             y += p.y_step, now.next(p.stages), mixed++;
         } else {
             __nanosleep(20);
@@ -691,8 +686,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
                         more[(k - count) * (PROJECTORS * 32)] = a[e];
                 }
             }
-            __syncwarp();
-            if (b.lane == 0) barrier_arrive(b.at.psi_empty);
+            barrier_arrive(b.at.psi_empty);
         }
     }
     /* Operands of step s. */
@@ -818,8 +812,7 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void own(cons
                 const uint32_t batch = k / SITE_TILE & 1;
                 barrier_wait(b.at.logits_empty + batch * 8, (k / LOGITS & 1) ^ 1);
                 if (lane >= 2 * N && lane < R) logits[(lane - 2 * N) * LOGITS + k % LOGITS] = gate;
-                __syncwarp();
-                if (lane == 0) barrier_arrive(b.at.logits_full + batch * 8);
+                barrier_arrive(b.at.logits_full + batch * 8);
             }
         }
         const int64_t token = site_token(p, b, (int)tile, (int)row);
@@ -876,12 +869,13 @@ template <int N> static __device__ __forceinline__ void clerk(const site_args &p
         const uint32_t batch = k0 / SITE_TILE & 1, parity = k0 / LOGITS & 1;
         float z[N * N];
         /* The last tokens may be fewer than eight: the barrier counts those that never come. */
-        if (b.lane < SITE_TILE && k >= mine) barrier_arrive(b.at.logits_full + batch * 8);
+#pragma unroll 1
+        for (int64_t missing = mine; missing < k0 + SITE_TILE; missing++)
+            barrier_arrive(b.at.logits_full + batch * 8);
         barrier_wait(b.at.logits_full + batch * 8, parity);
 #pragma unroll
         for (int e = 0; e < N * N; e++) z[e] = logits[e * LOGITS + k % LOGITS];
-        __syncwarp();
-        if (b.lane == 0) barrier_arrive(b.at.logits_empty + batch * 8);
+        barrier_arrive(b.at.logits_empty + batch * 8);
         if (b.lane >= SITE_TILE || k >= mine) continue;
         sinkhorn_fwd<N>(z, p.numbers);
         const int64_t number = (int64_t)b.rank + (k << p.cluster_log);
@@ -912,37 +906,48 @@ template <int N> static __device__ __forceinline__ void clerk(const site_args &p
 
 /* ---- the kernel --------------------------------------------------------------------------------------------------------- */
 
-/* One warp. */
+/* One warp. Every lane of a warp arrives for itself, behind what it did itself. */
 template <int N, site_kind KIND>
 static __device__ __forceinline__ void init_barriers(const site_args &p, const site_barriers &b, int lane)
 {
     const bool coefs_too = KIND == SITE_BOUNDARY || has(p.pre_in);
     if (lane < p.stages) {
         barrier_init(b.full + lane * 8, coefs_too ? 33 : 1);
-        barrier_init(b.mixed + lane * 8, MIXERS);
-        barrier_init(b.empty + lane * 8, MIXERS);
+        barrier_init(b.mixed + lane * 8, MIXERS * 32);
+        barrier_init(b.empty + lane * 8, MIXERS * 32);
         barrier_init(b.pre + lane * 8, 1);
         barrier_init(b.inverse + lane * 8, 1);
     }
-    if (lane < 2) barrier_init(b.logits_full + lane * 8, SITE_TILE), barrier_init(b.logits_empty + lane * 8, 1);
-    if (lane == 2) barrier_init(b.psi_full, 1), barrier_init(b.psi_empty, PROJECTORS);
+    if (lane < 2)
+        barrier_init(b.logits_full + lane * 8, SITE_TILE * 32), barrier_init(b.logits_empty + lane * 8, 32);
+    if (lane == 2) barrier_init(b.psi_full, 1), barrier_init(b.psi_empty, PROJECTORS * 32);
 #pragma unroll 1
     for (int i = lane; i < p.slots; i += 32) {
         barrier_init(b.sums + i * 8, 1);
         barrier_init(b.squares + i * 8, 1);
+    }
+    tma_barriers_ready();
+}
+
+/* One warp, when they exist. */
+template <int N, site_kind KIND>
+static __device__ __forceinline__ void arm_barriers(const site_args &p, const site_barriers &b, int lane)
+{
+#pragma unroll 1
+    for (int i = lane; i < p.slots; i += 32) {
         tma_expect(b.sums + i * 8, (uint32_t)p.cluster * site_shape<N, KIND>::width * 4);
         tma_expect(b.squares + i * 8, (uint32_t)(p.cluster * (1 + p.boxes % 4) * 4));
     }
-    tma_barriers_ready();
 }
 
 template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
 static __device__ __forceinline__ void site(const site_args &p)
 {
     extern __shared__ __align__(1024) char shared[];
-    /* Shuffled, or the compiler would ask for the thread's number again and again instead of keeping it. */
-    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0);
-    const int lane = __shfl_sync(0xffffffffu, (int)threadIdx.x & 31, (int)threadIdx.x & 31);
+    /* Shuffled, the compiler cannot ask for the thread's number again and again instead of keeping it. Where registers are
+     * scarce it had better ask than spill. */
+    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), index = (int)threadIdx.x & 31;
+    const int lane = PAIRS == SITE_FEW_PAIRS ? __shfl_sync(0xffffffffu, index, index) : index;
     const uint32_t at = shared_address(shared + p.at.barriers), s = p.stages * 8, sums = at + 5 * s,
                    logits = sums + 16 * p.slots;
     site_block b = {shared,
@@ -955,16 +960,18 @@ static __device__ __forceinline__ void site(const site_args &p)
     if (warp == BRINGER && lane < (KIND == SITE_BOUNDARY ? 3 : 2))
         tma_prefetch(lane == 0 ? &p.x : lane == 1 ? &p.psi : &p.f);
     __syncthreads();
+    if (warp == 0) arm_barriers<N, KIND>(p, b.at, lane);
+    __syncwarp();
     cluster_arrive(); /* barriers exist; before it sends to another block a warp waits for that one's arrival */
 
     if (warp < FIRST_MIXER) {
-        set_registers<site_registers<PAIRS>::projector, true>();
+        set_registers<PROJECTOR_REGISTERS, true>();
         projector<N, KIND, PAIRS>(p, b, warp);
     } else if (warp < BRINGER) {
-        set_registers<site_registers<PAIRS>::mixer, false>();
+        set_registers<MIXER_REGISTERS, false>();
         mixer<N, KIND, MODE, IN_OUT, PAIRS>(p, b, warp - FIRST_MIXER);
     } else {
-        set_registers<site_registers<PAIRS>::server, false>();
+        set_registers<SERVER_REGISTERS, false>();
         if (warp == BRINGER) {
             bring<N, KIND>(p, b);
         } else {

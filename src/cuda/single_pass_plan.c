@@ -16,7 +16,7 @@ static int64_t pairs_of(int64_t boxes, int64_t streams)
 static void cut(weft_site_plan *p, int64_t streams, int64_t channels)
 {
     const int64_t even = 4 / streams, few = streams == 4 ? SITE_FEW_PAIRS + 1 : SITE_FEW_PAIRS;
-    for (p->cluster = 1;; p->cluster *= 2, p->cluster_log++) {
+    for (p->cluster = 2, p->cluster_log = 1;; p->cluster *= 2, p->cluster_log++) {
         const int64_t boxes = ceil_div(channels, (int64_t)p->cluster * SITE_BOX * even) * even;
         if (pairs_of(boxes, streams) > (p->cluster < SITE_CLUSTER ? few : SITE_MANY_PAIRS)) {
             if (p->cluster < SITE_CLUSTER) continue;
