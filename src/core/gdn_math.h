@@ -11,6 +11,7 @@
  *     GM_EXP_OF_MINUS(u, e, n) e = exp(-u) of n elements; anything for a NaN
  *     GM_SET(x) GM_EXP(x) GM_LOG1P(x) GM_FMA(a, b, c) GM_GT(a, b, x, y), which is a > b ? x : y
  *     GM_RECIPROCAL(x)         1 / x for x from 1 to infinity, within an ulp
+ *     GM_COMPLEMENT(s, e)      1 - s as e s, any number where s is 0; optional, for silu_slopes
  * GM_LOG1P takes 0 to 1 and keeps the relative precision of small arguments. */
 
 /* s = sigmoid(u) and e = exp(-u) of n elements, n a constant. Far below zero e is infinite and s is 0; nothing here is NaN for
@@ -54,7 +55,11 @@ GM_FN void GM(silu_slopes)(real *u, real *slope, const int n)
 {
     real s[GM_MOST], e[GM_MOST];
     GM(sigmoids)(u, s, e, n);
+#ifdef GM_COMPLEMENT
+    for (int i = 0; i < n; i++) e[i] = GM_COMPLEMENT(s[i], e[i]);
+#else
     for (int i = 0; i < n; i++) e[i] = GM(complement)(s[i], e[i]);
+#endif
     for (int i = 0; i < n; i++) u[i] = u[i] * s[i];
     for (int i = 0; i < n; i++) slope[i] = GM_FMA(u[i], e[i], s[i]);
 }

@@ -34,12 +34,22 @@ static __device__ __forceinline__ float reciprocal_root(float x)
     return x < 3e38f ? fmaf(0.5f * r, correction, r) : r;
 }
 
+/* exp(-u): as 2^-(u log2 e), whose exponent is u times a constant in two parts, rounded once. That is one rounding of u, of which
+ * the convolution leaves one (docs/math.md). Infinite from 2^128 on. */
+static __device__ __forceinline__ float exp_of_minus(float u)
+{
+    float e;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(u, -1.44269502f, u * -1.92596299e-8f)));
+    return e;
+}
+
 #define real float
 #define scalar float
 #define GM(name) gm_##name
 #define GM_FN static __device__ __forceinline__
 #define GM_MOST 1
-#define GM_EXP_ALL(x, n) (*(x) = expf(*(x)))
+#define GM_EXP_OF_MINUS(u, e, n) (*(e) = exp_of_minus(*(u)))
+#define GM_COMPLEMENT(s, e) __saturatef((e) * (s)) /* 0 where it is not a number: there s is 0 */
 #define GM_SET(x) ((float)(x))
 #define GM_EXP(x) expf(x)
 #define GM_LOG1P(x) log1pf(x)

@@ -8,40 +8,73 @@
  * the registers, which are full of taps and sums. The pieces' parameter gradients are added in order, and `finish` adds
  * those of the ranges. How tokens are cut depends on the shapes alone. V = 0 stands for any width, head, alignment and
  * rounding. */
-#include "cuda/gdn_pre_bwd.cuh"
+#include "cuda/gdn_pre_bwd_plain.cuh"
 
 enum { SLICES = 8 /* of the ranges, in `finish` */ };
 
 /* ---- kernels -------------------------------------------------------------------------------------------------------------- */
 
-template <class T, int W, int V, bool PLAIN>
-__global__ void __launch_bounds__(WARPS * 32, V == 0 ? 2 : 4) bwd_kernel(const bwd_params p)
+/* What a block has, and each of its warps. */
+struct assignment {
+    int part, unit;
+    int64_t t0, t1;
+    float *partial;
+};
+
+static __device__ __forceinline__ assignment assigned(const bwd_params &p)
 {
-    extern __shared__ __align__(16) char shared[];
     /* The gates of all ranges first: they are few and each takes long, which must not be at the end. */
     const int units = p.first_unit[PARTS] - 1;
     const int64_t rest = (int64_t)blockIdx.x - p.ranges;
-    int unit = rest < 0 ? units : (int)(rest % units), part = PART_Q;
     const int64_t range = rest < 0 ? (int64_t)blockIdx.x : rest / units;
-    int64_t t0 = (range * WARPS + (threadIdx.x >> 5)) * p.piece, t1 = t0 + p.piece;
-    if (t0 > p.seq.tokens) t0 = p.seq.tokens;
-    if (t1 > p.seq.tokens) t1 = p.seq.tokens;
-    while (part < PART_GATES && unit >= p.first_unit[part + 1]) part++;
-    unit -= p.first_unit[part];
-    float *partial = p.partial ? p.partial + range * partial_size(p.conv.width, p.channels, p.value_heads) : NULL;
-    if (part == PART_GATES) {
-        backward_gates<T>(p, t0, t1, shared, partial);
+    assignment a = {PART_Q, rest < 0 ? units : (int)(rest % units), 0, 0, NULL};
+    a.t0 = (range * WARPS + (threadIdx.x >> 5)) * p.piece, a.t1 = a.t0 + p.piece;
+    if (a.t0 > p.seq.tokens) a.t0 = p.seq.tokens;
+    if (a.t1 > p.seq.tokens) a.t1 = p.seq.tokens;
+    while (a.part < PART_GATES && a.unit >= p.first_unit[a.part + 1]) a.part++;
+    a.unit -= p.first_unit[a.part];
+    if (p.partial) a.partial = p.partial + range * partial_size(p.conv.width, p.channels, p.value_heads);
+    return a;
+}
+
+template <class T, int W, int V>
+__global__ void __launch_bounds__(WARPS * 32, V == 0 ? 2 : 4) bwd_kernel(const bwd_params p)
+{
+    extern __shared__ __align__(16) char shared[];
+    const assignment a = assigned(p);
+    if (a.part == PART_GATES) {
+        backward_gates<T>(p, a.t0, a.t1, shared, a.partial);
     } else if constexpr (V == 0) {
-        if (part == PART_Z)
-            backward_gate(p, unit, t0, t1);
+        if (a.part == PART_Z)
+            backward_gate(p, a.unit, a.t0, a.t1);
         else
-            backward_any<T>(p, part, unit, t0, t1, shared, partial);
+            backward_any<T>(p, a.part, a.unit, a.t0, a.t1, shared, a.partial);
     } else {
-        if (part == PART_Z)
-            backward_gate_wide<T, V>(p, unit, t0, t1);
+        if (a.part == PART_Z)
+            backward_gate_wide<T, V>(p, a.unit, a.t0, a.t1);
         else
-            backward_heads<T, W, V, PLAIN>(p, part, unit, t0, t1, shared, partial);
+            backward_heads<T, W, V>(p, a.part, a.unit, a.t0, a.t1, shared, a.partial);
     }
+}
+
+template <class T, int W, int R>
+__global__ void __launch_bounds__(WARPS * 32, 4) bwd_plain_kernel(const bwd_params p)
+{
+    enum { FULL = number<T>::per_vector };
+    extern __shared__ __align__(16) char shared[];
+    const assignment a = assigned(p);
+    if (a.part < PART_V)
+        backward_plain<T, W, R, true>(p, a.part, a.unit, a.t0, a.t1, shared, a.partial);
+    else if (a.part == PART_V)
+        backward_plain<T, W, 1, false>(p, a.part, a.unit, a.t0, a.t1, shared, a.partial);
+    else if (a.part == PART_Z && p.gate_vec == FULL)
+        copy_gate<T, FULL>(p, a.unit, a.t0, a.t1);
+    else if (a.part == PART_Z)
+        copy_gate<T, 4>(p, a.unit, a.t0, a.t1);
+    else if (p.g_chunk)
+        backward_gates<T>(p, a.t0, a.t1, shared, a.partial);
+    else
+        backward_each_gate<T>(p, a.t0, a.t1, shared, a.partial);
 }
 
 /* Slots of d_state that no token's convolution has read: they were handed through, or nobody came. */
@@ -78,25 +111,27 @@ __global__ void __launch_bounds__(SLICES * 32) finish_kernel(const finish_params
     const int lane = threadIdx.x & 31, slice = threadIdx.x >> 5;
     const int64_t i = (int64_t)blockIdx.x * 32 + lane, each = (p.ranges + SLICES - 1) / SLICES;
     const int64_t end = (slice + 1) * each < p.ranges ? (slice + 1) * each : p.ranges;
+    const view &to = i < taps                           ? p.d_weight
+                     : i < taps + p.channels            ? p.d_bias
+                     : i < taps + p.channels + p.heads ? p.d_a_log
+                                                        : p.d_dt_bias;
+    const bool wanted = i < numbers && has(to); /* what nobody asks for may not be there */
     double sum = 0.0;
     wait_for_previous();
-    if (i < numbers)
+    if (wanted)
 #pragma unroll 8
         for (int64_t r = slice * each; r < end; r++) sum += (double)p.partial[r * size + i];
     slices[slice][lane] = sum;
     __syncthreads();
-    if (slice || i >= numbers) return;
+    if (slice || !wanted) return;
     for (int k = 1; k < SLICES; k++) sum += slices[k][lane];
     const float v = (float)sum;
     if (i < taps) {
         const int64_t j = i / p.channels, c = i - j * p.channels;
-        if (has(p.d_weight)) put(p.d_weight, c * p.d_weight.stride[0] + j * p.d_weight.stride[1], v);
-    } else if (i < taps + p.channels) {
-        if (has(p.d_bias)) put(p.d_bias, (i - taps) * p.d_bias.stride[0], v);
-    } else if (i < taps + p.channels + p.heads) {
-        if (has(p.d_a_log)) put(p.d_a_log, (i - taps - p.channels) * p.d_a_log.stride[0], v);
-    } else if (has(p.d_dt_bias)) {
-        put(p.d_dt_bias, (i - taps - p.channels - p.heads) * p.d_dt_bias.stride[0], v);
+        put(to, c * to.stride[0] + j * to.stride[1], v);
+    } else {
+        const int64_t after = i - taps;
+        put(to, (after < p.channels ? after : (after - p.channels) % p.heads) * to.stride[0], v);
     }
 }
 
@@ -104,14 +139,20 @@ __global__ void __launch_bounds__(SLICES * 32) finish_kernel(const finish_params
 
 using bwd_function = void (*)(bwd_params);
 
-/* By channels of a lane and width; `widest` knows which there are. Four channels of any type: with eight there would be half
- * the warps, which is no faster. */
-template <class T> static bwd_function bwd_of(int vec, int64_t width, bool plain)
+/* Four channels to a lane for any type: with eight there would be half the warps, which is no faster. `widest` knows the widths. */
+template <class T> static bwd_function bwd_of(int vec, int64_t width)
 {
-    static constexpr bwd_function all[] = {bwd_kernel<T, 2, 4, true>, bwd_kernel<T, 3, 4, true>,
-                                           bwd_kernel<T, 4, 4, true>};
-    if (vec == 4 && plain) return all[width - 2];
-    return vec == 4 && width == 4 ? bwd_kernel<T, 4, 4, false> : bwd_kernel<T, 0, 0, false>;
+    return vec == 4 && width == 4 ? bwd_kernel<T, 4, 4> : bwd_kernel<T, 0, 0>;
+}
+
+/* The usual kernels, by width and by the heads that come back to one of q or k. */
+template <class T> static bwd_function plain_of(int64_t width, int32_t repeat)
+{
+    if (width < 4) return width == 2 ? bwd_plain_kernel<T, 2, 0> : bwd_plain_kernel<T, 3, 0>;
+    return repeat == 1   ? bwd_plain_kernel<T, 4, 1>
+           : repeat == 2 ? bwd_plain_kernel<T, 4, 2>
+           : repeat == 4 ? bwd_plain_kernel<T, 4, 4>
+                         : bwd_plain_kernel<T, 4, 0>;
 }
 
 static bool wants_sums(const weft_gdn_pre_bwd_args *a)
@@ -145,14 +186,22 @@ template <class T> static int vec_of(const weft_call *call, const weft_gdn_pre_b
     return a->options.rounding == WEFT_GDN_THROUGH ? widest<T>(call, all, 4) : 0;
 }
 
+/* Whether gradients are of the activations' type and rows less than 2 GiB apart. */
+template <class T> static bool is_plain(const weft_tensor *t)
+{
+    return t->dtype == number<T>::dtype && llabs(t->stride[1]) * (int64_t)sizeof(T) < INT32_MAX &&
+           llabs(t->stride[2]) * t->shape[2] * (int64_t)sizeof(T) < INT32_MAX;
+}
+
 template <class T> static bool is_plain(const weft_gdn_pre_bwd_args *a)
 {
-    const weft_tensor *const up[] = {&a->d_query, &a->d_key, &a->d_value};
+    const weft_tensor *const in[] = {&a->q, &a->k, &a->v, &a->d_query, &a->d_key, &a->d_value};
     const weft_grad *const to[] = {&a->d_q, &a->d_k, &a->d_v};
     bool plain = is_usual(&a->options, &a->bias) && !weft_has(&a->d_final_state) && !weft_has(&a->d_state.to);
-    for (int i = 0; i < 3; i++)
-        plain = plain && up[i]->dtype == number<T>::dtype && to[i]->to.dtype == number<T>::dtype && !to[i]->add;
-    return plain;
+    for (const weft_tensor *t : in) plain = plain && is_plain<T>(t);
+    for (const weft_grad *g : to) plain = plain && is_plain<T>(&g->to) && !g->add;
+    if (weft_has(&a->d_z.to)) plain = plain && is_plain<T>(&a->d_gate) && is_plain<T>(&a->d_z.to) && !a->d_z.add;
+    return plain && a->q.shape[3] > (FEWEST_LANES / 2) * 4;
 }
 
 /* Bytes of shared memory of a block: the warps' rings, later their sums. */
@@ -188,13 +237,17 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
         p.repeat[i] = weft_has(d_out[i]) ? (int32_t)(d_out[i]->shape[2] / in[i]->shape[2]) : 0;
         p.head_step[i] = p.repeat[i] > 1 && o.head_map == WEFT_GDN_TILED ? (int32_t)in[i]->shape[2] : 1;
     }
-    const bool plain = is_plain<T>(a);
+    bool plain = is_plain<T>(a);
     int vec = plain || call->width == 4 ? vec_of<T>(call, a) : 0;
     size_t shared = shared_of(p, vec, sizeof(T));
     if (shared > most_shared(call)) shared = shared_of(p, vec = 0, sizeof(T));
+    plain = plain && vec == 4;
+    p.gate_vec = vec;
+    if (plain && reads_wide(&a->d_gate, number<T>::per_vector) && reads_wide(&a->d_z.to, number<T>::per_vector))
+        p.gate_vec = number<T>::per_vector;
     for (int i = 0; i < 4; i++) {
         const bool wanted = weft_has(&d_in[i]->to) || (i < 3 && (p.partial || weft_has(&a->d_state.to)));
-        p.in[i] = section_of(in[i], first[i], vec ? vec : GROUP);
+        p.in[i] = section_of(in[i], first[i], !vec ? GROUP : i == PART_Z ? p.gate_vec : vec);
         p.first_unit[i + 1] = p.first_unit[i] + (wanted ? units_of(p.in[i]) : 0);
     }
     p.first_unit[PARTS] = p.first_unit[PART_GATES] + 1;
@@ -211,7 +264,8 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
 
     WEFT_TRY(look_at_offsets(call, p.seq));
     if (r.count > 0)
-        WEFT_TRY(launch(call, "backward", bwd_of<T>(vec, call->width, plain),
+        WEFT_TRY(launch(call, "backward", plain ? plain_of<T>(call->width, p.repeat[0] == p.repeat[1] ? p.repeat[0] : 0)
+                              : bwd_of<T>(vec, call->width),
                         {.grid = grid_of(p.first_unit[PARTS] * r.count), .block = WARPS * 32, .shared = shared},
                         p));
     if (weft_has(&a->d_state.to) && p.seq.count > 0)

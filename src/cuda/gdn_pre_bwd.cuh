@@ -30,6 +30,7 @@ struct bwd_params {
     float l2_eps, q_scale, beta_scale, g_factor;
     int32_t l2norm, g_chunk, value_heads, channels;
     int32_t first_unit[PARTS + 1];
+    int32_t gate_vec;      /* channels of z that a lane has */
     int32_t ring;          /* bytes of a warp's rings */
     int64_t piece, ranges; /* tokens of a warp; ranges of a block */
     float
@@ -89,6 +90,38 @@ static __device__ __forceinline__ float add_pieces(char *shared, int count, int 
     return (float)sum;
 }
 
+/* What the pieces have of d_weight, a tap after the other, and of d_bias. The rings are no longer needed. */
+template <int N, int V>
+static __device__ __forceinline__ void store_sums(const bwd_params &p, const float (&dw)[N][V], int channel,
+                                                  bool active, char *shared, float *partial)
+{
+    float *mine = sums_of(shared, threadIdx.x >> 5, N * V);
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int e = 0; e < V; e++) mine[(j * V + e) * 32] = dw[j][e];
+    __syncthreads();
+    for (int j = threadIdx.x >> 5; active && j < N; j += WARPS) {
+        float v[V];
+#pragma unroll
+        for (int e = 0; e < V; e++) v[e] = add_pieces(shared, N * V, j * V + e);
+        store<float, V>(partial + (int64_t)j * p.channels + channel, v);
+    }
+}
+
+/* The same for the gates, lanes being heads. */
+static __device__ __forceinline__ void store_gate_sums(const bwd_params &p, float d_a_log, float d_dt, int head,
+                                                       bool active, char *shared, float *partial)
+{
+    float *mine = sums_of(shared, threadIdx.x >> 5, 2), *own = partial + (int64_t)(p.conv.width + 1) * p.channels;
+    __syncthreads();
+    mine[0] = d_a_log, mine[32] = d_dt;
+    __syncthreads();
+    if (threadIdx.x < 32 && active)
+        own[head] = add_pieces(shared, 2, 0), own[p.value_heads + head] = add_pieces(shared, 2, 1);
+}
+
 /* ---- q, k, v ------------------------------------------------------------------------------------------------------------- */
 
 /* The sum of a head's d_out from its slots, which are `next` apart. */
@@ -122,7 +155,7 @@ static __device__ __forceinline__ void input_gradient(float (&v)[V], const lane_
 
 /* From dn and u to du for a pair of rows, which do not wait for each other. dn is the gradient of the normed head, without
  * the scale of q. */
-template <bool PLAIN, int V>
+template <int V>
 static __device__ __forceinline__ void through_norm(const bwd_params &p, int part, int lanes, float (&u)[PAIR][V],
                                                     float (&dn)[PAIR][V])
 {
@@ -132,13 +165,13 @@ static __device__ __forceinline__ void through_norm(const bwd_params &p, int par
 #pragma unroll
         for (int e = 0; e < V; e++) {
             slope[q][e] = 1.0f;
-            if (PLAIN || !p.conv.linear) slope[q][e] = silu_slope(u[q][e], &u[q][e]);
+            if (!p.conv.linear) slope[q][e] = silu_slope(u[q][e], &u[q][e]);
         }
     if (part < PART_V) {
         float scale[PAIR], dot[PAIR];
 #pragma unroll
         for (int q = 0; q < PAIR; q++) scale[q] = 1.0f;
-        if (PLAIN || p.l2norm) {
+        if (p.l2norm) {
 #pragma unroll
             for (int q = 0; q < PAIR; q++) scale[q] = lane_sum(u[q], u[q]), dot[q] = lane_sum(u[q], dn[q]);
             team_sums(scale, lanes);
@@ -164,16 +197,14 @@ static __device__ __forceinline__ void through_norm(const bwd_params &p, int par
         for (int e = 0; e < V; e++) dn[q][e] *= slope[q][e];
 }
 
-/* PLAIN: as is_usual says, with gradients of the activations' type on both sides, none of them missing or added to, and none
- * of states. */
-template <class T, int W, int V, bool PLAIN>
+template <class T, int W, int V>
 static __device__ __forceinline__ void backward_heads(const bwd_params &p, int part, int unit, int64_t t0,
                                                       int64_t t1, char *shared, float *partial)
 {
     const section &s = p.in[part];
     const rows &d_out = p.d_out[part], &d_in = p.d_in[part];
     const lane_place l = place_in<V>(s, unit);
-    const bool active = l.count > 0, single = sizeof(T) == 4 || (!PLAIN && d_out.dtype == WEFT_F32);
+    const bool active = l.count > 0, single = sizeof(T) == 4 || d_out.dtype == WEFT_F32;
     const int channel = s.first + l.head * s.dim + l.channel, repeat = p.repeat[part];
     const view to = {d_in.data, d_in.dtype, d_in.add, {0, 0, 0}};
     /* A ring of x, and one for each head of d_out. */
@@ -210,10 +241,9 @@ static __device__ __forceinline__ void backward_heads(const bwd_params &p, int p
         const int walk = (int)((where.end < t1 ? where.end : t1) - t) + W - 1;
         const int count = where.end - t < walk ? (int)(where.end - t) : walk;
         const int own = (int)((where.end < t1 ? where.end : t1) - t);
-        const int64_t final_at = !PLAIN && has(p.d_final) ? where.end - p.conv.history - t : (int64_t)1 << 40;
+        const int64_t final_at = has(p.d_final) ? where.end - p.conv.history - t : (int64_t)1 << 40;
         const int final_row = final_at < walk ? (int)(final_at < -W ? -W : final_at) : walk;
-        const bool begins = !PLAIN && t == where.start && has(p.d_state);
-        T *d_x = (T *)d_in.data + d_at - (W - 1) * d_in.step;
+        const bool begins = t == where.start && has(p.d_state);
 
         const T *x = (const T *)s.x.data + offset_in(s.x, p.seq, where, t) + l.head * s.x.head + l.channel;
         const char *up = d_out.data + (offset_in(d_out, p.seq, where, t) +
@@ -233,7 +263,7 @@ static __device__ __forceinline__ void backward_heads(const bwd_params &p, int p
                                              at += (uint32_t)up_ring, from += up_head;
                                          };
                                          slot::copy(ring_at + (uint32_t)(k * slot::size), x, i < mine);
-                                         if (PLAIN || repeat > 0) one();
+                                         if (repeat > 0) one();
                                          if (repeat > 1) one();
 #pragma unroll 1
                                          for (int j = 2; j < repeat; j++) one();
@@ -242,10 +272,6 @@ static __device__ __forceinline__ void backward_heads(const bwd_params &p, int p
         };
         /* Row i of the walk, or a slot of the state in front of it, has the gradient v but for what a final state adds. */
         auto emit = [&](int i, float(&v)[V]) {
-            if constexpr (PLAIN) {
-                store<T, V>(d_x, v);
-                return;
-            }
             if (i >= final_row) {
                 const int64_t at = where.n * p.d_final.stride[0] + channel * p.d_final.stride[1] +
                                    (i - final_at) * p.d_final.stride[2];
@@ -281,7 +307,7 @@ static __device__ __forceinline__ void backward_heads(const bwd_params &p, int p
 #pragma unroll
                 for (int q = 0; q < PAIR; q++) {
                     slot::read(x_new[q], ring + (k + q) * slot::size);
-                    if (!PLAIN && repeat == 0) {
+                    if (repeat == 0) {
 #pragma unroll
                         for (int e = 0; e < V; e++) dn[q][e] = 0.0f;
                     } else if (single) {
@@ -293,8 +319,8 @@ static __device__ __forceinline__ void backward_heads(const bwd_params &p, int p
 #pragma unroll
                 for (int e = 0; e < V; e++) h.past[r][e] = x_new[0][e]; /* the second one's place is still needed */
 #pragma unroll
-                for (int q = 0; q < PAIR; q++) convolve<PLAIN>(u[q], h, x_new[q], p.conv, channel, l.count, r + q);
-                through_norm<PLAIN>(p, part, s.lanes, u, dn);
+                for (int q = 0; q < PAIR; q++) convolve<false>(u[q], h, x_new[q], p.conv, channel, l.count, r + q);
+                through_norm(p, part, s.lanes, u, dn);
 #pragma unroll
                 for (int q = 0; q < PAIR; q++) fetch(i + q + SLOTS, k + q); /* all of the slots has been used */
 #pragma unroll
@@ -307,17 +333,14 @@ static __device__ __forceinline__ void backward_heads(const bwd_params &p, int p
 #pragma unroll
                             for (int j = 0; j < W; j++)
                                 dw[j][e] = fmaf(dn[q][e], h.past[(r + q + 5 - W + j) & 3][e], dw[j][e]);
-                        if (!PLAIN) {
 #pragma unroll
-                            for (int e = 0; e < V; e++) dw[W][e] += dn[q][e];
-                        }
+                        for (int e = 0; e < V; e++) dw[W][e] += dn[q][e];
                     }
                     if (active && i + q < walk && (i + q >= W - 1 || begins)) {
                         float v[V];
                         input_gradient(v, h, du, r + q - (W - 1));
                         emit(i + q - (W - 1), v);
                     }
-                    d_x += d_in.step;
                 }
             }
         }
@@ -326,21 +349,7 @@ static __device__ __forceinline__ void backward_heads(const bwd_params &p, int p
         if (t < t1) next_sequence(p.seq, where, t);
     }
 
-    if (!partial) return;
-    enum { COUNT = (W + 1) * V };
-    float *mine = sums_of(shared, threadIdx.x >> 5, COUNT);
-    __syncthreads(); /* the rings are no longer needed */
-#pragma unroll
-    for (int j = 0; j <= W; j++)
-#pragma unroll
-        for (int e = 0; e < V; e++) mine[(j * V + e) * 32] = dw[j][e];
-    __syncthreads();
-    for (int j = threadIdx.x >> 5; active && j <= W; j += WARPS) {
-        float v[V];
-#pragma unroll
-        for (int e = 0; e < V; e++) v[e] = add_pieces(shared, COUNT, j * V + e);
-        store<float, V>(partial + (int64_t)j * p.channels + channel, v);
-    }
+    if (partial) store_sums(p, dw, channel, active, shared, partial);
 }
 
 /* The same for anything else, a channel after the other; what a team remembers lies in local memory. */
@@ -565,14 +574,7 @@ static __device__ __forceinline__ void backward_gates(const bwd_params &p, int64
                 retreat(now, p.seq);
             }
         }
-        if (!partial) continue;
-        float *mine = sums_of(shared, threadIdx.x >> 5, 2);
-        __syncthreads();
-        mine[0] = d_a_log, mine[32] = d_dt;
-        __syncthreads();
-        float *own = partial + (int64_t)(p.conv.width + 1) * p.channels;
-        if (threadIdx.x < 32 && active)
-            own[h] = add_pieces(shared, 2, 0), own[p.value_heads + h] = add_pieces(shared, 2, 1);
+        if (partial) store_gate_sums(p, d_a_log, d_dt, h, active, shared, partial);
     }
 }
 
