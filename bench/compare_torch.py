@@ -214,6 +214,7 @@ def parse_options():
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--channels", type=int, default=2048)
     parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--sequences", type=int, default=1, help="of gdn_pre, which share an eighth of the tokens")
     parser.add_argument("--dtype", choices=ACTIVATIONS, default="bf16", help="of activations; the rest is f32")
     parser.add_argument("--preset", default="deepseek_v4", help="numerics, by weft's name for them")
     parser.add_argument("--iterations", type=int, help="of Sinkhorn; as in the preset by default")
@@ -238,7 +239,8 @@ def all_cases(numerics, options):
         if not gdn:
             cases += make_cases(options.tokens, options.channels, options.streams, dtype, numerics)
         if gdn or options.op is None:
-            cases += make_gdn_cases(max(1, options.tokens // 8), dtype)  # a token is about eight times as wide there
+            tokens = max(options.sequences, options.tokens // 8)  # a token is about eight times as wide there
+            cases += make_gdn_cases(tokens, dtype, options.sequences)
     return cases
 
 

@@ -30,10 +30,10 @@ def gdn_pre(proj, weight, a_log, dt_bias):
     return query, key, value, gate, torch.sigmoid(b.float()).to(proj.dtype), g
 
 
-def make_gdn_cases(tokens, dtype):
+def make_gdn_cases(tokens, dtype, sequences=1):
     torch.manual_seed(2)
     inputs = {
-        "proj": torch.randn(1, tokens, HEADS.columns, dtype=dtype),
+        "proj": torch.randn(sequences, tokens // sequences, HEADS.columns, dtype=dtype),
         "weight": torch.randn(HEADS.channels, WIDTH) / 2,
         "a_log": torch.rand(VALUE_HEADS) * 2.77,
         "dt_bias": torch.randn(VALUE_HEADS),

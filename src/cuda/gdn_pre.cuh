@@ -274,6 +274,28 @@ static __device__ __forceinline__ int64_t offset_in(const rows &r, const sequenc
     return q.cu ? t * r.step : p.n * r.batch + (t - p.start) * r.step;
 }
 
+/* Tokens from t on, up to `to` or the end of a dense sequence: their rows are a stride apart. `there` of them lie before `end`,
+ * behind which there is nothing. */
+struct run {
+    token at;
+    int count, there;
+};
+
+static __device__ __forceinline__ run run_at(const sequences &q, int64_t t, int64_t to, int64_t end)
+{
+    run r;
+    r.at = token_at(q, t);
+    const int64_t stop = q.cu || to - t < q.steps - r.at.s ? to : t + q.steps - r.at.s;
+    r.count = (int)(stop - t), r.there = end >= stop ? r.count : end < t ? 0 : (int)(end - t);
+    return r;
+}
+
+/* The end of the last sequence. */
+static __device__ __forceinline__ int64_t end_of(const sequences &q)
+{
+    return q.cu ? start_of(q, q.count) : q.tokens;
+}
+
 /* ---- a head ---------------------------------------------------------------------------------------------------------------- */
 
 enum { GROUP = 4 }; /* channels that a sum over a head begins with */
@@ -614,7 +636,43 @@ static __device__ __forceinline__ float convolve_any(const section &s, const con
     return u;
 }
 
+/* ---- rows that are copied ------------------------------------------------------------------------------------------------ */
+
+enum { COPIES = 8 }; /* under way: a copy needs no registers but these */
+
+/* A lane's channels of the tokens from t0 to t1, zeros from `end` on. */
+template <class T, int V>
+static __device__ __forceinline__ void copy_rows(const rows &from, const rows &to, const sequences &q,
+                                                 const lane_place &l, int64_t t0, int64_t t1, int64_t end)
+{
+    run tokens;
+    if (l.count <= 0) return;
+    for (int64_t t = t0; t < t1; t += tokens.count) {
+        tokens = run_at(q, t, t1, end);
+        const T *source = (const T *)from.data + offset_of(from, tokens.at) + l.head * from.head + l.channel;
+        T *target = (T *)to.data + offset_of(to, tokens.at) + l.head * to.head + l.channel;
+#pragma unroll 1
+        for (int base = 0; base < tokens.count; base += COPIES) {
+            raw<T, V> v[COPIES] = {};
+#pragma unroll
+            for (int r = 0; r < COPIES; r++, source += from.step)
+                if (base + r < tokens.there) load_raw(v[r], source);
+#pragma unroll
+            for (int r = 0; r < COPIES; r++, target += to.step)
+                if (base + r < tokens.count) store_raw(target, v[r]);
+        }
+    }
+}
+
 /* ---- the gate -------------------------------------------------------------------------------------------------------------------- */
+
+/* Lanes of a token when lanes are heads: all, or as few as hold them, and then several tokens lie side by side. */
+static __host__ __device__ __forceinline__ int gate_lanes(int heads)
+{
+    int lanes = 32;
+    while (lanes / 2 >= heads) lanes /= 2;
+    return lanes;
+}
 
 struct decays {
     rows a;

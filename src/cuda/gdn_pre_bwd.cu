@@ -38,7 +38,7 @@ static __device__ __forceinline__ assignment assigned(const bwd_params &p)
 }
 
 template <class T, int W, int V>
-__global__ void __launch_bounds__(WARPS * 32, V == 0 ? 2 : 4) bwd_kernel(const bwd_params p)
+__global__ void __launch_bounds__(WARPS * 32, V == 0 ? 1 : 2) bwd_kernel(const bwd_params p)
 {
     extern __shared__ __align__(16) char shared[];
     const assignment a = assigned(p);
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(WARPS * 32, V == 0 ? 2 : 4) bwd_kernel(const b
 }
 
 template <class T, int W, int R>
-__global__ void __launch_bounds__(WARPS * 32, 4) bwd_plain_kernel(const bwd_params p)
+__global__ void __launch_bounds__(WARPS * 32, 2) bwd_plain_kernel(const bwd_params p)
 {
     enum { FULL = number<T>::per_vector };
     extern __shared__ __align__(16) char shared[];
@@ -68,9 +68,11 @@ __global__ void __launch_bounds__(WARPS * 32, 4) bwd_plain_kernel(const bwd_para
     else if (a.part == PART_V)
         backward_plain<T, W, 1, false>(p, a.part, a.unit, a.t0, a.t1, shared, a.partial);
     else if (a.part == PART_Z && p.gate_vec == FULL)
-        copy_gate<T, FULL>(p, a.unit, a.t0, a.t1);
+        copy_rows<T, FULL>(p.d_out[PART_Z], p.d_in[PART_Z], p.seq, place_in<FULL>(p.in[PART_Z], a.unit), a.t0, a.t1,
+                           end_of(p.seq));
     else if (a.part == PART_Z)
-        copy_gate<T, 4>(p, a.unit, a.t0, a.t1);
+        copy_rows<T, 4>(p.d_out[PART_Z], p.d_in[PART_Z], p.seq, place_in<4>(p.in[PART_Z], a.unit), a.t0, a.t1,
+                        end_of(p.seq));
     else if (p.g_chunk)
         backward_gates<T>(p, a.t0, a.t1, shared, a.partial);
     else
@@ -111,10 +113,10 @@ __global__ void __launch_bounds__(SLICES * 32) finish_kernel(const finish_params
     const int lane = threadIdx.x & 31, slice = threadIdx.x >> 5;
     const int64_t i = (int64_t)blockIdx.x * 32 + lane, each = (p.ranges + SLICES - 1) / SLICES;
     const int64_t end = (slice + 1) * each < p.ranges ? (slice + 1) * each : p.ranges;
-    const view &to = i < taps                           ? p.d_weight
-                     : i < taps + p.channels            ? p.d_bias
+    const view &to = i < taps                          ? p.d_weight
+                     : i < taps + p.channels           ? p.d_bias
                      : i < taps + p.channels + p.heads ? p.d_a_log
-                                                        : p.d_dt_bias;
+                                                       : p.d_dt_bias;
     const bool wanted = i < numbers && has(to); /* what nobody asks for may not be there */
     double sum = 0.0;
     wait_for_previous();
@@ -264,7 +266,8 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
 
     WEFT_TRY(look_at_offsets(call, p.seq));
     if (r.count > 0)
-        WEFT_TRY(launch(call, "backward", plain ? plain_of<T>(call->width, p.repeat[0] == p.repeat[1] ? p.repeat[0] : 0)
+        WEFT_TRY(launch(call, "backward",
+                        plain ? plain_of<T>(call->width, p.repeat[0] == p.repeat[1] ? p.repeat[0] : 0)
                               : bwd_of<T>(vec, call->width),
                         {.grid = grid_of(p.first_unit[PARTS] * r.count), .block = WARPS * 32, .shared = shared},
                         p));

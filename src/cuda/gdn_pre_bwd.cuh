@@ -10,8 +10,7 @@ enum {
     WARPS = WEFT_GDN_PIECES,
     RING = 4,        /* du of the last tokens */
     PAIR = 2,        /* rows that are computed side by side */
-    COPIES = 8,      /* rows of the gate under way */
-    GATE_TOKENS = 4, /* the same for beta and g */
+    GATE_TOKENS = 4, /* of beta and g under way */
     MAX_GROUPS = WEFT_GDN_MAX_DIM / (32 * GROUP),
     LONG_RING = WEFT_GDN_MAX_WIDTH
 };
@@ -465,7 +464,7 @@ static __device__ __forceinline__ void backward_gate(const bwd_params &p, int un
     const section &s = p.in[PART_Z];
     const rows &from = p.d_out[PART_Z], &to = p.d_in[PART_Z];
     const lane_place l = place_in<GROUP>(s, unit);
-    const int64_t end = p.seq.cu ? start_of(p.seq, p.seq.count) : p.seq.tokens;
+    const int64_t end = end_of(p.seq);
     token at = token_at(p.seq, t0);
     if (l.head >= s.heads) return;
     for (int64_t t = t0; t < t1; t++, advance(at, p.seq))
@@ -482,7 +481,7 @@ static __device__ __forceinline__ void backward_gate_wide(const bwd_params &p, i
     const rows &from = p.d_out[PART_Z], &to = p.d_in[PART_Z];
     const view a = {from.data, from.dtype, 0, {0, 0, 0}}, b = {to.data, to.dtype, to.add, {0, 0, 0}};
     const lane_place l = place_in<V>(s, unit);
-    const int64_t end = p.seq.cu ? start_of(p.seq, p.seq.count) : p.seq.tokens;
+    const int64_t end = end_of(p.seq);
     const bool plain = from.dtype == number<T>::dtype && to.dtype == number<T>::dtype && !to.add;
     token at = token_at(p.seq, t0);
     if (l.count <= 0) return;

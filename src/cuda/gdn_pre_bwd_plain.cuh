@@ -237,62 +237,16 @@ static __device__ __forceinline__ void backward_plain(const bwd_params &p, int p
     if (partial) store_sums(p, w.dw, channel, w.active, shared, partial);
 }
 
-/* ---- z ------------------------------------------------------------------------------------------------------------------ */
-
-/* Tokens from t on, up to `to` or the end of a dense sequence, whose rows are a stride apart; how many of them lie in sequences. */
-struct run {
-    token at;
-    int count, there;
-};
-
-static __device__ __forceinline__ run run_at(const sequences &q, int64_t t, int64_t to, int64_t end)
-{
-    run r;
-    r.at = token_at(q, t);
-    const int64_t stop = q.cu || to - t < q.steps - r.at.s ? to : t + q.steps - r.at.s;
-    r.count = (int)(stop - t), r.there = end >= stop ? r.count : end < t ? 0 : (int)(end - t);
-    return r;
-}
-
-/* Rows of the gate's gradient, COPIES of them under way. */
-template <class T, int V>
-static __device__ __forceinline__ void copy_gate(const bwd_params &p, int unit, int64_t t0, int64_t t1)
-{
-    const rows &from = p.d_out[PART_Z], &to = p.d_in[PART_Z];
-    const lane_place l = place_in<V>(p.in[PART_Z], unit);
-    const int64_t end = p.seq.cu ? start_of(p.seq, p.seq.count) : p.seq.tokens;
-    run tokens;
-    if (l.count <= 0) return;
-    for (int64_t t = t0; t < t1; t += tokens.count) {
-        tokens = run_at(p.seq, t, t1, end);
-        const T *source = (const T *)from.data + offset_of(from, tokens.at) + l.head * from.head + l.channel;
-        T *target = (T *)to.data + offset_of(to, tokens.at) + l.head * to.head + l.channel;
-#pragma unroll 1
-        for (int base = 0; base < tokens.count; base += COPIES) {
-            raw<T, V> v[COPIES] = {};
-#pragma unroll
-            for (int r = 0; r < COPIES; r++, source += from.step)
-                if (base + r < tokens.there) load_raw(v[r], source);
-#pragma unroll
-            for (int r = 0; r < COPIES; r++, target += to.step)
-                if (base + r < tokens.count) store_raw(target, v[r]);
-        }
-    }
-}
-
 /* ---- beta and g --------------------------------------------------------------------------------------------------------- */
 
-/* Where g is not summed within chunks no token waits for another: lanes are heads of one token, or of as many tokens as a warp has
- * room for. */
+/* Where g is not summed within chunks: no token waits for another. */
 template <class T>
-static __device__ __forceinline__ void backward_each_gate(const bwd_params &p, int64_t t0, int64_t t1,
-                                                          char *shared, float *partial)
+static __device__ __forceinline__ void backward_each_gate(const bwd_params &p, int64_t t0, int64_t t1, char *shared,
+                                                          float *partial)
 {
     const int lane = (int)(threadIdx.x & 31);
-    int wide = 32; /* lanes of a token */
-    while (wide / 2 >= p.value_heads) wide /= 2;
-    const int side = 32 / wide;
-    const int64_t end = p.seq.cu ? start_of(p.seq, p.seq.count) : p.seq.tokens;
+    const int wide = gate_lanes(p.value_heads), side = 32 / wide;
+    const int64_t end = end_of(p.seq);
     for (int first = 0; first < p.value_heads; first += 32) {
         const int h = first + lane % wide;
         const bool active = h < p.value_heads;

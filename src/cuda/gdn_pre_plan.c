@@ -5,12 +5,13 @@
 
 enum {
     WARP = 32,
-    LONGEST = 64, /* forward: a range's first rows are read twice, which is 5% of this and comes from the L2 */
+    LONGEST =
+        32, /* forward: the rows in front of a range are read again, from the L2; long ones leave SMs idle at the end */
     SHORTEST = 4,
     WARPS_PER_SM = 16,
     MOST_SEQUENCES = 4, /* decoding: of a warp, which reads its taps once for all of them */
     ROUNDS = 2, /* forward: at least so many times what a GPU holds at once, so that the last round costs little */
-    NOMINAL_BLOCKS = 384, /* backward: enough for any GPU there is, */
+    NOMINAL_BLOCKS = 192, /* backward: enough for any GPU there is, */
     BLOCK_CHANNELS = 256, /* which have so many channels each */
     LONGEST_PIECE = 128,  /* a piece's sums are fp32, and the rows behind it are computed twice */
     SHORTEST_PIECE = 8

@@ -18,7 +18,7 @@ typedef struct weft_gdn_ranges {
     int64_t tokens, count;
 } weft_gdn_ranges;
 
-enum { WEFT_GDN_PIECES = 4 }; /* backward: a range is that of a block, whose warps have a piece each */
+enum { WEFT_GDN_PIECES = 8 }; /* backward: a range is that of a block, whose warps have a piece each */
 
 /* Forward: nothing is summed over tokens, so ranges may be as short as it takes to fill the machine. */
 weft_gdn_ranges weft_gdn_fwd_ranges(int64_t tokens, int64_t warps, int32_t sms);
