@@ -333,6 +333,70 @@ static void norms_at_the_edges(void **state)
     test_verdict();
 }
 
+/* silu and its derivative over all of their range, where one tap makes u of the input itself. The bounds are those of docs/math.md
+ * with one rounding of u, the one that the convolution leaves to the exponential. */
+enum { SWEEP_STEPS = 256, SWEEP_DIM = 128 };
+
+static double sweep_input(int64_t k)
+{
+    static const double far[] = {-3e38, -1e30, -1e4, -88.8, 88.8, 1e4, 1e30, 3e38};
+    int64_t near = (int64_t)SWEEP_STEPS * SWEEP_DIM - 8;
+    return (double)(float)(k < near ? 200.0 * (double)k / (double)near - 100.0 : far[k - near]);
+}
+
+static problem *sweep_problem(const char *op)
+{
+    spec s = {.op = op, .tokens = 1, .steps = SWEEP_STEPS, .streams = 1, .channels = 1, .key_heads = 1, .width = 4};
+    s.key_dim = s.value_dim = SWEEP_DIM;
+    s.absent = " bias d_bias state final_state d_state d_final_state ";
+    problem *p = problem_make(&s);
+    arg *v = problem_arg(p, "v"), *weight = problem_arg(p, "weight"), *up = problem_arg(p, "d_value");
+    for (int64_t k = 0; k < v->elements; k++) {
+        arg_set(v, k, sweep_input(k));
+        if (up) arg_set(up, k, 1);
+    }
+    for (int64_t c = 2 * SWEEP_DIM; c < 3 * SWEEP_DIM; c++)
+        for (int j = 0; j < 4; j++) arg_set(weight, c * 4 + j, j == 3);
+    problem_seal(p);
+    return p;
+}
+
+static void expect_sweep(problem *p, weft_exec exec)
+{
+    const double u = 0x1p-24, flushed = 0x1p-126;
+    const arg *y = problem_arg(p, "value"), *slope = problem_arg(p, "d_v");
+    const arg *got = y && arg_is_output(y) ? y : slope;
+    for (int64_t k = 0; k < got->elements; k++) {
+        double x = sweep_input(k), s = 1 / (1 + exp(-x)), c = 1 / (1 + exp(x)), exact = s * (1 + x * c);
+        double bound = 10 * u * s * (1 + fabs(x) * c) + 0.5 * fabs(x) * u + (1 + fabs(x)) * flushed;
+        if (got == y) {
+            bound = 6 * u * fabs(x * s) + fabs(exact) * fabs(x) * u + fabs(x) * flushed;
+            exact = x * s;
+        }
+        if (!(fabs(arg_get(got, k) - exact) <= bound))
+            test_failed("%s: %s of %.9g: got %.9g, want %.9g, bound %.3g", exec_name(exec), got->name, x,
+                        arg_get(got, k), exact, bound);
+    }
+}
+
+static void activations_of_every_size(void **state)
+{
+    (void)state;
+    static const char *const ops[] = {"gdn_pre_fwd", "gdn_pre_bwd"};
+    weft_exec execs[GRID_EXECS];
+    int count = grid_execs(execs, 1);
+    for (int o = 0; o < 2; o++) {
+        problem *p = sweep_problem(ops[o]);
+        for (int e = 0; e < count; e++) {
+            if (!weft_op_has(p->op, execs[e].backend)) continue;
+            problem_must_run(p, execs[e]);
+            expect_sweep(p, execs[e]);
+        }
+        problem_free(p);
+    }
+    test_verdict();
+}
+
 /* ---- a whole layer ---------------------------------------------------------------------------------------------------------- */
 
 enum {
@@ -519,6 +583,7 @@ int main(void)
         cmocka_unit_test(parity),
         cmocka_unit_test(gates_at_the_edges),
         cmocka_unit_test(norms_at_the_edges),
+        cmocka_unit_test(activations_of_every_size),
         cmocka_unit_test(a_layer_end_to_end),
     };
     return suite_run("gdn_accept", tests);
