@@ -417,7 +417,8 @@ static __device__ void backward_any(const bwd_params &p, int part, int unit, int
             float dy = norm ? fmaf(-y[k][e], down, dn[k][e]) : dn[k][e], unused;
             if (part < PART_V) dy *= scale;
             if (parity) dy = rounded<T>(dy);
-            du[slot][k][e] = p.conv.linear ? dy : dy * silu_slope(u[k][e], &unused);
+            if (!p.conv.linear) dy *= parity ? silu_slope_of_rounded(u[k][e]) : silu_slope(u[k][e], &unused);
+            du[slot][k][e] = dy;
             if (t >= t1) return;
             for (int j = 0; j < width; j++)
                 dw[j][k][e] =

@@ -5,8 +5,7 @@
 
 enum {
     WARP = 32,
-    LONGEST =
-        32, /* forward: the rows in front of a range are read again, from the L2; long ones leave SMs idle at the end */
+    LONGEST = 32, /* forward: the rows in front of a range come from the L2 again, but long ranges end unevenly */
     SHORTEST = 4,
     WARPS_PER_SM = 16,
     MOST_SEQUENCES = 4, /* decoding: of a warp, which reads its taps once for all of them */

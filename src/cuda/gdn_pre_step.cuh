@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Decoding: a few tokens of each of many requests, whose states lie in the rows of a cache. */
+ * Decoding [G1] [G2] [G3] [G4]: a few tokens of each of many requests, whose states lie in the rows of a cache. */
 #ifndef WEFT_CUDA_GDN_PRE_STEP_CUH
 #define WEFT_CUDA_GDN_PRE_STEP_CUH
 

@@ -145,8 +145,8 @@ def gdn_pre(
     else:
         *results, final = call("gdn_pre", args, params)
         if kind:
-            z = None if gate == "none" else own if alone else _view_of_z(parts, heads)
-            results = *results[:3], z, *results[4:]  # not in place: to PyTorch 2.11's compiler it is a tuple
+            view = None if gate == "none" else own if alone else _view_of_z(parts, heads)
+            results = (*results[:3], view, *results[4:])  # Dynamo of older versions takes them for a tuple
     if final_state and not slots:  # a convolution of one tap has no history
         sequences = parts[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         final = final.new_empty((sequences, heads.channels, 0))
