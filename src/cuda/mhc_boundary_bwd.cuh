@@ -62,7 +62,7 @@ weft_status weft_cuda_boundary_bwd_sums(const weft_call *call, const boundary_wo
 weft_status weft_cuda_boundary_bwd_late(const weft_call *call, const boundary_work *w);
 /* Compute capability that the pass was compiled for, 10 major + minor. For others than BOUNDARY_OLDEST to
  * BOUNDARY_NEWEST it is empty. */
-int32_t weft_cuda_boundary_bwd_code(void);
+int32_t weft_cuda_boundary_bwd_code(int32_t device);
 /* Everything behind d_h, as far as it is no sum of partial sums. */
 weft_status weft_cuda_boundary_bwd_pass(const weft_call *call, const boundary_work *w);
 /* Partial sums of all launches before. */

@@ -17,6 +17,7 @@
  *
  * mhc_boundary_bwd_fold.cu adds the slices of the channels in order. The number of token ranges depends on the shape only. */
 #include "core/status.h"
+#include "cuda/common/kept.h"
 #include "cuda/common/tma.cuh"
 #include "cuda/mhc_boundary_bwd.cuh"
 
@@ -596,7 +597,7 @@ static weft_status map_of(const weft_call *call, tma_encode *encode, CUtensorMap
 }
 
 /* The copy engine can store this gradient; one that is added to, only where `base` says that the kernel reads it. */
-static bool is_stored(const weft_call *call, const weft_grad *g, bool base)
+static bool is_stored(const weft_grad *g, bool base)
 {
     return weft_has(&g->to) && (base || !g->add) && g->to.dtype == WEFT_BF16 && weft_cuda_boundary_is_wide(&g->to);
 }
@@ -615,7 +616,7 @@ static weft_status args_of(const weft_call *call, const boundary_work *w, fused_
     p->dropout = a->dropout;
     p->tokens = call->tokens, p->channels = (int32_t)call->channels;
     p->slices = w->plan.slices, p->tiles = (int32_t)w->plan.tiles, p->split_tiles = (int32_t)w->plan.split_tiles;
-    p->store_d_x = is_stored(call, &a->d_x, !post), p->store_d_f = is_stored(call, &a->d_f, false);
+    p->store_d_x = is_stored(&a->d_x, !post), p->store_d_f = is_stored(&a->d_f, false);
     if (!p->store_d_x) p->d_x_any = view_of(&a->d_x);
     if (!p->store_d_f) p->d_f_any = view_of(&a->d_f);
     /* Without a post what is added to comes with the tiles, too. */
@@ -655,12 +656,18 @@ template <int N, bool POST> static weft_status run(const weft_call *call, const 
                   p);
 }
 
-int32_t weft_cuda_boundary_bwd_code(void)
+int32_t weft_cuda_boundary_bwd_code(int32_t device)
 {
-    cudaFuncAttributes code = {};
-    if (cudaFuncGetAttributes(&code, fused_kernel<4, false, false, false, true>) != cudaSuccess)
-        (void)cudaGetLastError();
-    return code.ptxVersion;
+    static kept_answers known;
+    return (int32_t)(kept_answer(known, device,
+                                 [] {
+                                     cudaFuncAttributes code = {};
+                                     if (cudaFuncGetAttributes(&code, fused_kernel<4, false, false, false, true>) !=
+                                         cudaSuccess)
+                                         (void)cudaGetLastError();
+                                     return (uint64_t)1 | (uint64_t)code.ptxVersion << 8;
+                                 }) >>
+                     8);
 }
 
 weft_status weft_cuda_boundary_bwd_pass(const weft_call *call, const boundary_work *w)

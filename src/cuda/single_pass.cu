@@ -3,9 +3,8 @@
  * A site of mHC in one launch: from arguments to the kernel of single_pass.cuh. */
 #include "cuda/single_pass.cuh"
 
-#include <atomic>
-
 #include "core/status.h"
+#include "cuda/common/kept.h"
 #include "cuda/single_pass.h"
 
 /* ---- does it fit? ------------------------------------------------------------------------------------------------------- */
@@ -35,23 +34,20 @@ static bool is_dtype(const weft_tensor *t, weft_dtype dtype)
     return !weft_has(t) || t->dtype == dtype;
 }
 
-/* What the device and this library's code for it can do. It cannot change while the process lives, so the first answer is
- * kept, as in device.c. */
 struct site_device {
     int32_t capability, resident[SITE_CLUSTERS];
 };
 
-static site_device ask_device()
+static uint64_t ask_device()
 {
     const auto kernel = site_kernel<4, SITE_BOUNDARY, PLAIN, true, SITE_FEW_PAIRS>;
-    site_device d = {};
     cudaFuncAttributes code = {};
     bool good = cudaFuncGetAttributes(&code, kernel) == cudaSuccess;
-    d.capability = good ? code.ptxVersion : 0;
-    if (d.capability >= SITE_OLDEST) {
+    uint64_t word = 1 | (uint64_t)(code.ptxVersion & 0xff) << 8;
+    if (good && code.ptxVersion >= SITE_OLDEST) {
         /* All of these kernels take a multiprocessor alone: the registers see to that. */
         good = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess;
-        for (int log = 0; good && log < SITE_CLUSTERS; log++) {
+        for (int log = 1; good && log < SITE_CLUSTERS; log++) {
             cudaLaunchAttribute attribute = {};
             cudaLaunchConfig_t config = {};
             int count = 0;
@@ -59,31 +55,20 @@ static site_device ask_device()
             attribute.val.clusterDim = {1u << log, 1, 1};
             config.gridDim = dim3(1u << log), config.blockDim = dim3(SITE_WARPS * 32);
             config.attrs = &attribute, config.numAttrs = 1;
-            if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess)
-                d.resident[log] = count < 255 ? count : 255;
-            else
-                (void)cudaGetLastError();
+            if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) (void)cudaGetLastError();
+            word |= (uint64_t)(count < 255 ? count : 255) << (16 + 8 * log);
         }
     }
     if (!good) (void)cudaGetLastError();
-    return d;
+    return word;
 }
 
 static site_device device_of(const weft_call *call)
 {
-    enum { KEPT_DEVICES = 64 };                       /* the others are asked every time */
-    static std::atomic<uint64_t> known[KEPT_DEVICES]; /* 0: not asked yet */
-    const int device = call->exec->device;
-    if (device < 0 || device >= KEPT_DEVICES) return ask_device();
-    uint64_t word = known[device].load(std::memory_order_relaxed);
-    if (word == 0) {
-        const site_device asked = ask_device();
-        word = 1 | (uint64_t)(asked.capability & 0xff) << 8;
-        for (int log = 0; log < SITE_CLUSTERS; log++) word |= (uint64_t)asked.resident[log] << (16 + 8 * log);
-        known[device].store(word, std::memory_order_relaxed);
-    }
+    static kept_answers known;
+    const uint64_t word = kept_answer(known, call->exec->device, ask_device);
     site_device d = {(int32_t)(word >> 8 & 0xff)};
-    for (int log = 0; log < SITE_CLUSTERS; log++) d.resident[log] = (int32_t)(word >> (16 + 8 * log) & 0xff);
+    for (int log = 1; log < SITE_CLUSTERS; log++) d.resident[log] = (int32_t)(word >> (16 + 8 * log) & 0xff);
     return d;
 }
 

@@ -20,7 +20,7 @@ enum {
     SITE_TILE = 8,       /* tokens, and warps of each kind that works on them */
     SITE_BOX = 64,       /* channels */
     SITE_CLUSTER = 16,   /* blocks of a cluster, at most; fewer are a smaller power of two, from 2 on */
-    SITE_CLUSTERS = 5,   /* sizes of clusters: 1, 2, 4, 8, 16 */
+    SITE_CLUSTERS = 5,   /* sizes of clusters by their logarithm, 2, 4, 8, 16 from 1 on */
     SITE_STAGES = 12,    /* tiles that a block holds, at most */
     SITE_FEW_PAIRS = 4,  /* pairs of steps of the tensor cores that a warp has: kernels are made for these many */
     SITE_MANY_PAIRS = 7, /* or these */

@@ -11,6 +11,8 @@
 
 #include <cuda.h>
 
+#include <atomic>
+
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
 
@@ -30,20 +32,25 @@ typedef CUresult tma_encode(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void
                             const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                             CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-/* Looked up, so that the library needs no driver to load. */
+/* Looked up, so that the library needs no driver to load; once, since it stays where it is. */
 static inline weft_status tma_open(const weft_call *call, tma_encode **encode)
 {
+    static std::atomic<void *> known;
     const char *what = "tensor maps";
-    void *found = NULL;
-    cudaDriverEntryPointQueryResult result;
+    void *found = known.load(std::memory_order_relaxed);
+    if (!found) {
+        cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
-    CUDA_TRY(call, what,
-             cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
+        CUDA_TRY(
+            call, what,
+            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
 #else
-    CUDA_TRY(call, what, cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result));
+        CUDA_TRY(call, what, cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result));
 #endif
-    if (result != cudaDriverEntryPointSuccess || !found)
-        return weft_cuda_status(call, what, cudaErrorSymbolNotFound);
+        if (result != cudaDriverEntryPointSuccess || !found)
+            return weft_cuda_status(call, what, cudaErrorSymbolNotFound);
+        known.store(found, std::memory_order_relaxed);
+    }
     *encode = (tma_encode *)found;
     return WEFT_OK;
 }
