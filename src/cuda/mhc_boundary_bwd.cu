@@ -13,21 +13,11 @@
 #include "cuda/mhc_boundary_bwd.h"
 
 #include "core/status.h"
+#include "cuda/common/tma.cuh"
 #include "cuda/mhc_boundary_bwd.cuh"
 #include "cuda/mhc_coef_plan.h"
 
 /* ---- path ------------------------------------------------------------------------------------------------------------------- */
-
-/* Strides count even where there is one token: a token must not be summed in another way because it is alone. A query without
- * data takes them for aligned. */
-bool weft_cuda_boundary_is_wide(const weft_tensor *t)
-{
-    const int64_t most = (int64_t)1 << 38;
-    if (!weft_has(t)) return true;
-    for (int i = 0; i + 1 < t->ndim; i++)
-        if (t->stride[i] <= 0 || t->stride[i] % 8 || t->stride[i] >= most) return false;
-    return t->stride[t->ndim - 1] == 1 && (uintptr_t)t->data % 16 == 0;
-}
 
 boundary_bwd_path weft_cuda_boundary_bwd_path(const weft_call *call, const weft_mhc_boundary_bwd_args *a)
 {
@@ -46,9 +36,9 @@ boundary_bwd_path weft_cuda_boundary_bwd_path(const weft_call *call, const weft_
         .shared = (int64_t)most_shared(call)};
     for (const weft_tensor *t : activations) {
         f.bf16 = f.bf16 && (!weft_has(t) || t->dtype == WEFT_BF16);
-        f.rows_are_wide = f.rows_are_wide && weft_cuda_boundary_is_wide(t);
+        f.rows_are_wide = f.rows_are_wide && tma_fits(t);
     }
-    for (const weft_tensor *t : others) f.rows_are_wide = f.rows_are_wide && weft_cuda_boundary_is_wide(t);
+    for (const weft_tensor *t : others) f.rows_are_wide = f.rows_are_wide && tma_fits(t);
     return weft_boundary_bwd_path(&f);
 }
 
@@ -63,7 +53,7 @@ static boundary_work lay_out(weft_arena *arena, const weft_call *call, const wef
     w.a = a;
     w.plan = weft_boundary_bwd_plan(tokens, n, call->channels);
     const int64_t padded = w.plan.tiles * BOUNDARY_TILE;
-    w.stored = weft_has(&a->y) && weft_cuda_boundary_is_wide(&a->y);
+    w.stored = weft_has(&a->y) && tma_fits(&a->y);
     w.waits = normed || (has_du && !shifted);
     if (has_du && !shifted) w.d_pre = weft_dense2(floats(tokens * n), WEFT_F32, tokens, n);
     w.records =

@@ -50,9 +50,6 @@ struct boundary_work {
     int64_t gate_slots;
 };
 
-/* The copy engine can take boxes of this tensor; absent ones too. In a query, as if data were aligned. */
-bool weft_cuda_boundary_is_wide(const weft_tensor *t);
-
 /* Gates and Sinkhorn: records, and partial sums of d_alpha and d_beta, without what waits for sums over the token. */
 weft_status weft_cuda_boundary_bwd_gates(const weft_call *call, const boundary_work *w);
 /* Sums over the whole token that must be known before the pass: the aggregate's part of d_pre, added to d_pre_out, and the

@@ -26,16 +26,6 @@
 enum { WARPS = 8, SERVERS = 4, THREADS = (WARPS + SERVERS) * 32 };
 enum { WORKING_REGISTERS = 232, SERVING_REGISTERS = 40 };
 
-template <int COUNT, bool MORE> static __device__ __forceinline__ void set_registers()
-{
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    if constexpr (MORE)
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-    else
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-#endif
-}
-
 /* Shared memory. A stage of the ring: x and d_y as two boxes of 64 channels each, f, and d_u or d_v. Behind all tiles their
  * records, the norm's weights, a lane's sums over tokens, and where there are no registers left for it psi's lo part. */
 template <int N, bool FULL_> struct sizes {
@@ -599,7 +589,7 @@ static weft_status map_of(const weft_call *call, tma_encode *encode, CUtensorMap
 /* The copy engine can store this gradient; one that is added to, only where `base` says that the kernel reads it. */
 static bool is_stored(const weft_grad *g, bool base)
 {
-    return weft_has(&g->to) && (base || !g->add) && g->to.dtype == WEFT_BF16 && weft_cuda_boundary_is_wide(&g->to);
+    return weft_has(&g->to) && (base || !g->add) && g->to.dtype == WEFT_BF16 && tma_fits(&g->to);
 }
 
 static weft_status args_of(const weft_call *call, const boundary_work *w, fused_args *p)

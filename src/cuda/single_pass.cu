@@ -1,24 +1,111 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A site of mHC in one launch: from arguments to the kernel of single_pass.cuh. */
-#include "cuda/single_pass.cuh"
+ * A site of mHC in one launch: the kernel that single_pass.cuh describes, and the way from arguments to it. */
+#include "cuda/single_pass.h"
 
 #include "core/status.h"
 #include "cuda/common/kept.h"
-#include "cuda/single_pass.h"
+#include "cuda/single_pass_bring.cuh"
+#include "cuda/single_pass_mix.cuh"
+#include "cuda/single_pass_own.cuh"
+#include "cuda/single_pass_project.cuh"
+
+/* ---- the kernel --------------------------------------------------------------------------------------------------------- */
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+
+/* One warp. Every lane of a warp arrives for itself, behind what it did itself. */
+template <int N, site_kind KIND>
+static __device__ __forceinline__ void init_barriers(const site_args &p, const site_barriers &b, int lane)
+{
+    const bool coefs_too = KIND == SITE_BOUNDARY || has(p.pre_in);
+    if (lane < p.stages) {
+        barrier_init(b.full + lane * 8, coefs_too ? 33 : 1);
+        barrier_init(b.mixed + lane * 8, MIXERS * 32);
+        barrier_init(b.empty + lane * 8, MIXERS * 32);
+        barrier_init(b.pre + lane * 8, 1);
+        barrier_init(b.inverse + lane * 8, 1);
+    }
+    if (lane < 2)
+        barrier_init(b.logits_full + lane * 8, SITE_TILE * 32), barrier_init(b.logits_empty + lane * 8, 32);
+    if (lane == 2) barrier_init(b.psi_full, 1), barrier_init(b.psi_empty, PROJECTORS * 32);
+#pragma unroll 1
+    for (int i = lane; i < p.slots; i += 32) {
+        barrier_init(b.sums + i * 8, 1);
+        barrier_init(b.squares + i * 8, 1);
+    }
+    tma_barriers_ready();
+}
+
+/* One warp, when they exist. */
+template <int N, site_kind KIND>
+static __device__ __forceinline__ void arm_barriers(const site_args &p, const site_barriers &b, int lane)
+{
+#pragma unroll 1
+    for (int i = lane; i < p.slots; i += 32) {
+        tma_expect(b.sums + i * 8, (uint32_t)p.cluster * site_shape<N, KIND>::width * 4);
+        tma_expect(b.squares + i * 8, (uint32_t)(p.cluster * (1 + p.boxes % 4) * 4));
+    }
+}
+
+template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
+static __device__ __forceinline__ void site(const site_args &p)
+{
+    extern __shared__ __align__(1024) char shared[];
+    /* Shuffled, the compiler cannot ask for the thread's number again and again instead of keeping it. Where registers are
+     * scarce it had better ask than spill. */
+    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), index = (int)threadIdx.x & 31;
+    const int lane = PAIRS == SITE_FEW_PAIRS ? __shfl_sync(0xffffffffu, index, index) : index;
+    const uint32_t at = shared_address(shared + p.at.barriers), s = p.stages * 8, sums = at + 5 * s,
+                   logits = sums + 16 * p.slots;
+    site_block b = {shared,
+                    {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, sums, sums + 8 * p.slots, logits, logits + 16,
+                     logits + 32, logits + 40}};
+    b.rank = cluster_rank(), b.cluster = cluster_index(), b.lane = lane;
+    b.count = (p.tiles - (int)b.cluster + p.clusters - 1) / p.clusters;
+    b.first_channel = (int)b.rank * p.boxes * SITE_BOX;
+    if (warp == 0) init_barriers<N, KIND>(p, b.at, lane);
+    if (warp == BRINGER && lane < (KIND == SITE_BOUNDARY ? 3 : 2))
+        tma_prefetch(lane == 0 ? &p.x : lane == 1 ? &p.psi : &p.f);
+    __syncthreads();
+    if (warp == 0) arm_barriers<N, KIND>(p, b.at, lane);
+    __syncwarp();
+    cluster_arrive(); /* barriers exist; before it sends to another block a warp waits for that one's arrival */
+
+    if (warp < FIRST_MIXER) {
+        set_registers<PROJECTOR_REGISTERS, true>();
+        projector<N, KIND, PAIRS>(p, b, warp);
+    } else if (warp < BRINGER) {
+        set_registers<MIXER_REGISTERS, false>();
+        mixer<N, KIND, MODE, IN_OUT, PAIRS>(p, b, warp - FIRST_MIXER);
+    } else {
+        set_registers<SERVER_REGISTERS, false>();
+        if (warp == BRINGER) {
+            bring<N, KIND>(p, b);
+        } else {
+            cluster_wait_for_all();
+            if (warp == OWNER) own<N, KIND>(p, b);
+            if (warp == NORMER && p.norm) own_norm(p, b);
+            if constexpr (KIND != SITE_HEAD)
+                if (warp == CLERK && has(p.res_out)) clerk<N>(p, b);
+        }
+    }
+    __syncwarp();
+    cluster_arrive(); /* nobody sends to a block that is gone */
+    cluster_wait_for_all();
+}
+
+#endif
+
+template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
+static __global__ void __launch_bounds__(SITE_WARPS * 32, 1) site_kernel(const __grid_constant__ site_args p)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+    site<N, KIND, MODE, IN_OUT, PAIRS>(p);
+#endif
+}
 
 /* ---- does it fit? ------------------------------------------------------------------------------------------------------- */
-
-/* Rows that are copied 16 bytes at a time. Strides count even where there is one token: a token must not be summed in
- * another way because it is alone. A query without data takes them for aligned. */
-static bool is_wide(const weft_tensor *t)
-{
-    const int64_t most = (int64_t)1 << 38;
-    if (!weft_has(t)) return true;
-    for (int i = 0; i + 1 < t->ndim; i++)
-        if (t->stride[i] <= 0 || t->stride[i] % 8 || t->stride[i] >= most) return false;
-    return t->stride[t->ndim - 1] == 1 && (uintptr_t)t->data % 16 == 0;
-}
 
 /* Lines of coefficients, the last dimension, that can be copied in one go. */
 static bool in_lines(const weft_tensor *t)
@@ -110,7 +197,7 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
         .rows = rows_of(call),
         .bf16 = call->dtype == WEFT_BF16 && is_dtype(&pre->u, WEFT_BF16) && is_dtype(&pre->v, WEFT_BF16) &&
                 is_dtype(&pre->h, WEFT_F32) && is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
-        .layout = is_wide(&pre->x) && is_wide(&pre->u) && is_wide(&pre->v) && is_wide(&pre->sub_weight),
+        .layout = tma_fits(&pre->x) && tma_fits(&pre->u) && tma_fits(&pre->v) && tma_fits(&pre->sub_weight),
         .norm = weft_has(&pre->v) != 0,
         .capability = device.capability,
         .shared = call->device_shared,
@@ -119,7 +206,7 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
     if (post) {
         f.bf16 = f.bf16 && is_dtype(&post->f, WEFT_BF16) && is_dtype(&post->post, WEFT_F32) &&
                  is_dtype(&post->res, WEFT_F32);
-        f.layout = f.layout && is_wide(&post->x) && is_wide(&post->f) && is_wide(&post->bias);
+        f.layout = f.layout && tma_fits(&post->x) && tma_fits(&post->f) && tma_fits(&post->bias);
     }
     return weft_cuda_site_plan(&f);
 }

@@ -118,6 +118,17 @@ static __device__ __forceinline__ void let_next_begin()
 #endif
 }
 
+/* Registers of each thread of a group of four warps from here on, handed over between groups; as far as the GPU can. */
+template <int COUNT, bool MORE> static __device__ __forceinline__ void set_registers()
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (MORE)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+    else
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
 static inline weft_arena cuda_arena(const weft_call *call)
 {
     return weft_arena_open(call->query ? NULL : call->exec->workspace);

@@ -27,6 +27,17 @@ struct tma_tensor {
     int64_t tokens, streams, channels, token_stride, stream_stride;
 };
 
+/* Can the engine move its rows? Strides count even where there is one token: a token must not be summed in another way because
+ * it is alone. Data that are not there yet count as aligned. */
+static inline bool tma_fits(const weft_tensor *t)
+{
+    const int64_t most = (int64_t)1 << 38;
+    if (!weft_has(t)) return true;
+    for (int i = 0; i + 1 < t->ndim; i++)
+        if (t->stride[i] <= 0 || t->stride[i] % 8 || t->stride[i] >= most) return false;
+    return t->stride[t->ndim - 1] == 1 && (uintptr_t)t->data % 16 == 0;
+}
+
 /* The driver's function that makes maps. */
 typedef CUresult tma_encode(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                             const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,

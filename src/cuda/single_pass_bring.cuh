@@ -1,0 +1,154 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The bringer of a site in one launch: tiles, coefficients and psi into shared memory.
+ */
+#ifndef WEFT_CUDA_SINGLE_PASS_BRING_CUH
+#define WEFT_CUDA_SINGLE_PASS_BRING_CUH
+
+#include "cuda/single_pass.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+
+/* A line of N floats, or one float; zeros where it is not there. */
+template <int BYTES> static __device__ __forceinline__ void copy_line(uint32_t to, const void *from, bool valid)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES),
+                 "r"(valid ? BYTES : 0)
+                 : "memory");
+}
+
+/* An arrival on the barrier when what this thread copied is there. */
+static __device__ __forceinline__ void copy_arrive(uint32_t barrier)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+/* Coefficients of post: a lane copies the same lines of every tile, so it walks along them. A token has post and the rows of
+ * the matrix, as they lie in memory. */
+template <int N> struct site_lines {
+    static constexpr int each = N + 1, rounds = (SITE_TILE * each + 31) / 32;
+    const char *from[rounds];
+    int64_t step[rounds];
+    int token[rounds]; /* of a tile; SITE_TILE: there is none */
+
+    __device__ __forceinline__ void begin(const site_args &p, const site_block &b)
+    {
+#pragma unroll
+        for (int r = 0; r < rounds; r++) {
+            const int e = r * 32 + b.lane, line = e % each;
+            const view &v = line == 0 ? p.post : p.res;
+            token[r] = e / each < SITE_TILE ? e / each : SITE_TILE;
+            from[r] =
+                v.data + (site_token(p, b, 0, token[r]) * v.stride[0] + (line ? line - 1 : 0) * v.stride[1]) * 4;
+            step[r] = (int64_t)p.clusters * SITE_TILE * v.stride[0] * 4;
+        }
+    }
+    __device__ __forceinline__ void copy(const site_args &p, const site_block &b, int64_t first, uint32_t to)
+    {
+#pragma unroll
+        for (int r = 0; r < rounds; r++) {
+            const bool valid = first + token[r] < p.tokens;
+            if (token[r] < SITE_TILE)
+                copy_line<N * 4>(to + (r * 32 + b.lane) * N * 4, valid ? from[r] : p.post.data, valid);
+            from[r] += step[r];
+        }
+    }
+};
+
+/* Coefficients that do not lie in lines, a float at a time. */
+template <int N>
+static __device__ __noinline__ void copy_loose(const site_args &p, const site_block &b, int64_t first, uint32_t to)
+{
+    constexpr int EACH = N + N * N;
+#pragma unroll 1
+    for (int e = b.lane; e < SITE_TILE * EACH; e += 32) {
+        const int row = e / EACH, k = e - row * EACH - N;
+        const bool valid = first + row < p.tokens;
+        const int64_t token = valid ? first + row : 0;
+        const int64_t at = k < 0 ? token * p.post.stride[0] + (k + N) * p.post.stride[1]
+                                 : token * p.res.stride[0] + k / N * p.res.stride[1] + k % N * p.res.stride[2];
+        copy_line<4>(to + e * 4, (k < 0 ? p.post.data : p.res.data) + at * 4, valid);
+    }
+}
+
+/* One lane: psi of boxes of 64 channels from `box` on, as many as have room. */
+template <int N, site_kind KIND>
+static __device__ __forceinline__ void bring_psi(const site_args &p, const site_block &b, int box)
+{
+    typedef site_shape<N, KIND> shape;
+    const int count = 2 * (p.boxes - box < p.psi_boxes ? p.boxes - box : p.psi_boxes);
+    uint32_t to = shared_address(b.shared) + p.at.first_psi;
+    int channel = b.first_channel + box * SITE_BOX;
+    tma_expect(b.at.psi_full, (uint32_t)(count * shape::psi_box));
+#pragma unroll 1
+    for (int k = 0; k < count; k++, to += shape::psi_place, channel += TMA_ROW / 4)
+        tma_load(to, &p.psi, channel, 0, b.at.psi_full);
+}
+
+/* The rest of psi; afterwards its place is free. */
+template <int N, site_kind KIND>
+static __device__ __forceinline__ void bring_rest(const site_args &p, const site_block &b)
+{
+    uint32_t parity = 0;
+#pragma unroll 1
+    for (int box = p.psi_boxes; box < p.boxes; box += p.psi_boxes, parity ^= 1) {
+        barrier_wait(b.at.psi_empty, parity);
+        if (b.lane == 0) bring_psi<N, KIND>(p, b, box);
+        __syncwarp();
+    }
+    barrier_wait(b.at.psi_empty, parity);
+}
+
+/* Barriers for what comes back of a tile are armed before the tile is there. */
+template <int N, site_kind KIND>
+static __device__ __forceinline__ void bring(const site_args &p, const site_block &b)
+{
+    constexpr bool POST = KIND == SITE_BOUNDARY;
+    const uint32_t tiles = shared_address(b.shared), coef = shared_address(b.shared + p.at.coef);
+    const uint32_t pre = shared_address(b.shared + p.at.pre) + b.lane * 4;
+    site_lines<N> lines;
+    site_cursor c;
+#pragma unroll 1
+    for (int i = 0; i < b.count; i++, c.next(p.stages)) {
+        const uint32_t barrier = b.at.full + c.stage * 8;
+        const int64_t token = site_token(p, b, i, 0);
+        if (i == p.early) bring_rest<N, KIND>(p, b);
+        barrier_wait(b.at.empty + c.stage * 8, c.parity ^ 1);
+        if (b.lane == 0) {
+            uint32_t to = tiles + c.stage * p.at.stage;
+            tma_publish(); /* what the mixers wrote here comes before what the copy engine writes */
+            tma_expect(barrier, (uint32_t)p.boxes * (N + POST) * BOX_BYTES);
+#pragma unroll 1
+            for (int k = 0; k < p.boxes; k++, to += N * BOX_BYTES)
+                tma_load(to, &p.x, b.first_channel + k * SITE_BOX, (int)token, barrier);
+            if constexpr (POST)
+#pragma unroll 1
+                for (int k = 0; k < p.boxes; k++, to += BOX_BYTES)
+                    tma_load(to, &p.f, b.first_channel + k * SITE_BOX, (int)token, barrier);
+            if (i == 0) bring_psi<N, KIND>(p, b, 0);
+            tma_expect(b.at.pre + c.stage * 8, SITE_TILE * N * 4);
+            if (p.norm) tma_expect(b.at.inverse + c.stage * 8, SITE_TILE * 4);
+        }
+        __syncwarp();
+        if constexpr (POST) {
+            const uint32_t at = coef + c.stage * (SITE_TILE * (N + N * N) * 4);
+            if (i == 0) lines.begin(p, b);
+            if (p.coef_lines)
+                lines.copy(p, b, token, at);
+            else
+                copy_loose<N>(p, b, token, at);
+        }
+        if (has(p.pre_in)) {
+            const int row = b.lane / N;
+            const bool valid = token + row < p.tokens;
+            const int64_t at = valid ? (token + row) * p.pre_in.stride[0] + b.lane % N * p.pre_in.stride[1] : 0;
+            if (row < SITE_TILE) copy_line<4>(pre + c.stage * (SITE_TILE * N * 4), p.pre_in.data + at * 4, valid);
+        }
+        if (POST || has(p.pre_in)) copy_arrive(barrier);
+        if (i == 0) cluster_wait_for_all();
+    }
+    if (b.count <= p.early) bring_rest<N, KIND>(p, b);
+}
+
+#endif
+#endif

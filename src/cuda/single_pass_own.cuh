@@ -1,0 +1,167 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Those who serve all blocks of a site in one launch: owner, normer, clerk.
+ */
+#ifndef WEFT_CUDA_SINGLE_PASS_OWN_CUH
+#define WEFT_CUDA_SINGLE_PASS_OWN_CUH
+
+#include "cuda/single_pass.cuh"
+#include "cuda/token_math.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+
+/* Tokens of this cluster, without those behind the last. */
+static __device__ __forceinline__ int64_t site_live(const site_args &p, const site_block &b)
+{
+    const int64_t cut = site_token(p, b, b.count - 1, SITE_TILE) - p.tokens;
+    return (int64_t)b.count * SITE_TILE - (cut > 0 ? cut : 0);
+}
+
+/* What a tensor keeps of v. */
+static __device__ __forceinline__ float as_stored(const view &to, float v)
+{
+    return to.dtype == WEFT_BF16 ? rounded<bf16>(v) : to.dtype == WEFT_F16 ? rounded<f16>(v) : v;
+}
+
+/* The same four floats (or two) to the same place of every block. */
+template <int N>
+static __device__ __forceinline__ void to_all(const site_args &p, const site_block &b, uint32_t at,
+                                              const float (&v)[N], uint32_t barrier)
+{
+    if (b.lane < p.cluster) cluster_send(cluster_address(at, b.lane), v, cluster_address(barrier, b.lane));
+}
+
+/* Where pre_in is given nobody waits for the values, but everybody does for the barrier: no owner may fall behind. */
+template <int N, site_kind KIND> static __device__ __forceinline__ void own(const site_args &p, const site_block &b)
+{
+    constexpr int R = site_shape<N, KIND>::rows, LOGITS = 2 * SITE_TILE;
+    const int lane = b.lane, kind = lane < N ? 0 : lane < 2 * N ? 1 : 2, column = lane <= R ? lane : 0;
+    const float alpha = lane < R ? get(p.alpha, kind * p.alpha.stride[0]) : 0.0f;
+    const float beta = lane < R ? get(p.beta, lane * p.beta.stride[0]) : 0.0f;
+    float *const logits = (float *)(b.shared + p.at.logits);
+    const uint32_t pre_at = shared_address(b.shared + p.at.pre), aside = shared_address(b.shared + p.at.aside);
+    const int64_t live = site_live(p, b);
+    int slot = 0;
+    uint32_t parity = 0;
+#pragma unroll 1
+    for (uint32_t k = 0;; k++) {
+        const uint32_t number = b.rank + (k << p.cluster_log), tile = number / SITE_TILE, row = number % SITE_TILE;
+        if (tile >= (uint32_t)b.count) break;
+        const uint32_t stage = tile % (uint32_t)p.stages;
+        const float *const from = (const float *)(b.shared + p.at.received) + slot * p.cluster * SITE_ROW + column;
+        float h = 0.0f;
+        barrier_wait(b.at.sums + slot * 8, parity);
+#pragma unroll 4
+        for (int s = 0; s < p.cluster; s++) h += from[s * SITE_ROW];
+        const float ms = __shfl_sync(0xffffffffu, h, R) * p.mean;
+        const float inv = mm_inv_rms(ms, p.numbers.rms_eps, p.numbers.rms_eps_kind);
+        const float gate = gate_fwd(h, inv, alpha, beta, kind, p.numbers);
+        float pre[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) pre[i] = __shfl_sync(0xffffffffu, as_stored(p.pre, gate), i);
+        if (lane == 0) tma_expect(b.at.sums + slot * 8, (uint32_t)p.cluster * (R + 1) * 4);
+        __syncwarp();
+        to_all<N>(p, b, has(p.pre_in) ? aside : pre_at + (stage * SITE_TILE + row) * N * 4, pre,
+                  b.at.pre + stage * 8);
+        if (++slot == p.slots) slot = 0, parity ^= 1;
+        if (number >= live) continue;
+
+        if constexpr (KIND != SITE_HEAD) {
+            if (has(p.res_out)) {
+                const uint32_t batch = k / SITE_TILE & 1;
+                barrier_wait(b.at.logits_empty + batch * 8, (k / LOGITS & 1) ^ 1);
+                if (lane >= 2 * N && lane < R) logits[(lane - 2 * N) * LOGITS + k % LOGITS] = gate;
+                barrier_arrive(b.at.logits_full + batch * 8);
+            }
+        }
+        const int64_t token = site_token(p, b, (int)tile, (int)row);
+        if (lane < R) {
+            if (has(p.h)) put(p.h, token * p.h.stride[0] + lane * p.h.stride[1], h);
+            if (kind == 0 && has(p.pre)) put(p.pre, token * p.pre.stride[0] + lane * p.pre.stride[1], gate);
+            if (kind == 1 && has(p.post_out))
+                put(p.post_out, token * p.post_out.stride[0] + (lane - N) * p.post_out.stride[1], gate);
+        } else if (lane == R && has(p.ms)) {
+            put(p.ms, token * p.ms.stride[0], ms);
+        }
+    }
+}
+
+static __device__ __forceinline__ void own_norm(const site_args &p, const site_block &b)
+{
+    const uint32_t inverse_at = shared_address(b.shared + p.at.inverse);
+    const int parts = 1 + p.boxes % 4;
+    int slot = 0;
+    uint32_t parity = 0;
+#pragma unroll 1
+    for (uint32_t k = 0;; k++) {
+        const uint32_t number = b.rank + (k << p.cluster_log), tile = number / SITE_TILE, row = number % SITE_TILE;
+        if (tile >= (uint32_t)b.count) break;
+        const uint32_t stage = tile % (uint32_t)p.stages;
+        const float *const from = (const float *)(b.shared + p.at.squares) + slot * p.cluster * 4;
+        float squares = 0.0f;
+        barrier_wait(b.at.squares + slot * 8, parity);
+#pragma unroll 1
+        for (int s = 0; s < p.cluster; s++)
+#pragma unroll 1
+            for (int part = 0; part < parts; part++) squares += from[s * 4 + part];
+        const float inverse = 1.0f / sqrtf(squares / (float)p.channels + p.sub_eps);
+        __syncwarp();
+        if (b.lane == 0) tma_expect(b.at.squares + slot * 8, (uint32_t)(p.cluster * parts * 4));
+        __syncwarp();
+        if (b.lane < p.cluster)
+            cluster_send(cluster_address(inverse_at + (stage * SITE_TILE + row) * 4, b.lane), inverse,
+                         cluster_address(b.at.inverse + stage * 8, b.lane));
+        if (++slot == p.slots) slot = 0, parity ^= 1;
+    }
+}
+
+/* One token a lane. */
+template <int N> static __device__ __forceinline__ void clerk(const site_args &p, const site_block &b)
+{
+    constexpr int LOGITS = 2 * SITE_TILE;
+    const int64_t live = site_live(p, b), mine = (live - (int64_t)b.rank + p.cluster - 1) >> p.cluster_log;
+    const float *const logits = (const float *)(b.shared + p.at.logits);
+    const view &to = p.res_out;
+#pragma unroll 1
+    for (int64_t k0 = 0; k0 < mine; k0 += SITE_TILE) {
+        const int64_t k = k0 + b.lane % SITE_TILE;
+        const uint32_t batch = k0 / SITE_TILE & 1, parity = k0 / LOGITS & 1;
+        float z[N * N];
+        /* The last tokens may be fewer than eight: the barrier counts those that never come. */
+#pragma unroll 1
+        for (int64_t missing = mine; missing < k0 + SITE_TILE; missing++)
+            barrier_arrive(b.at.logits_full + batch * 8);
+        barrier_wait(b.at.logits_full + batch * 8, parity);
+#pragma unroll
+        for (int e = 0; e < N * N; e++) z[e] = logits[e * LOGITS + k % LOGITS];
+        barrier_arrive(b.at.logits_empty + batch * 8);
+        if (b.lane >= SITE_TILE || k >= mine) continue;
+        sinkhorn_fwd<N>(z, p.numbers);
+        const int64_t number = (int64_t)b.rank + (k << p.cluster_log);
+        const int64_t token = site_token(p, b, (int)(number / SITE_TILE), (int)(number % SITE_TILE));
+        if (p.res_lines) {
+            float *const line = (float *)to.data + token * to.stride[0];
+#pragma unroll
+            for (int o = 0; o < N; o++) {
+                float v[N];
+#pragma unroll
+                for (int i = 0; i < N; i++) v[i] = z[o * N + i];
+                store<float, N>(line + o * to.stride[1], v);
+            }
+        } else {
+#pragma unroll 1
+            for (int o = 0; o < N; o++)
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    float v = 0.0f;
+#pragma unroll
+                    for (int k = 0; k < N; k++)
+                        if (o == k) v = z[k * N + i];
+                    put(to, token * to.stride[0] + o * to.stride[1] + i * to.stride[2], v);
+                }
+        }
+    }
+}
+
+#endif
+#endif
