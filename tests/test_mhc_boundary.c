@@ -58,24 +58,6 @@ static const char *const absent[] = {" d_v bias pre_in ",
                                      " d_f d_phi d_res d_post "};
 static const single_pass single = {"mhc_boundary_bwd", absent, sizeof absent / sizeof *absent};
 
-static void single_pass_against_the_chain(void **state)
-{
-    (void)state;
-    single_pass_compare(&single);
-}
-
-static void single_pass_is_taken(void **state)
-{
-    (void)state;
-    single_pass_taken(&single);
-}
-
-static void single_pass_is_reproducible(void **state)
-{
-    (void)state;
-    single_pass_reproducible(&single);
-}
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -85,9 +67,7 @@ int main(void)
         cmocka_unit_test(reference_against_its_chain),
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
-        cmocka_unit_test(single_pass_against_the_chain),
-        cmocka_unit_test(single_pass_is_taken),
-        cmocka_unit_test(single_pass_is_reproducible),
+        SINGLE_PASS_TESTS(&single),
     };
     return suite_run("mhc_boundary", tests);
 }

@@ -55,24 +55,6 @@ static const char *const absent[] = {" d_v pre_in ",
                                      " d_v pre_in d_x d_norm_weight "};
 static const single_pass single = {"mhc_pre_bwd", absent, sizeof absent / sizeof *absent};
 
-static void single_pass_against_the_chain(void **state)
-{
-    (void)state;
-    single_pass_compare(&single);
-}
-
-static void single_pass_is_taken(void **state)
-{
-    (void)state;
-    single_pass_taken(&single);
-}
-
-static void single_pass_is_reproducible(void **state)
-{
-    (void)state;
-    single_pass_reproducible(&single);
-}
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -82,9 +64,7 @@ int main(void)
         cmocka_unit_test(reference_against_its_chain),
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
-        cmocka_unit_test(single_pass_against_the_chain),
-        cmocka_unit_test(single_pass_is_taken),
-        cmocka_unit_test(single_pass_is_reproducible),
+        SINGLE_PASS_TESTS(&single),
     };
     return suite_run("mhc_pre", tests);
 }

@@ -44,7 +44,7 @@ static __device__ __forceinline__ void arm_barriers(const site_args &p, const si
 #pragma unroll 1
     for (int i = lane; i < p.slots; i += 32) {
         tma_expect(b.sums + i * 8, (uint32_t)p.cluster * site_shape<N, KIND>::width * 4);
-        tma_expect(b.squares + i * 8, (uint32_t)(p.cluster * (1 + p.boxes % 4) * 4));
+        tma_expect(b.squares + i * 8, (uint32_t)(p.cluster * site_parts(p) * 4));
     }
 }
 

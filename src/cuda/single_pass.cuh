@@ -109,6 +109,12 @@ static __device__ __forceinline__ int64_t site_token(const site_args &p, const s
     return ((int64_t)b.cluster + (int64_t)tile * p.clusters) * SITE_TILE + row;
 }
 
+/* Parts in which a block sends the sum of squares of a token's u: one for boxes by fours, one for each box left over. */
+static __device__ __forceinline__ int site_parts(const site_args &p)
+{
+    return 1 + p.boxes % 4;
+}
+
 /* Tokens of a cluster are dealt to its blocks one by one: who owns token `row` of a tile, and which of the owner's slots is
  * that token's. */
 struct site_deal {

@@ -23,6 +23,27 @@ static __device__ __forceinline__ float as_stored(const view &to, float v)
     return to.dtype == WEFT_BF16 ? rounded<bf16>(v) : to.dtype == WEFT_F16 ? rounded<f16>(v) : v;
 }
 
+/* The tokens that a block owns, one after the other, and where what it receives for them lies. */
+struct site_owned {
+    uint32_t k = 0, number, tile, row, stage, parity = 0;
+    int slot = 0;
+
+    /* Token k of this block; false behind the last tile. */
+    __device__ __forceinline__ bool find(const site_args &p, const site_block &b)
+    {
+        number = b.rank + (k << p.cluster_log), tile = number / SITE_TILE, row = number % SITE_TILE;
+        if (tile >= (uint32_t)b.count) return false;
+        stage = tile % (uint32_t)p.stages;
+        return true;
+    }
+    /* What was received for this token has been read. */
+    __device__ __forceinline__ void next(const site_args &p)
+    {
+        k++;
+        if (++slot == p.slots) slot = 0, parity ^= 1;
+    }
+};
+
 /* The same four floats (or two) to the same place of every block. */
 template <int N>
 static __device__ __forceinline__ void to_all(const site_args &p, const site_block &b, uint32_t at,
@@ -41,16 +62,13 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void own(cons
     float *const logits = (float *)(b.shared + p.at.logits);
     const uint32_t pre_at = shared_address(b.shared + p.at.pre), aside = shared_address(b.shared + p.at.aside);
     const int64_t live = site_live(p, b);
-    int slot = 0;
-    uint32_t parity = 0;
+    site_owned at;
 #pragma unroll 1
-    for (uint32_t k = 0;; k++) {
-        const uint32_t number = b.rank + (k << p.cluster_log), tile = number / SITE_TILE, row = number % SITE_TILE;
-        if (tile >= (uint32_t)b.count) break;
-        const uint32_t stage = tile % (uint32_t)p.stages;
-        const float *const from = (const float *)(b.shared + p.at.received) + slot * p.cluster * SITE_ROW + column;
+    for (; at.find(p, b); at.next(p)) {
+        const float *const from =
+            (const float *)(b.shared + p.at.received) + at.slot * p.cluster * SITE_ROW + column;
         float h = 0.0f;
-        barrier_wait(b.at.sums + slot * 8, parity);
+        barrier_wait(b.at.sums + at.slot * 8, at.parity);
 #pragma unroll 4
         for (int s = 0; s < p.cluster; s++) h += from[s * SITE_ROW];
         const float ms = __shfl_sync(0xffffffffu, h, R) * p.mean;
@@ -59,22 +77,21 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void own(cons
         float pre[N];
 #pragma unroll
         for (int i = 0; i < N; i++) pre[i] = __shfl_sync(0xffffffffu, as_stored(p.pre, gate), i);
-        if (lane == 0) tma_expect(b.at.sums + slot * 8, (uint32_t)p.cluster * (R + 1) * 4);
+        if (lane == 0) tma_expect(b.at.sums + at.slot * 8, (uint32_t)p.cluster * (R + 1) * 4);
         __syncwarp();
-        to_all<N>(p, b, has(p.pre_in) ? aside : pre_at + (stage * SITE_TILE + row) * N * 4, pre,
-                  b.at.pre + stage * 8);
-        if (++slot == p.slots) slot = 0, parity ^= 1;
-        if (number >= live) continue;
+        to_all<N>(p, b, has(p.pre_in) ? aside : pre_at + (at.stage * SITE_TILE + at.row) * N * 4, pre,
+                  b.at.pre + at.stage * 8);
+        if (at.number >= live) continue;
 
         if constexpr (KIND != SITE_HEAD) {
             if (has(p.res_out)) {
-                const uint32_t batch = k / SITE_TILE & 1;
-                barrier_wait(b.at.logits_empty + batch * 8, (k / LOGITS & 1) ^ 1);
-                if (lane >= 2 * N && lane < R) logits[(lane - 2 * N) * LOGITS + k % LOGITS] = gate;
+                const uint32_t batch = at.k / SITE_TILE & 1;
+                barrier_wait(b.at.logits_empty + batch * 8, (at.k / LOGITS & 1) ^ 1);
+                if (lane >= 2 * N && lane < R) logits[(lane - 2 * N) * LOGITS + at.k % LOGITS] = gate;
                 barrier_arrive(b.at.logits_full + batch * 8);
             }
         }
-        const int64_t token = site_token(p, b, (int)tile, (int)row);
+        const int64_t token = site_token(p, b, (int)at.tile, (int)at.row);
         if (lane < R) {
             if (has(p.h)) put(p.h, token * p.h.stride[0] + lane * p.h.stride[1], h);
             if (kind == 0 && has(p.pre)) put(p.pre, token * p.pre.stride[0] + lane * p.pre.stride[1], gate);
@@ -89,29 +106,24 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void own(cons
 static __device__ __forceinline__ void own_norm(const site_args &p, const site_block &b)
 {
     const uint32_t inverse_at = shared_address(b.shared + p.at.inverse);
-    const int parts = 1 + p.boxes % 4;
-    int slot = 0;
-    uint32_t parity = 0;
+    const int parts = site_parts(p);
+    site_owned at;
 #pragma unroll 1
-    for (uint32_t k = 0;; k++) {
-        const uint32_t number = b.rank + (k << p.cluster_log), tile = number / SITE_TILE, row = number % SITE_TILE;
-        if (tile >= (uint32_t)b.count) break;
-        const uint32_t stage = tile % (uint32_t)p.stages;
-        const float *const from = (const float *)(b.shared + p.at.squares) + slot * p.cluster * 4;
+    for (; at.find(p, b); at.next(p)) {
+        const float *const from = (const float *)(b.shared + p.at.squares) + at.slot * p.cluster * 4;
         float squares = 0.0f;
-        barrier_wait(b.at.squares + slot * 8, parity);
+        barrier_wait(b.at.squares + at.slot * 8, at.parity);
 #pragma unroll 1
         for (int s = 0; s < p.cluster; s++)
 #pragma unroll 1
             for (int part = 0; part < parts; part++) squares += from[s * 4 + part];
         const float inverse = 1.0f / sqrtf(squares / (float)p.channels + p.sub_eps);
         __syncwarp();
-        if (b.lane == 0) tma_expect(b.at.squares + slot * 8, (uint32_t)(p.cluster * parts * 4));
+        if (b.lane == 0) tma_expect(b.at.squares + at.slot * 8, (uint32_t)(p.cluster * parts * 4));
         __syncwarp();
         if (b.lane < p.cluster)
-            cluster_send(cluster_address(inverse_at + (stage * SITE_TILE + row) * 4, b.lane), inverse,
-                         cluster_address(b.at.inverse + stage * 8, b.lane));
-        if (++slot == p.slots) slot = 0, parity ^= 1;
+            cluster_send(cluster_address(inverse_at + (at.stage * SITE_TILE + at.row) * 4, b.lane), inverse,
+                         cluster_address(b.at.inverse + at.stage * 8, b.lane));
     }
 }
 

@@ -113,10 +113,13 @@ static bool left_both(problem *own)
 
 /* A single pass adds the products of a token in another order than the operator does. What follows must agree given equal
  * h and ms, so there the chain takes those of the fused call; bounds tell whether they are right. */
-static void project(chain *c, weft_mhc_project_fwd_args a)
+static void project(chain *c, const weft_tensor *x, const weft_tensor *phi, const weft_tensor *norm_weight,
+                    const weft_tensor *h, const weft_tensor *ms)
 {
-    const weft_tensor *to[] = {&a.h, &a.ms};
-    run_plain("mhc_project_fwd", c->exec, &a);
+    const weft_tensor *to[] = {h, ms};
+    run_plain("mhc_project_fwd", c->exec,
+              WEFT_ARGS(weft_mhc_project_fwd_args, .x = *x, .phi = *phi, .norm_weight = *norm_weight, .h = *h,
+                        .ms = *ms));
     if (!c->own || !left_both(c->own)) return;
     for (int i = 0; i < 2; i++) {
         const weft_tensor *from = problem_arg(c->own, i ? "ms" : "h")->view;
@@ -134,12 +137,7 @@ static void pre_fwd(chain *c, const weft_mhc_pre_fwd_args *a)
     weft_tensor ms = or_temp(c, &a->ms, full(c), 1, tokens, 1, 1);
     weft_tensor pre = or_temp(c, &a->pre, full(c), 2, tokens, n, 1);
     weft_tensor u = or_temp(c, &a->u, c->s->act, 2, tokens, c->channels, 1);
-    project(c, (weft_mhc_project_fwd_args){.struct_size = sizeof(weft_mhc_project_fwd_args),
-                                           .x = a->x,
-                                           .phi = a->phi,
-                                           .norm_weight = a->norm_weight,
-                                           .h = h,
-                                           .ms = ms});
+    project(c, &a->x, &a->phi, &a->norm_weight, &h, &ms);
     run_plain("mhc_coef_fwd", c->exec,
               WEFT_ARGS(weft_mhc_coef_fwd_args, .numerics = a->numerics, .h = h, .ms = ms, .alpha = a->alpha,
                         .beta = a->beta, .pre = pre, .post = a->post, .res = a->res));
@@ -242,12 +240,7 @@ static void head_fwd(chain *c, const weft_mhc_head_fwd_args *a)
 {
     weft_tensor h = or_temp(c, &a->h, full(c), 2, c->tokens, c->n, 1);
     weft_tensor ms = or_temp(c, &a->ms, full(c), 1, c->tokens, 1, 1);
-    project(c, (weft_mhc_project_fwd_args){.struct_size = sizeof(weft_mhc_project_fwd_args),
-                                           .x = a->x,
-                                           .phi = a->phi,
-                                           .norm_weight = a->norm_weight,
-                                           .h = h,
-                                           .ms = ms});
+    project(c, &a->x, &a->phi, &a->norm_weight, &h, &ms);
     head_gates g = widen(c, a->rms_eps, a->rms_eps_kind, a->pre_eps, &h, &a->alpha, &a->beta);
     run_plain("mhc_aggregate_fwd", c->exec,
               WEFT_ARGS(weft_mhc_aggregate_fwd_args, .x = a->x, .pre = head_mix(c, &g, &ms), .u = a->u));
@@ -392,9 +385,12 @@ static void forgive(problem *copy, problem *own)
     }
 }
 
-bool chain_sums_apart(const spec *s, weft_exec exec)
+bool chain_sums_apart(const problem *p, weft_exec exec)
 {
-    return exec.backend == WEFT_BACKEND_CUDA && s->act == WEFT_BF16 && strcmp(s->op, "mhc_replay_fwd") != 0;
+    const char *plan = NULL;
+    if (exec.backend != WEFT_BACKEND_CUDA) return false;
+    if (weft_op_plan(p->op, &exec, p->args, &plan) != WEFT_OK) fail_msg("%s", weft_last_error());
+    return strstr(plan, "a single pass") != NULL;
 }
 
 void chain_compare(problem *p, weft_exec exec)
@@ -413,8 +409,7 @@ void chain_compare(problem *p, weft_exec exec)
         arg_fill(to, values);
         free(values);
     }
-    const bool apart =
-        exec.backend == WEFT_BACKEND_CUDA && s->act == WEFT_BF16 && strcmp(s->op, "mhc_replay_fwd") != 0;
+    const bool apart = chain_sums_apart(p, exec);
     chain c = {.exec = exec,
                .own = apart ? p : NULL,
                .s = s,

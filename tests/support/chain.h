@@ -2,16 +2,16 @@
  *
  * Operators that are made of others, as the chain of those others: head, pre, boundary, replay. Forward, a fused
  * call and the chain round at the same points; backward they do where the chain's gradient buffers are fp32. So
- * the results must agree bit by bit on the same backend. On a GPU bf16 may take a single pass, whose sums have another
- * order: there they agree given equal h and ms. */
+ * the results must agree bit by bit on the same backend. Where a GPU takes a single pass, whose sums have another order,
+ * they agree given equal h and ms, but for v. */
 #ifndef WEFT_TESTS_CHAIN_H
 #define WEFT_TESTS_CHAIN_H
 
 #include "support/problem.h"
 
 bool chain_knows(const char *op);
-/* The call may take a single pass: bounds have to tell what the chain no longer does. */
-bool chain_sums_apart(const spec *s, weft_exec exec);
+/* The call takes a single pass: bounds have to tell what the chain no longer does. */
+bool chain_sums_apart(const problem *p, weft_exec exec);
 /* Runs p's operator on exec, and its chain on a copy of p, and compares all outputs. */
 void chain_compare(problem *p, weft_exec exec);
 

@@ -33,8 +33,9 @@ static int kinds(const single_pass *of)
     return SHAPES * of->num_absent;
 }
 
-void single_pass_compare(const single_pass *of)
+void single_pass_against_the_chain(void **state)
 {
+    const single_pass *of = *state;
     for (int kind = 0; kind < kinds(of); kind += test_quick() || !test_on_cuda() ? 10 : 1) {
         spec s = problem_of(of, kind);
         grid_compare(&s);
@@ -61,8 +62,9 @@ static void expect_plan(spec s, const char *words)
 }
 
 /* What does not take it is told why. Other GPUs than those of compute capability 9.0 never do. */
-void single_pass_taken(const single_pass *of)
+void single_pass_is_taken(void **state)
 {
+    const single_pass *of = *state;
     spec s = problem_of(of, 0);
     if (!test_on_cuda() || plan_has(&s, "compute capability")) skip();
     for (int kind = 0; kind < kinds(of); kind++) expect_plan(problem_of(of, kind), "a single pass");
@@ -87,8 +89,9 @@ static void expect_same(problem *p, weft_exec exec, const pack *want, const char
     pack_free(&got);
 }
 
-void single_pass_reproducible(const single_pass *of)
+void single_pass_is_reproducible(void **state)
 {
+    const single_pass *of = *state;
     if (!test_on_cuda()) skip();
     for (int kind = 0; kind < kinds(of); kind += test_quick() ? 30 : 9) {
         spec s = problem_of(of, kind);

@@ -13,9 +13,14 @@ typedef struct single_pass {
     int num_absent;            /* no multiple of 3, so that every shape meets all of them */
 } single_pass;
 
-/* Without a GPU the grid once more. */
-void single_pass_compare(const single_pass *s);
-void single_pass_taken(const single_pass *s);
-void single_pass_reproducible(const single_pass *s);
+/* Tests whose state is the single_pass. The first takes the grid once more where there is no GPU. */
+void single_pass_against_the_chain(void **state);
+void single_pass_is_taken(void **state);
+void single_pass_is_reproducible(void **state);
+
+#define SINGLE_PASS_TESTS(of)                                                                                      \
+    cmocka_unit_test_prestate(single_pass_against_the_chain, (void *)(of)),                                        \
+        cmocka_unit_test_prestate(single_pass_is_taken, (void *)(of)),                                             \
+        cmocka_unit_test_prestate(single_pass_is_reproducible, (void *)(of))
 
 #endif
