@@ -7,10 +7,11 @@
 Tensors are so small that the work hardly counts: two tokens, four streams, 64 channels. On a GPU calls are queued, and
 the device is waited for after each burst, outside the clock. On the CPU the work of mhc_pre counts at any size: it has
 no goal there, and what matters is the difference between its rows. Its Sinkhorn makes one iteration. Eager mode, no
-autograd. A time is the median of bursts; beside it stands the least, which is what is left on a machine that does
-nothing else. "ext" is _C.run with a prepared call on tensors that exist; "op" is torch.ops.weft.*, which also allocates
-its results. For scale, "idle" is an operator of the same schema, registered from Python, that returns tensors which
-exist, and "torch" are two of torch's own.
+autograd. Every row has a burst of calls in each of several rounds, so that a machine which others disturb disturbs all
+rows alike. A time is the median of a row's bursts; beside it stands the least, which is what is left on a machine that
+does nothing else. "ext" is _C.run with a prepared call on tensors that exist; "op" is torch.ops.weft.*, which also
+allocates its results. For scale, "idle" is an operator of the same schema, registered from Python, that returns tensors
+which exist, and "torch" are two of torch's own.
 
 Goals: 5 us for the extension, 20 us for a registered operator."""
 
@@ -26,7 +27,8 @@ from weft.torch.numerics import pack
 
 TOKENS, STREAMS, CHANNELS = 2, 4, 64
 GOAL = {"ext": 5.0, "op": 20.0}
-BURSTS = 21
+ROUNDS = 21
+WARM = 8  # calls in front of a burst, outside the clock: the rows before it have left other things in the caches
 
 
 LIB = torch.library.Library("weft_idle", "DEF")
@@ -63,12 +65,14 @@ def sides(device: torch.device) -> list[tuple[str, str, object]]:
     whole = ops.prepared("mhc_pre_fwd", ops_fused.pre_scalars(numerics, 1e-6))
     u_out, *coef, h, ms = weft_ops.mhc_pre.default(*site, *rest)
     table = (x, phi, None, alpha, beta, None, None, h, ms, *coef, u_out, None)
+    half_table = (half[0], *table[1:-2], u_out.bfloat16(), None)
     idle_aggregate = idle(weft_ops.mhc_aggregate.default, u, device)
     idle_pre = idle(weft_ops.mhc_pre.default, (u_out, *coef, h, ms), device)
     return [
         ("ext", "mhc_aggregate_fwd", lambda: _C.run(aggregate, 0, 0, threads, None, x, pre, u)),
         ("ext", "mhc_post_fwd", lambda: _C.run(post, 0, 0, threads, None, x, f, None, pre, res, y)),
         ("ext", "mhc_pre_fwd", lambda: _C.run(whole, 0, 0, threads, None, *table)),
+        ("ext", "mhc_pre_fwd, bf16", lambda: _C.run(whole, 0, 0, threads, None, *half_table)),
         ("op", "mhc_aggregate", lambda: weft_ops.mhc_aggregate.default(x, pre)),
         ("op", "mhc_aggregate_bwd", lambda: weft_ops.mhc_aggregate_bwd.default(x, pre, f, [True, True])),
         ("op", "mhc_post", lambda: weft_ops.mhc_post.default(x, f, pre, res, None, None, numerics, 0.0, 0)),
@@ -81,24 +85,26 @@ def sides(device: torch.device) -> list[tuple[str, str, object]]:
     ]
 
 
-def measure(function, calls: int, device: torch.device) -> tuple[float, float]:
-    """Microseconds a call: median and least."""
+def burst(function, calls: int, device: torch.device) -> float:
+    """Microseconds a call."""
+    for _ in range(WARM):
+        function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        function()
+    micros = (time.perf_counter() - begin) / calls * 1e6
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return micros
 
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
-    function()
-    wait()
-    each = max(1, calls // BURSTS)
-    times = []
-    for _ in range(BURSTS):
-        begin = time.perf_counter()
-        for _ in range(each):
-            function()
-        times.append((time.perf_counter() - begin) / each * 1e6)
-        wait()
-    return statistics.median(times), min(times)
+def measure(functions: list, calls: int, device: torch.device) -> list[tuple[float, float]]:
+    """Microseconds a call of each: median and least."""
+    each = max(1, calls // ROUNDS)
+    rounds = [[burst(function, each, device) for function in functions] for _ in range(ROUNDS)]
+    return [(statistics.median(times), min(times)) for times in zip(*rounds, strict=True)]
 
 
 def main() -> None:
@@ -115,8 +121,9 @@ def main() -> None:
     with torch.no_grad():
         for name in devices:
             device = torch.device(name)
-            for kind, what, function in sides(device):
-                micros, least = measure(function, args.calls, device)
+            rows = sides(device)
+            times = measure([function for _, _, function in rows], args.calls, device)
+            for (kind, what, _), (micros, least) in zip(rows, times, strict=True):
                 goal = None if name == "cpu" and what.startswith("mhc_pre") else GOAL.get(kind)
                 if args.json:
                     row = {

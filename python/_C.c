@@ -213,12 +213,10 @@ static PyObject *replay(PyObject *module, PyObject *tuple)
     weft_mhc_replay_layer *layers = calloc(count ? (size_t)count : 1, sizeof *layers);
     if (!layers) return PyErr_NoMemory();
     bool ok = true;
-    last_run none = {0};
     for (Py_ssize_t l = 0; ok && l < count; l++) ok = read_layer(&g, PyList_GetItem(list, l), &layers[l]);
     args.layers = layers;
     args.num_layers = count > INT32_MAX ? INT32_MAX : (int32_t)count;
-    ok = ok && ext_run_call(&g, op, &args, 0, threads, &none);
-    free(none.args);
+    ok = ok && ext_run_call(&g, op, &args, 0, threads, NULL);
     free(layers);
     if (!ok) return NULL;
     Py_RETURN_NONE;

@@ -90,7 +90,7 @@ bool ext_read_step(gathered *g, PyObject *object, const uint64_t **step);
 
 /* ---- run.c ---------------------------------------------------------------------------------------------------------- */
 
-/* Calls the library on the device of what was gathered, with workspace. */
+/* Calls the library on the device of what was gathered, with workspace; last: NULL for a call that is made once. */
 bool ext_run_call(gathered *g, const weft_op_info *op, const void *args, int precision, int threads,
                   last_run *last);
 

@@ -41,6 +41,7 @@ typedef struct remembered {
 
 /* An operator with its scalars. */
 typedef struct plan {
+    PyObject *scalars;
     call_object *call;
     int precision, step;
     int8_t order[MAX_ROWS]; /* argument, ~result or ABSENT */
@@ -52,7 +53,8 @@ typedef struct kernel_object {
     PyObject_HEAD int tensors, needs;
     module_state *state;
     PyObject *module, *prepare, *outputs, *otherwise;
-    PyObject *plans; /* {scalars: capsule of a plan} */
+    PyObject *plans;  /* {scalars: capsule of a plan} */
+    PyObject *recent; /* the capsule that was found last, or NULL */
 } kernel_object;
 
 static const char *const PLAN = "weft._C.plan";
@@ -66,6 +68,7 @@ static void plan_free(plan *p)
         Py_XDECREF(p->shapes[i].results);
     }
     Py_XDECREF(p->call);
+    Py_XDECREF(p->scalars);
     free(p);
 }
 
@@ -103,7 +106,9 @@ static PyObject *make_plan(kernel_object *k, PyObject *scalars)
         PyArg_ParseTuple(said, "O!iiO!:prepare", k->state->call_type, &call, &p->precision, &p->step, &PyTuple_Type,
                          &order)) {
         Py_INCREF(call);
+        Py_INCREF(scalars);
         p->call = (call_object *)call;
+        p->scalars = scalars;
         if (read_order(k, order, p) && p->step < k->tensors) capsule = PyCapsule_New(p, PLAN, capsule_free);
     }
     if (p && !capsule) plan_free(p);
@@ -127,9 +132,40 @@ static PyObject *scalars_of(const kernel_object *k, PyObject *args)
     return key;
 }
 
+/* False also where it would take longer to tell. */
+static bool is_same(PyObject *a, PyObject *b)
+{
+    return a == b || (PyFloat_CheckExact(a) && PyFloat_CheckExact(b) && PyFloat_AsDouble(a) == PyFloat_AsDouble(b));
+}
+
+static bool are_same(PyObject *list, PyObject *tuple)
+{
+    const Py_ssize_t count = PyList_Size(list);
+    if (!PyTuple_CheckExact(tuple) || PyTuple_Size(tuple) != count) return false;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!is_same(PyList_GetItem(list, i), PyTuple_GetItem(tuple, i))) return false;
+    return true;
+}
+
+/* The scalars of a call are those that a key was made of. */
+static bool is_key(const kernel_object *k, PyObject *args, PyObject *key)
+{
+    const Py_ssize_t count = PyTuple_Size(key);
+    if (PyTuple_Size(args) - k->tensors != count) return false;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PyTuple_GetItem(args, k->tensors + i), *kept = PyTuple_GetItem(key, i);
+        if (!(PyList_CheckExact(item) ? are_same(item, kept) : is_same(item, kept))) return false;
+    }
+    return true;
+}
+
 /* A new reference to the capsule of the plan, which another thread may drop from the table meanwhile; or NULL. */
 static PyObject *find_plan(kernel_object *k, PyObject *args)
 {
+    if (k->recent && is_key(k, args, ((plan *)PyCapsule_GetPointer(k->recent, PLAN))->scalars)) {
+        Py_INCREF(k->recent);
+        return k->recent;
+    }
     PyObject *key = scalars_of(k, args), *capsule = NULL;
     if (!key) return NULL;
     capsule = PyDict_GetItemWithError(k->plans, key);
@@ -140,6 +176,12 @@ static PyObject *find_plan(kernel_object *k, PyObject *args)
         if (capsule && PyDict_SetItem(k->plans, key, capsule) != 0) Py_CLEAR(capsule);
     }
     Py_DECREF(key);
+    if (capsule) {
+        PyObject *before = k->recent;
+        Py_INCREF(capsule);
+        k->recent = capsule;
+        Py_XDECREF(before);
+    }
     return capsule;
 }
 
@@ -398,8 +440,8 @@ static void kernel_dealloc(PyObject *object)
 {
     kernel_object *k = (kernel_object *)object;
     PyTypeObject *type = Py_TYPE(object);
-    PyObject *held[] = {k->plans, k->otherwise, k->outputs, k->prepare, k->module};
-    for (int i = 0; i < 5; i++) Py_XDECREF(held[i]);
+    PyObject *held[] = {k->recent, k->plans, k->otherwise, k->outputs, k->prepare, k->module};
+    for (int i = 0; i < 6; i++) Py_XDECREF(held[i]);
     PyObject_Free(object);
     Py_DECREF(type);
 }

@@ -576,6 +576,49 @@ static void small_workspaces_are_refused(void **state)
     test_verdict();
 }
 
+/* One pass over a site needs none where phi is as it wants it; addresses that rule the pass out need some, and the query,
+ * which knows no addresses, counts on them. */
+static void one_pass_needs_no_workspace(void **state)
+{
+    static const char *const ops[] = {"mhc_pre_fwd", "mhc_boundary_fwd", "mhc_head_fwd"};
+    (void)state;
+    need_gpu();
+    for (int i = 0; i < 6; i++) {
+        const spec s = {.op = ops[i / 2],
+                        .tokens = 37,
+                        .streams = 4,
+                        .channels = 256,
+                        .act = WEFT_BF16,
+                        .wide = WEFT_BF16,
+                        .misalign = i % 2,
+                        .absent = " norm_weight "};
+        image_range around[MAX_ARGS];
+        weft_exec exec = on_cuda(0);
+        problem *p = problem_make(&s);
+        image *im = calloc(1, sizeof *im);
+        const char *plan = "";
+        if (image_open(im, p->op, &exec, p->args, around, problem_ranges(p, around)) != WEFT_OK || im->wrong[0]) {
+            test_failed("%s: %s %s", problem_text(p), weft_last_error(), im->wrong);
+        } else {
+            const weft_exec with = im->exec;
+            if (!with.workspace_bytes) test_failed("%s: the query asks for nothing", problem_text(p));
+            im->exec.workspace = NULL, im->exec.workspace_bytes = 0;
+            weft_op_plan(p->op, &im->exec, im->args, &plan);
+            const bool single = strstr(plan, "a single pass") != NULL;
+            const weft_status status = weft_op_call(p->op, &im->exec, im->args);
+            if (single && s.misalign) test_failed("%s: %s at odd addresses", problem_text(p), plan);
+            if (status != (single ? WEFT_OK : WEFT_ERR_WORKSPACE))
+                test_failed("%s: %s, without a workspace: %s", problem_text(p), plan, weft_last_error());
+            im->exec = with;
+            if (!image_get(im)) test_failed("%s", im->wrong);
+        }
+        image_close(im);
+        free(im);
+        problem_free(p);
+    }
+    test_verdict();
+}
+
 /* ---- an error that stays --------------------------------------------------------------------------------------- */
 
 /* A fault ruins a process's device for good, so this runs in one of its own: a row far outside of all memory, which no
@@ -631,6 +674,7 @@ int main(void)
         cmocka_unit_test(vouched_calls_are_checked),
         cmocka_unit_test(other_devices_are_refused),
         cmocka_unit_test(small_workspaces_are_refused),
+        cmocka_unit_test(one_pass_needs_no_workspace),
         cmocka_unit_test(workspaces_are_bounded),
         cmocka_unit_test(an_error_that_stays),
     };

@@ -25,7 +25,7 @@
  *     for any number of multiprocessors on one kind of GPU; the order of sums depends on the dtype and the memory layout
  *     there, so another layout of the same values may differ in the last bits.
  *   - weft_<op>_workspace tells how many bytes exec.workspace must have for the same exec and args. Tensor data is not
- *     looked at by that function.
+ *     looked at by that function. Where the way a call takes depends on addresses, a call may do with less.
  * Tags such as [M4] refer to docs/math.md. */
 #ifndef WEFT_MHC_H
 #define WEFT_MHC_H

@@ -202,6 +202,7 @@ static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bo
 static size_t workspace_of(const weft_kernel *kernel, const weft_call *call, const args_copy *args)
 {
     weft_call query = *call;
+    query.exact = !call->query;
     query.query = true;
     return kernel->workspace ? kernel->workspace(&query, args) : 0;
 }
@@ -252,6 +253,7 @@ static weft_status plan(weft_op op, const weft_exec *exec, const void *args, con
     if (text == NULL)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: plan: expected a pointer, got NULL", weft_op_name(op));
     WEFT_TRY(enter(op, exec, args, true, &call, &copy, &kernel));
+    call.exact = true;
     plan_text *tell = exec->backend == WEFT_BACKEND_CUDA ? cuda_plans[op] : NULL;
     *text = tell ? tell(&call, &copy) : "the only way that this backend has";
     return WEFT_OK;

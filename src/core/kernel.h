@@ -32,6 +32,7 @@ typedef struct weft_call {
     weft_dtype dtype; /* activation type, or f32/f64 for operators without activations */
     bool f64;         /* every tensor is float64 */
     bool query;       /* asks for the workspace size only: pointers mean nothing */
+    bool exact;       /* a query whose pointers are those of the call after all */
     int64_t tokens, streams, channels;
     int64_t rows; /* rows of the projection where the operator has one */
     /* weft/gdn.h; heads are those of query and key, or of their gradients */

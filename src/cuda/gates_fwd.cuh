@@ -25,6 +25,7 @@ struct gates_fwd_params {
 template <int N, bool SINKHORN>
 static __global__ void __launch_bounds__(COEF_THREADS) gates_fwd_small(gates_fwd_params p)
 {
+    wait_for_previous();
     constexpr int R = 2 * N + N * N;
     __shared__ float param[R + 3];
     float h[R], ms = 0;
@@ -61,6 +62,7 @@ static __global__ void __launch_bounds__(COEF_THREADS) gates_fwd_small(gates_fwd
 /* Any number of streams: correct, not fast. */
 template <bool SINKHORN> static __global__ void __launch_bounds__(COEF_THREADS) gates_fwd_any(gates_fwd_params p)
 {
+    wait_for_previous();
     extern __shared__ float param[]; /* rows + 3 */
     const int n = p.streams, rows = 2 * n + n * n;
     const int64_t thread = blockIdx.x * (int64_t)COEF_THREADS + threadIdx.x;

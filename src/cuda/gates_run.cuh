@@ -58,7 +58,7 @@ static weft_status gates_fwd_run(const weft_call *call, const char *what, const 
     p.third = rows_of(a.third);
     p.room = plan.room;
     if (!has(p.pre.v) && !has(p.post.v) && !has(p.third.v)) return WEFT_OK;
-    launch_shape shape = {dim3(grid_of(plan.blocks)), COEF_THREADS};
+    launch_shape shape = {dim3(grid_of(plan.blocks)), COEF_THREADS, 0, OVERLAP};
     if (!plan.in_registers) {
         shape.shared = (size_t)(2 * p.streams + p.streams * p.streams + 3) * sizeof(float);
         return launch(call, what, gates_fwd_any<SINKHORN>, shape, p);

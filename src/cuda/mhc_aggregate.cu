@@ -19,6 +19,7 @@ struct fwd_task {
  * most 2^31, and n at least 2. */
 template <class T, int N, stream_layout L> static __global__ void __launch_bounds__(256, 4) fwd_kernel(fwd_task a)
 {
+    wait_for_previous();
     constexpr int W = tiles_of<T, N, L>::width, K = tiles_of<T, N, L>::count;
     const place p = place_of(a.team);
     const int step = a.team.lanes * W, channels = (int)a.channels;
@@ -54,6 +55,7 @@ template <class T, int N, stream_layout L> static __global__ void __launch_bound
 /* Any number of streams, any strides: a thread per channel, four streams at a time. */
 template <class T> static __global__ void __launch_bounds__(256) fwd_any_kernel(fwd_task a)
 {
+    wait_for_previous();
     const int64_t all = a.tokens * a.channels, stride = (int64_t)gridDim.x * blockDim.x;
     for (int64_t item = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; item < all; item += stride) {
         int64_t c;
@@ -88,7 +90,8 @@ template <class T> static weft_status fwd_any(const weft_call *call, const void 
     if (call->tokens == 0) return WEFT_OK;
     const weft_rows_flat plan = weft_rows_plan_flat(call->tokens * call->channels, 1, 1, 1, call->sms);
     task.split = divider_of(call->channels);
-    return launch(call, "aggregate", fwd_any_kernel<T>, {dim3((unsigned)plan.grid), (unsigned)plan.block}, task);
+    return launch(call, "aggregate", fwd_any_kernel<T>,
+                  {dim3((unsigned)plan.grid), (unsigned)plan.block, 0, OVERLAP}, task);
 }
 
 template <class T, int N, stream_layout L>
@@ -100,7 +103,8 @@ static weft_status fwd_fast(const weft_call *call, const weft_mhc_aggregate_fwd_
         weft_rows_plan_flat(call->tokens, call->channels, tiles::width, tiles::count, call->sms);
     task.team = plan.team;
     task.split = divider_of(plan.segments);
-    return launch(call, "aggregate", fwd_kernel<T, N, L>, {dim3((unsigned)plan.grid), (unsigned)plan.block}, task);
+    return launch(call, "aggregate", fwd_kernel<T, N, L>,
+                  {dim3((unsigned)plan.grid), (unsigned)plan.block, 0, OVERLAP}, task);
 }
 
 template <class T, int N, stream_layout L> static bool fwd_fits(const weft_mhc_aggregate_fwd_args *a)

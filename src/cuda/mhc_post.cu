@@ -48,6 +48,7 @@ template <class T, int N, stream_layout L, post_mode MODE>
 static __global__ void __launch_bounds__(POST_BLOCK, resident<N, L, MODE>())
     fwd_streams(const __grid_constant__ fwd_params p)
 {
+    wait_for_previous();
     typedef post_tile<T, N, L> tile;
     constexpr int W = tile::width, K = tile::batch, M = N + N * N;
     static_assert(sizeof(coefs<N>) == M * sizeof(float), "the coefficients are filled as an array");
@@ -93,6 +94,7 @@ static __global__ void __launch_bounds__(POST_BLOCK, resident<N, L, MODE>())
 template <class T>
 static __global__ void __launch_bounds__(POST_BLOCK) fwd_any(const __grid_constant__ fwd_params p, int n, int count)
 {
+    wait_for_previous();
     extern __shared__ float4 room[];
     const int pitch = count + 1, M = n + n * n;
     float *const k = (float *)room, *const x = k + M, *const f = x + n * pitch;
@@ -151,7 +153,7 @@ template <class T> static weft_status run_any(const weft_call *call, const void 
     const post_any_plan plan = weft_post_plan_any(call->tokens, n, call->channels);
     p.spans = plan.spans;
     p.groups = plan.groups;
-    launch_shape s = {dim3((unsigned)(plan.spans * plan.groups)), POST_BLOCK};
+    launch_shape s = {dim3((unsigned)(plan.spans * plan.groups)), POST_BLOCK, 0, OVERLAP};
     s.shared = sizeof(float) * (size_t)(n + n * n + (n + 1) * (plan.count + 1));
     return launch(call, "post", fwd_any<T>, s, p, n, plan.count);
 }
@@ -165,7 +167,7 @@ static weft_status run_mode(const weft_call *call, const weft_mhc_post_fwd_args 
     p.team = plan.team;
     p.per_block = plan.per_block;
     p.spans = plan.spans;
-    launch_shape s = {dim3((unsigned)(plan.spans * plan.groups)), (unsigned)plan.block};
+    launch_shape s = {dim3((unsigned)(plan.spans * plan.groups)), (unsigned)plan.block, 0, OVERLAP};
     s.shared = (size_t)plan.shared;
     for (; p.first < p.tokens; p.first += plan.groups * plan.per_block)
         WEFT_TRY(launch(call, "post", fwd_streams<T, N, L, MODE>, s, p));

@@ -73,10 +73,10 @@ static weft_status fwd(const weft_call *call, const void *args)
 
 static size_t fwd_workspace(const weft_call *call, const void *args)
 {
+    const weft_mhc_pre_fwd_args *a = (const weft_mhc_pre_fwd_args *)args;
     weft_arena arena = cuda_arena(call);
-    fwd_lay_out(&arena, call, (const weft_mhc_pre_fwd_args *)args);
-    const size_t chain = weft_arena_bytes(&arena), site = weft_cuda_site_fwd_bytes(call);
-    return chain > site ? chain : site;
+    fwd_lay_out(&arena, call, a);
+    return weft_cuda_site_fwd_bytes(call, NULL, a, weft_arena_bytes(&arena));
 }
 
 const char *weft_cuda_mhc_pre_fwd_plan(const weft_call *call, const void *args)

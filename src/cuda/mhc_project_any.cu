@@ -15,6 +15,7 @@ enum { THREADS = 256, TOKENS = 8, ROWS = 8 };
 __global__ void __launch_bounds__(THREADS)
     any_fwd_kernel(view x, weights w, columns k, view h, view ms, int64_t tokens, float mean)
 {
+    wait_for_previous();
     __shared__ float room[THREADS / 32 * 32];
     const int tiles = (w.rows + ROWS - 1) / ROWS;
     const int64_t items = (tokens + TOKENS - 1) / TOKENS * tiles;
@@ -64,8 +65,9 @@ weft_status weft_cuda_project_any_fwd(const weft_call *call, const weft_mhc_proj
     const weights w = {view_of(&a->phi), view_of(&a->norm_weight), (int32_t)call->rows};
     const columns k = columns_of(call, LAYOUT_NC);
     const int64_t items = (call->tokens + TOKENS - 1) / TOKENS * ((call->rows + ROWS - 1) / ROWS);
-    return launch(call, "projection", any_fwd_kernel, {.grid = grid_of(items), .block = THREADS}, view_of(&a->x), w,
-                  k, view_of(&a->h), view_of(&a->ms), call->tokens, 1.0f / (float)k.count);
+    const launch_shape shape = {.grid = grid_of(items), .block = THREADS, .shared = 0, .order = OVERLAP};
+    return launch(call, "projection", any_fwd_kernel, shape, view_of(&a->x), w, k, view_of(&a->h), view_of(&a->ms),
+                  call->tokens, 1.0f / (float)k.count);
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------------------ */

@@ -179,36 +179,40 @@ static float *psi_room(weft_arena *arena, const weft_call *call)
                                     (size_t)(rows_of(call) * call->streams * call->channels) * sizeof(float));
 }
 
-size_t weft_cuda_site_fwd_bytes(const weft_call *call)
-{
-    weft_arena arena = weft_arena_open(NULL);
-    psi_room(&arena, call);
-    return weft_arena_bytes(&arena);
-}
-
 weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_post_fwd_args *post,
                                        const weft_mhc_pre_fwd_args *pre)
 {
     const site_device device = device_of(call);
-    weft_site_facts f = {
-        .tokens = call->tokens,
-        .streams = call->streams,
-        .channels = call->channels,
-        .rows = rows_of(call),
-        .bf16 = call->dtype == WEFT_BF16 && is_dtype(&pre->u, WEFT_BF16) && is_dtype(&pre->v, WEFT_BF16) &&
-                is_dtype(&pre->h, WEFT_F32) && is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
-        .layout = tma_fits(&pre->x) && tma_fits(&pre->u) && tma_fits(&pre->v) && tma_fits(&pre->sub_weight),
-        .norm = weft_has(&pre->v) != 0,
-        .capability = device.capability,
-        .shared = call->device_shared,
-        .sms = call->sms < call->device_sms ? call->sms : call->device_sms};
+    const auto fits = [call](const weft_tensor *t) { return tma_fits(t, !call->query || call->exact); };
+    weft_site_facts f = {.tokens = call->tokens,
+                         .streams = call->streams,
+                         .channels = call->channels,
+                         .rows = rows_of(call),
+                         .bf16 = call->dtype == WEFT_BF16 && is_dtype(&pre->u, WEFT_BF16) &&
+                                 is_dtype(&pre->v, WEFT_BF16) && is_dtype(&pre->h, WEFT_F32) &&
+                                 is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
+                         .layout = fits(&pre->x) && fits(&pre->u) && fits(&pre->v) && fits(&pre->sub_weight),
+                         .norm = weft_has(&pre->v) != 0,
+                         .capability = device.capability,
+                         .shared = call->device_shared,
+                         .sms = call->sms < call->device_sms ? call->sms : call->device_sms};
     for (int log = 0; log < SITE_CLUSTERS; log++) f.resident[log] = device.resident[log];
     if (post) {
         f.bf16 = f.bf16 && is_dtype(&post->f, WEFT_BF16) && is_dtype(&post->post, WEFT_F32) &&
                  is_dtype(&post->res, WEFT_F32);
-        f.layout = f.layout && tma_fits(&post->x) && tma_fits(&post->f) && tma_fits(&post->bias);
+        f.layout = f.layout && fits(&post->x) && fits(&post->f) && fits(&post->bias);
     }
     return weft_cuda_site_plan(&f);
+}
+
+size_t weft_cuda_site_fwd_bytes(const weft_call *call, const weft_mhc_post_fwd_args *post,
+                                const weft_mhc_pre_fwd_args *pre, size_t chain)
+{
+    weft_arena arena = weft_arena_open(NULL);
+    if (weft_cuda_site_fwd_plan(call, post, pre).path != WEFT_SITE_SINGLE_PASS) return chain;
+    if (!call->exact || !psi_is_phi(pre)) psi_room(&arena, call);
+    const size_t site = weft_arena_bytes(&arena);
+    return call->exact || site > chain ? site : chain;
 }
 
 /* ---- launch ------------------------------------------------------------------------------------------------------------- */

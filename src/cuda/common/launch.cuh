@@ -9,6 +9,7 @@
 
 #include "core/kernel.h"
 #include "cuda/common/status.h"
+#include "cuda/permits.h"
 
 #define CUDA_TRY(call, what, expr)                                                                                 \
     do {                                                                                                           \
@@ -57,14 +58,15 @@ static weft_status launch(const weft_call *call, const char *what, void (*kernel
         attribute[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
         attribute[config.numAttrs++].val.clusterDim = {s.cluster, 1, 1};
     }
-    if (s.cluster > 8) /* more than every GPU with clusters has */
-        CUDA_TRY(call, what,
-                 cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    if (s.shared > 48 * 1024)
-        CUDA_TRY(
-            call, what,
-            cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)s.shared));
-    return weft_cuda_status(call, what, cudaLaunchKernelEx(&config, kernel, Formal(args)...));
+    const bool more = s.shared > WEFT_GRANTED_SHARED || s.cluster > WEFT_GRANTED_CLUSTER;
+    if (more) CUDA_TRY(call, what, weft_cuda_permit(call, (const void *)kernel, s.shared, s.cluster, false));
+    cudaError_t error = cudaLaunchKernelEx(&config, kernel, Formal(args)...);
+    if (more && error == cudaErrorInvalidValue) { /* a context that came later knows of no permit */
+        (void)cudaGetLastError();
+        CUDA_TRY(call, what, weft_cuda_permit(call, (const void *)kernel, s.shared, s.cluster, true));
+        error = cudaLaunchKernelEx(&config, kernel, Formal(args)...);
+    }
+    return weft_cuda_status(call, what, error);
 }
 
 /* Dynamic shared memory that a block may have beside up to 4 KiB that its kernel declares. */
@@ -78,9 +80,7 @@ static inline weft_status keep_together(const weft_call *call, const char *what,
                                         launch_shape *s)
 {
     int per_sm = 0;
-    if (s->shared > 48 * 1024)
-        CUDA_TRY(call, what,
-                 cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)s->shared));
+    CUDA_TRY(call, what, weft_cuda_permit(call, kernel, s->shared, s->cluster, false));
     CUDA_TRY(call, what, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, (int)s->block, s->shared));
     const int sms = call->sms < call->device_sms ? call->sms : call->device_sms;
     const int64_t most = (int64_t)per_sm * sms;

@@ -28,14 +28,14 @@ struct tma_tensor {
 };
 
 /* Can the engine move its rows? Strides count even where there is one token: a token must not be summed in another way because
- * it is alone. Data that are not there yet count as aligned. */
-static inline bool tma_fits(const weft_tensor *t)
+ * it is alone. Data that are not there yet count as aligned; so do all where addresses mean nothing. */
+static inline bool tma_fits(const weft_tensor *t, bool addressed = true)
 {
     const int64_t most = (int64_t)1 << 38;
     if (!weft_has(t)) return true;
     for (int i = 0; i + 1 < t->ndim; i++)
         if (t->stride[i] <= 0 || t->stride[i] % 8 || t->stride[i] >= most) return false;
-    return t->stride[t->ndim - 1] == 1 && (uintptr_t)t->data % 16 == 0;
+    return t->stride[t->ndim - 1] == 1 && (!addressed || (uintptr_t)t->data % 16 == 0);
 }
 
 /* The driver's function that makes maps. */

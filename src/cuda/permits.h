@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * More than every GPU grants a kernel without being asked: above 48 KiB of shared memory, above 8 blocks a cluster. */
+#ifndef WEFT_CUDA_PERMITS_H
+#define WEFT_CUDA_PERMITS_H
+
+#include "cuda/common/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { WEFT_GRANTED_SHARED = 48 * 1024, WEFT_GRANTED_CLUSTER = 8 };
+
+/* Asks, for the call's device, which is current, unless it has been asked before; `again`: even then. */
+cudaError_t weft_cuda_permit(const weft_call *call, const void *kernel, size_t shared, unsigned cluster,
+                             bool again);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
