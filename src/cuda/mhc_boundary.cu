@@ -34,9 +34,10 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
     const weft_mhc_boundary_fwd_args *a = (const weft_mhc_boundary_fwd_args *)args;
     const weft_mhc_post_fwd_args post = weft_boundary_post_fwd(a);
     const weft_mhc_pre_fwd_args pre = weft_boundary_pre_fwd(a);
-    return weft_cuda_site_fwd_bytes(
-        call, &post, &pre,
-        larger(chain_bytes(call, weft_cuda_mhc_post_fwd, &post), chain_bytes(call, weft_cuda_mhc_pre_fwd, &pre)));
+    size_t site;
+    if (weft_cuda_site_fwd_bytes(call, &post, &pre, &site)) return site;
+    return larger(site, larger(chain_bytes(call, weft_cuda_mhc_post_fwd, &post),
+                               chain_bytes(call, weft_cuda_mhc_pre_fwd, &pre)));
 }
 
 const char *weft_cuda_mhc_boundary_fwd_plan(const weft_call *call, const void *args)

@@ -76,9 +76,11 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
 {
     const weft_mhc_head_fwd_args *a = (const weft_mhc_head_fwd_args *)args;
     const weft_mhc_pre_fwd_args pre = as_pre(a);
+    size_t site;
+    if (weft_cuda_site_fwd_bytes(call, NULL, &pre, &site)) return site;
     weft_arena arena = cuda_arena(call);
     fwd_lay_out(&arena, call, a);
-    return weft_cuda_site_fwd_bytes(call, NULL, &pre, weft_arena_bytes(&arena));
+    return larger(site, weft_arena_bytes(&arena));
 }
 
 const char *weft_cuda_mhc_head_fwd_plan(const weft_call *call, const void *args)

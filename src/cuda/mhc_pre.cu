@@ -74,9 +74,12 @@ static weft_status fwd(const weft_call *call, const void *args)
 static size_t fwd_workspace(const weft_call *call, const void *args)
 {
     const weft_mhc_pre_fwd_args *a = (const weft_mhc_pre_fwd_args *)args;
+    size_t site;
+    if (weft_cuda_site_fwd_bytes(call, NULL, a, &site)) return site;
     weft_arena arena = cuda_arena(call);
     fwd_lay_out(&arena, call, a);
-    return weft_cuda_site_fwd_bytes(call, NULL, a, weft_arena_bytes(&arena));
+    const size_t chain = weft_arena_bytes(&arena);
+    return chain > site ? chain : site;
 }
 
 const char *weft_cuda_mhc_pre_fwd_plan(const weft_call *call, const void *args)

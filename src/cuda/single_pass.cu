@@ -205,14 +205,14 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
     return weft_cuda_site_plan(&f);
 }
 
-size_t weft_cuda_site_fwd_bytes(const weft_call *call, const weft_mhc_post_fwd_args *post,
-                                const weft_mhc_pre_fwd_args *pre, size_t chain)
+bool weft_cuda_site_fwd_bytes(const weft_call *call, const weft_mhc_post_fwd_args *post,
+                              const weft_mhc_pre_fwd_args *pre, size_t *bytes)
 {
+    const bool single = weft_cuda_site_fwd_plan(call, post, pre).path == WEFT_SITE_SINGLE_PASS;
     weft_arena arena = weft_arena_open(NULL);
-    if (weft_cuda_site_fwd_plan(call, post, pre).path != WEFT_SITE_SINGLE_PASS) return chain;
-    if (!call->exact || !psi_is_phi(pre)) psi_room(&arena, call);
-    const size_t site = weft_arena_bytes(&arena);
-    return call->exact || site > chain ? site : chain;
+    if (single && !(call->exact && psi_is_phi(pre))) psi_room(&arena, call);
+    *bytes = weft_arena_bytes(&arena);
+    return single && call->exact;
 }
 
 /* ---- launch ------------------------------------------------------------------------------------------------------------- */

@@ -35,10 +35,17 @@ struct launch_shape {
     unsigned cluster = 0;  /* blocks that reach each other's shared memory */
 };
 
-template <class... Formal, class... Actual>
-static weft_status launch(const weft_call *call, const char *what, void (*kernel)(Formal...), launch_shape s,
-                          Actual... args)
+/* The kernel alone says what its parameters are. */
+template <class T> struct as_it_is {
+    typedef T type;
+};
+
+/* Parameters may be a good part of what a call touches: the runtime takes them from where they are. */
+template <class... Formal>
+static weft_status launch(const weft_call *call, const char *what, void (*kernel)(Formal...), const launch_shape &s,
+                          const typename as_it_is<Formal>::type &...args)
 {
+    void *at[] = {(void *)&args...};
     cudaLaunchConfig_t config = {};
     cudaLaunchAttribute attribute[3];
     config.gridDim = s.grid;
@@ -60,11 +67,11 @@ static weft_status launch(const weft_call *call, const char *what, void (*kernel
     }
     const bool more = s.shared > WEFT_GRANTED_SHARED || s.cluster > WEFT_GRANTED_CLUSTER;
     if (more) CUDA_TRY(call, what, weft_cuda_permit(call, (const void *)kernel, s.shared, s.cluster, false));
-    cudaError_t error = cudaLaunchKernelEx(&config, kernel, Formal(args)...);
+    cudaError_t error = cudaLaunchKernelExC(&config, (const void *)kernel, at);
     if (more && error == cudaErrorInvalidValue) { /* a context that came later knows of no permit */
         (void)cudaGetLastError();
         CUDA_TRY(call, what, weft_cuda_permit(call, (const void *)kernel, s.shared, s.cluster, true));
-        error = cudaLaunchKernelEx(&config, kernel, Formal(args)...);
+        error = cudaLaunchKernelExC(&config, (const void *)kernel, at);
     }
     return weft_cuda_status(call, what, error);
 }
