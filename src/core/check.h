@@ -123,7 +123,8 @@ typedef struct weft_arg_group {
 /* No output of either group shares memory with another argument of the two (which may be one and the same group). */
 weft_status weft_check_overlap(const weft_call *call, const weft_arg_group *a, const weft_arg_group *b);
 
-const char *weft_op_name(weft_op op);
+/* Says that it depends on nothing else, so that callers which only need it for an error do not call it before one. */
+__attribute__((const)) const char *weft_op_name(weft_op op);
 
 /* Scalars that several operators share. */
 weft_status weft_check_eps(const weft_call *call, const char *name, double eps);

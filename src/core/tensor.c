@@ -192,6 +192,12 @@ static int64_t extent(const weft_tensor *t)
 /* No two indices reach the same element: each stride steps over everything that smaller strides can reach. */
 static bool writes_once(const weft_tensor *t)
 {
+    /* Nearly always the strides fall from the first to the last. */
+    int64_t inner = 1;
+    int last = t->ndim - 1;
+    for (; last >= 0 && (t->shape[last] == 1 || t->stride[last] >= inner); last--)
+        if (t->shape[last] > 1) inner += t->stride[last] * (t->shape[last] - 1);
+    if (last < 0) return true;
     bool used[WEFT_MAX_DIMS] = {false};
     int64_t reach = 1;
     for (int k = 0; k < t->ndim; k++) {
