@@ -183,24 +183,24 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
                                        const weft_mhc_pre_fwd_args *pre)
 {
     const site_device device = device_of(call);
-    const auto fits = [call](const weft_tensor *t) { return tma_fits(t, !call->query || call->exact); };
-    weft_site_facts f = {.tokens = call->tokens,
-                         .streams = call->streams,
-                         .channels = call->channels,
-                         .rows = rows_of(call),
-                         .bf16 = call->dtype == WEFT_BF16 && is_dtype(&pre->u, WEFT_BF16) &&
-                                 is_dtype(&pre->v, WEFT_BF16) && is_dtype(&pre->h, WEFT_F32) &&
-                                 is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
-                         .layout = fits(&pre->x) && fits(&pre->u) && fits(&pre->v) && fits(&pre->sub_weight),
-                         .norm = weft_has(&pre->v) != 0,
-                         .capability = device.capability,
-                         .shared = call->device_shared,
-                         .sms = call->sms < call->device_sms ? call->sms : call->device_sms};
+    const auto can_move = [call](const weft_tensor *t) { return tma_fits(t, !call->query || call->exact); };
+    weft_site_facts f = {
+        .tokens = call->tokens,
+        .streams = call->streams,
+        .channels = call->channels,
+        .rows = rows_of(call),
+        .bf16 = call->dtype == WEFT_BF16 && is_dtype(&pre->u, WEFT_BF16) && is_dtype(&pre->v, WEFT_BF16) &&
+                is_dtype(&pre->h, WEFT_F32) && is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
+        .layout = can_move(&pre->x) && can_move(&pre->u) && can_move(&pre->v) && can_move(&pre->sub_weight),
+        .norm = weft_has(&pre->v) != 0,
+        .capability = device.capability,
+        .shared = call->device_shared,
+        .sms = call->sms < call->device_sms ? call->sms : call->device_sms};
     for (int log = 0; log < SITE_CLUSTERS; log++) f.resident[log] = device.resident[log];
     if (post) {
         f.bf16 = f.bf16 && is_dtype(&post->f, WEFT_BF16) && is_dtype(&post->post, WEFT_F32) &&
                  is_dtype(&post->res, WEFT_F32);
-        f.layout = f.layout && fits(&post->x) && fits(&post->f) && fits(&post->bias);
+        f.layout = f.layout && can_move(&post->x) && can_move(&post->f) && can_move(&post->bias);
     }
     return weft_cuda_site_plan(&f);
 }
