@@ -11,13 +11,14 @@
  *     GM_EXP_OF_MINUS(u, e, n) e = exp(-u) of n elements; anything for a NaN
  *     GM_SET(x) GM_EXP(x) GM_LOG1P(x) GM_FMA(a, b, c) GM_GT(a, b, x, y), which is a > b ? x : y
  *     GM_RECIPROCAL(x)         1 / x for x from 1 to infinity, within an ulp
+ *     GM_QUOTIENT(u, x, r)     u / x, r being GM_RECIPROCAL(x)
  *     GM_COMPLEMENT(s, e)      1 - s as e s, any number where s is 0; optional, for silu_slopes
  * GM_LOG1P takes 0 to 1 and keeps the relative precision of small arguments. */
 
-/* s = sigmoid(u) and e = exp(-u) of n elements, n a constant. Far below zero e is infinite and s is 0; nothing here is NaN for
- * a finite u, and for a NaN they are anything: what is made of them is multiplied by u. Step by step, because each step waits
- * for the one before it and n of them need not. */
-GM_FN void GM(sigmoids)(const real *u, real *s, real *e, const int n)
+/* e = exp(-u) and d = 1 + e of n elements, n a constant; sigmoid(u) is 1 / d. Far below zero both are infinite; nothing here is
+ * NaN for a finite u, and for a NaN they are anything: what is made of them is multiplied by u. Step by step, because each
+ * step waits for the one before it and n of them need not. */
+GM_FN void GM(divisors)(const real *u, real *d, real *e, const int n)
 {
 #ifdef GM_EXP_OF_MINUS
     GM_EXP_OF_MINUS(u, e, n);
@@ -25,11 +26,10 @@ GM_FN void GM(sigmoids)(const real *u, real *s, real *e, const int n)
     for (int i = 0; i < n; i++) e[i] = -u[i];
     GM_EXP_ALL(e, n);
 #endif
-    for (int i = 0; i < n; i++) s[i] = e[i] + (scalar)1;
-    for (int i = 0; i < n; i++) s[i] = GM_RECIPROCAL(s[i]);
+    for (int i = 0; i < n; i++) d[i] = e[i] + (scalar)1;
 }
 
-/* The same of one element; NaN stays NaN. */
+/* s = sigmoid(u) and e = exp(-u) of one element; NaN stays NaN. */
 GM_FN real GM(sigmoid)(real u, real *e)
 {
     *e = GM_EXP(-u);
@@ -45,22 +45,23 @@ GM_FN real GM(complement)(real s, real e)
 /* u becomes silu(u), for n elements. */
 GM_FN void GM(silus)(real *u, const int n)
 {
-    real s[GM_MOST], e[GM_MOST];
-    GM(sigmoids)(u, s, e, n);
-    for (int i = 0; i < n; i++) u[i] = u[i] * s[i];
+    real d[GM_MOST], e[GM_MOST];
+    GM(divisors)(u, d, e, n);
+    for (int i = 0; i < n; i++) u[i] = GM_QUOTIENT(u[i], d[i], GM_RECIPROCAL(d[i]));
 }
 
 /* u becomes silu(u), slope its derivative, s (1 + u (1 - s)) = s + y (1 - s). */
 GM_FN void GM(silu_slopes)(real *u, real *slope, const int n)
 {
-    real s[GM_MOST], e[GM_MOST];
-    GM(sigmoids)(u, s, e, n);
+    real d[GM_MOST], s[GM_MOST], e[GM_MOST];
+    GM(divisors)(u, d, e, n);
+    for (int i = 0; i < n; i++) s[i] = GM_RECIPROCAL(d[i]);
 #ifdef GM_COMPLEMENT
     for (int i = 0; i < n; i++) e[i] = GM_COMPLEMENT(s[i], e[i]);
 #else
     for (int i = 0; i < n; i++) e[i] = GM(complement)(s[i], e[i]);
 #endif
-    for (int i = 0; i < n; i++) u[i] = u[i] * s[i];
+    for (int i = 0; i < n; i++) u[i] = GM_QUOTIENT(u[i], d[i], s[i]);
     for (int i = 0; i < n; i++) slope[i] = GM_FMA(u[i], e[i], s[i]);
 }
 

@@ -7,10 +7,8 @@
 
 #include "core/gdn_parts.h"
 
-/* Bytes by which each row is asked for in advance: the next heads of the same tokens. */
-enum { AHEAD = 1024 };
-/* Tokens whose activations are computed together, one step of the exponential after the other. */
-enum { TOGETHER = 2 };
+/* Heads by which rows are asked for in advance. */
+enum { AHEAD = 2 };
 
 typedef struct outputs {
     const weft_tensor *out[3]; /* query, key, value */
@@ -25,69 +23,50 @@ typedef struct source {
     int64_t step; /* bytes from one to the next */
 } source;
 
-/* Where y goes: rows of scratch, or the output itself, where nothing is left to be done with it. */
-typedef struct target {
-    float *y;
-    char *rows; /* NULL: to y */
-    int64_t step;
-    bool stream;
-} target;
-
-/* What the taps of a line of channels are and meet. */
-typedef struct filter {
-    vf tap[WEFT_GDN_MAX_WIDTH][MAX_LINE], old[WEFT_GDN_MAX_WIDTH][MAX_LINE], bias[MAX_LINE];
-} filter;
-
-/* u of one token; the token becomes history. */
-INLINE void convolve_line(const int W, filter *f, const vf *now, vf *u, const int vectors)
-{
-    for (int h = 0; h < vectors; h++) {
-        u[h] = f->bias[h];
-        for (int j = 0; j + 1 < W; j++) u[h] = vf_fma(f->tap[j][h], f->old[j][h], u[h]);
-        u[h] = vf_fma(f->tap[W - 1][h], now[h], u[h]);
-        for (int j = 0; j + 2 < W; j++) f->old[j][h] = f->old[j + 1][h];
-        if (W > 1) f->old[W - 2][h] = now[h];
-    }
-}
-
-/* y of TOGETHER tokens from row i on. */
-INLINE void activate_rows(const int W, const int together, const weft_dtype t, const gdn_pre *p, const source *x,
-                          filter *f, int64_t c, int64_t i, int64_t ld, const target *to)
-{
-    const int vectors = line_vectors(t);
-    vf u[TOGETHER * MAX_LINE];
-    for (int k = 0; k < together; k++) {
-        vf now[MAX_LINE];
-        const char *row = x->rows + (i + k) * x->step;
-        line_get(t, row, c, now);
-        line_ask(row, c * (int64_t)size_of(t) + AHEAD);
-        convolve_line(W, f, now, u + k * vectors, vectors);
-    }
-    if (p->o->activation == WEFT_GDN_SILU) gm_silus(u, together * vectors);
-    for (int k = 0; k < together && to->rows; k++)
-        line_put(t, to->rows + (i + k) * to->step, c, u + k * vectors, to->stream);
-    for (int k = 0; k < together * vectors && !to->rows; k++) {
-        vf v = p->round != WEFT_NONE ? vf_round(p->round, u[k]) : u[k];
-        vf_store(to->y + (i + k / vectors) * ld + c + k % vectors * LANES, v);
-    }
-}
-
-/* y of all tokens of a run, a line of channels after the other: taps and what they meet stay in registers. */
-INLINE void activate(const int W, const weft_dtype t, const gdn_pre *p, source x, const float *taps, int64_t ld,
-                     int64_t length, const target *to)
+/* u of all tokens of a run, a line of channels after the other: taps and what they meet stay in registers. */
+INLINE void convolve_run(const int W, const weft_dtype t, source x, const float *taps, int64_t ld, int64_t length,
+                         float *u)
 {
     for (int64_t c = 0; c < ld; c += line_channels(t)) {
-        filter f;
-        int64_t i = 0;
+        vf tap[WEFT_GDN_MAX_WIDTH][MAX_LINE], old[WEFT_GDN_MAX_WIDTH][MAX_LINE], bias[MAX_LINE];
         for (int h = 0; h < line_vectors(t); h++) {
             int64_t e = c + h * LANES;
-            f.bias[h] = vf_load(taps + W * ld + e);
-            for (int j = 0; j < W; j++) f.tap[j][h] = vf_load(taps + j * ld + e);
-            for (int j = 0; j + 1 < W; j++) f.old[j][h] = vf_load(x.history + j * ld + e);
+            bias[h] = vf_load(taps + W * ld + e);
+            for (int j = 0; j < W; j++) tap[j][h] = vf_load(taps + j * ld + e);
+            for (int j = 0; j + 1 < W; j++) old[j][h] = vf_load(x.history + j * ld + e);
         }
-        for (; i + TOGETHER <= length; i += TOGETHER) activate_rows(W, TOGETHER, t, p, &x, &f, c, i, ld, to);
-        for (; i < length; i++) activate_rows(W, 1, t, p, &x, &f, c, i, ld, to);
+        const char *row = x.rows;
+        for (float *to = u + c; to < u + length * ld; to += ld, row += x.step) {
+            vf now[MAX_LINE];
+            line_get(t, row, c, now);
+            for (int h = 0; h < line_vectors(t); h++) {
+                vf v = bias[h];
+                for (int j = 0; j + 1 < W; j++) v = vf_fma(tap[j][h], old[j][h], v);
+                vf_store(to + h * LANES, vf_fma(tap[W - 1][h], now[h], v));
+                for (int j = 0; j + 2 < W; j++) old[j][h] = old[j + 1][h];
+                if (W > 1) old[W - 2][h] = now[h];
+            }
+        }
     }
+}
+
+/* Vectors whose activations are computed together, one step of the exponential after the other. */
+enum { TOGETHER = 4 };
+
+INLINE void activate_some(const int n, const gdn_pre *p, float *y)
+{
+    vf v[TOGETHER];
+    for (int k = 0; k < n; k++) v[k] = vf_load(y + k * LANES);
+    if (p->o->activation == WEFT_GDN_SILU) gm_silus(v, n);
+    for (int k = 0; k < n; k++) vf_store(y + k * LANES, p->round != WEFT_NONE ? vf_round(p->round, v[k]) : v[k]);
+}
+
+/* u becomes y, from where it is y already to `to` at least, with `all` in total. */
+INLINE float *activate(const gdn_pre *p, float *from, const float *to, const float *all)
+{
+    for (; from < to && from + TOGETHER * LANES <= all; from += TOGETHER * LANES) activate_some(TOGETHER, p, from);
+    for (; from < to; from += LANES) activate_some(1, p, from);
+    return from;
 }
 
 INLINE float squares(const float *y, int64_t ld)
@@ -113,58 +92,93 @@ INLINE void factors(const gdn_pre *p, int part, const float *y, int64_t ld, int6
     }
 }
 
-/* A row, times a factor, to all heads that repeat it. */
+/* Rows, each times its factor, to all heads that repeat them. */
 INLINE void put_lines(const weft_dtype t, const weft_tensor *out, char *token, gdn_group to, const float *y,
-                      int64_t dim, float scale, bool stream)
+                      int64_t ld, int64_t length, const float *factor, bool stream)
 {
-    int64_t step = to.step * out->stride[2] * (int64_t)size_of(t);
-    char *first = head_of(out, token, to.first);
-    for (int64_t c = 0; c < dim; c += line_channels(t)) {
-        vf v[MAX_LINE];
-        for (int h = 0; h < line_vectors(t); h++) v[h] = vf_load(y + c + h * LANES) * scale;
-        for (int64_t i = 0; i < to.count; i++) line_put(t, first + i * step, c, v, stream);
+    int64_t size = (int64_t)size_of(t), step = to.step * out->stride[2] * size, dim = out->shape[3];
+    for (int64_t i = 0; i < length; i++, y += ld, token += out->stride[1] * size) {
+        char *first = head_of(out, token, to.first);
+        for (int64_t c = 0; c < dim; c += line_channels(t)) {
+            vf v[MAX_LINE];
+            for (int h = 0; h < line_vectors(t); h++) v[h] = vf_load(y + c + h * LANES) * factor[i];
+            for (int64_t k = 0; k < to.count; k++) line_put(t, first + k * step, c, v, stream);
+        }
     }
 }
 
-static void put_row(const weft_tensor *out, char *token, gdn_group to, float *y, int64_t dim, float scale,
-                    bool direct, bool stream)
+static void put_run(const weft_tensor *out, char *token, gdn_group to, float *y, int64_t ld, int64_t length,
+                    const float *factor, bool direct, bool stream)
 {
     if (direct) {
-        FOR_DTYPE(out->dtype, put_lines(T, out, token, to, y, dim, scale, stream))
+        FOR_DTYPE(out->dtype, put_lines(T, out, token, to, y, ld, length, factor, stream))
         return;
     }
-    for (int64_t c = 0; c < dim; c += LANES) vf_store(y + c, vf_load(y + c) * scale);
-    for (int64_t i = 0; i < to.count; i++)
-        head_store(out, false, head_of(out, token, to.first + i * to.step), y, dim);
+    int64_t dim = out->shape[3];
+    for (int64_t i = 0; i < length; i++, y += ld, token += out->stride[1] * (int64_t)size_of(out->dtype)) {
+        for (int64_t c = 0; c < dim; c += LANES) vf_store(y + c, vf_load(y + c) * factor[i]);
+        for (int64_t k = 0; k < to.count; k++)
+            head_store(out, false, head_of(out, token, to.first + k * to.step), y, dim);
+    }
+}
+
+/* Rows of a head to come. They are asked for row by row while another head is computed: the hardware does not see which rows
+ * come next, and all requests at once would have to wait for each other. */
+typedef struct ahead {
+    const char *rows;
+    int64_t step, bytes; /* from one to the next, of each */
+} ahead;
+
+INLINE ahead ahead_of(const gdn_pre *p, const weft_tensor *x, int64_t h, int64_t t)
+{
+    int64_t size = (int64_t)size_of(x->dtype);
+    return (ahead){head_of(x, gdn_token(p, x, t), h), x->stride[1] * size, x->shape[3] * size};
+}
+
+INLINE void ask_row(const ahead *a, int64_t i)
+{
+    for (int64_t at = 0; at < a->bytes; at += 64) line_ask(a->rows + i * a->step, at);
+}
+
+/* The n-th head of all: q, k and v, then those of the next run, which begins at token t1. With a head of v comes its gate. */
+static void look_ahead(const gdn_pre *p, const outputs *o, int64_t n, int64_t t0, int64_t t1, ahead to_come[2])
+{
+    int part = 0;
+    for (; part < 3 && n >= p->part[part].heads; part++) n -= p->part[part].heads;
+    int64_t t = part < 3 ? t0 : t1;
+    part %= 3;
+    to_come[0] = to_come[1] = (ahead){0};
+    if (t >= p->s.tokens || n >= p->part[part].heads) return;
+    to_come[0] = ahead_of(p, p->part[part].x, n, t);
+    if (part == 2 && weft_has(o->gate)) to_come[1] = ahead_of(p, o->z, n, t);
 }
 
 /* Heads that lie as whole lines are read where they are; all others are widened to scratch first. */
 INLINE void head_run(const int W, const gdn_pre *p, const outputs *o, int part, int64_t h, const gdn_run *r,
-                     int64_t t0, int64_t t1, float *scratch)
+                     int64_t t0, int64_t t1, const ahead to_come[2], float *scratch)
 {
     const gdn_part *g = &p->part[part];
     const weft_tensor *out = o->out[part];
     const float *taps = taps_of(p, g, h);
-    float *y = scratch, *x = scratch + GDN_RUN * g->ld;
-    int64_t step = out->stride[1] * (int64_t)size_of(out->dtype);
-    char *token = gdn_token(p, out, t0);
-    bool whole = part == 2 && g->direct && o->direct[part]; /* rounding to the output's type is the parity's too */
-    target to_y = {y, whole ? head_of(out, token, h) : NULL, step, o->stream[part]};
+    int64_t length = t1 - t0;
+    float *y = scratch, *end = y + length * g->ld, *done = y, *x = scratch + GDN_RUN * g->ld, factor[GDN_RUN];
     inputs_load(p, g, h, r, t0 - (W - 1), g->direct ? t0 : t1, x);
     if (g->direct) {
         source from = {x, head_of(g->x, gdn_token(p, g->x, t0), h),
                        g->x->stride[1] * (int64_t)size_of(g->x->dtype)};
-        FOR_DTYPE(g->x->dtype, activate(W, T, p, from, taps, g->ld, t1 - t0, &to_y))
+        FOR_DTYPE(g->x->dtype, convolve_run(W, T, from, taps, g->ld, length, y))
     } else {
         source from = {x, (const char *)(x + (W - 1) * g->ld), g->ld * 4};
-        activate(W, WEFT_F32, p, from, taps, g->ld, t1 - t0, &to_y);
+        convolve_run(W, WEFT_F32, from, taps, g->ld, length, y);
     }
-    if (whole) return;
-    float factor[GDN_RUN];
-    factors(p, part, y, g->ld, t1 - t0, factor);
-    gdn_group to = gdn_group_of(p, part, h, out->shape[2]);
-    for (int64_t t = t0; t < t1; t++, y += g->ld, token += step)
-        put_row(out, token, to, y, g->dim, factor[t - t0], o->direct[part], o->stream[part]);
+    for (int64_t i = 0; i < length; i++) {
+        done = activate(p, done, y + (i + 1) * g->ld, end);
+        ask_row(&to_come[0], i);
+        ask_row(&to_come[1], i);
+    }
+    factors(p, part, y, g->ld, length, factor);
+    put_run(out, gdn_token(p, out, t0), gdn_group_of(p, part, h, out->shape[2]), y, g->ld, length, factor,
+            o->direct[part], o->stream[part]);
 }
 
 /* ---- gates ---------------------------------------------------------------------------------------------------------- */
@@ -270,11 +284,15 @@ static void tile(void *context, int64_t item, int thread)
         gates_run(p, &j->o, &r, scratch);
         for (int64_t t0 = r.t0; t0 < r.t1; t0 += GDN_RUN) {
             gdn_run part_of = r;
+            int64_t n = 0;
             part_of.t0 = t0;
             part_of.t1 = min64(t0 + GDN_RUN, r.t1);
             for (int part = 0; part < 3; part++)
-                for (int64_t h = 0; h < p->part[part].heads; h++)
-                    FOR_WIDTH(p->width, head_run(W, p, &j->o, part, h, &r, t0, part_of.t1, scratch))
+                for (int64_t h = 0; h < p->part[part].heads; h++, n++) {
+                    ahead to_come[2];
+                    look_ahead(p, &j->o, n + AHEAD, t0, part_of.t1, to_come);
+                    FOR_WIDTH(p->width, head_run(W, p, &j->o, part, h, &r, t0, part_of.t1, to_come, scratch))
+                }
             if (weft_has(j->o.gate)) gate_run(p, &j->o, &part_of);
         }
     }

@@ -50,6 +50,7 @@ static __device__ __forceinline__ float exp_of_minus(float u)
 #define GM_EXP(x) expf(x)
 #define GM_LOG1P(x) log1pf(x)
 #define GM_RECIPROCAL(x) reciprocal(x)
+#define GM_QUOTIENT(u, x, r) ((u) * (r))
 #define GM_FMA(a, b, c) fmaf(a, b, c)
 #define GM_GT(a, b, x, y) ((a) > (b) ? (x) : (y))
 #include "core/gdn_math.h"
