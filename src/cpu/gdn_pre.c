@@ -50,23 +50,65 @@ INLINE void convolve_run(const int W, const weft_dtype t, source x, const float 
     }
 }
 
+/* Rows of a head to come. They are asked for row by row while another head is activated: the hardware does not see which
+ * rows come next, and all requests at once would have to wait for each other. */
+typedef struct ahead {
+    const char *rows;
+    int64_t step, bytes; /* from one to the next, of each */
+} ahead;
+
+INLINE ahead ahead_of(const gdn_pre *p, const weft_tensor *x, int64_t h, int64_t t)
+{
+    int64_t size = (int64_t)size_of(x->dtype);
+    return (ahead){head_of(x, gdn_token(p, x, t), h), x->stride[1] * size, x->shape[3] * size};
+}
+
+/* The n-th head of all: q, k and v, then those of the next run, which begins at token t1. With a head of v comes its gate. */
+static void look_ahead(const gdn_pre *p, const outputs *o, int64_t n, int64_t t0, int64_t t1, ahead to_come[2])
+{
+    int part = 0;
+    for (; part < 3 && n >= p->part[part].heads; part++) n -= p->part[part].heads;
+    int64_t t = part < 3 ? t0 : t1;
+    part %= 3;
+    to_come[0] = to_come[1] = (ahead){0};
+    if (t >= p->s.tokens || n >= p->part[part].heads) return;
+    to_come[0] = ahead_of(p, p->part[part].x, n, t);
+    if (part == 2 && weft_has(o->gate)) to_come[1] = ahead_of(p, o->z, n, t);
+}
+
+INLINE void ask_row(const ahead to_come[2], int64_t i)
+{
+    for (const ahead *a = to_come; a < to_come + 2; a++)
+        for (int64_t at = 0; at < a->bytes; at += 64) line_ask(a->rows + i * a->step, at);
+}
+
 /* Vectors whose activations are computed together, one step of the exponential after the other. */
 enum { TOGETHER = 4 };
 
-INLINE void activate_some(const int n, const gdn_pre *p, float *y)
+INLINE void activate(const int n, const gdn_pre *p, const float *u, vf *y)
 {
-    vf v[TOGETHER];
-    for (int k = 0; k < n; k++) v[k] = vf_load(y + k * LANES);
-    if (p->o->activation == WEFT_GDN_SILU) gm_silus(v, n);
-    for (int k = 0; k < n; k++) vf_store(y + k * LANES, p->round != WEFT_NONE ? vf_round(p->round, v[k]) : v[k]);
+    for (int k = 0; k < n; k++) y[k] = vf_load(u + k * LANES);
+    if (p->o->activation == WEFT_GDN_SILU) gm_silus(y, n);
+    for (int k = 0; k < n && p->round != WEFT_NONE; k++) y[k] = vf_round(p->round, y[k]);
 }
 
-/* u becomes y, from where it is y already to `to` at least, with `all` in total. */
-INLINE float *activate(const gdn_pre *p, float *from, const float *to, const float *all)
+INLINE void activate_here(const int n, const gdn_pre *p, float *u)
 {
-    for (; from < to && from + TOGETHER * LANES <= all; from += TOGETHER * LANES) activate_some(TOGETHER, p, from);
-    for (; from < to; from += LANES) activate_some(1, p, from);
-    return from;
+    vf y[TOGETHER];
+    activate(n, p, u, y);
+    for (int k = 0; k < n; k++) vf_store(u + k * LANES, y[k]);
+}
+
+/* u of a run becomes y where it is. */
+INLINE void activate_run(const gdn_pre *p, float *u, int64_t ld, int64_t length, const ahead to_come[2])
+{
+    const float *end = u + length * ld, *row = u;
+    for (int64_t i = 0; i < length; i++) {
+        row += ld;
+        for (; u < row && u + TOGETHER * LANES <= end; u += TOGETHER * LANES) activate_here(TOGETHER, p, u);
+        for (; u < row; u += LANES) activate_here(1, p, u);
+        ask_row(to_come, i);
+    }
 }
 
 INLINE float squares(const float *y, int64_t ld)
@@ -92,65 +134,63 @@ INLINE void factors(const gdn_pre *p, int part, const float *y, int64_t ld, int6
     }
 }
 
-/* Rows, each times its factor, to all heads that repeat them. */
-INLINE void put_lines(const weft_dtype t, const weft_tensor *out, char *token, gdn_group to, const float *y,
-                      int64_t ld, int64_t length, const float *factor, bool stream)
+/* Where the rows of a head go, and to how many heads that repeat it. */
+typedef struct target {
+    const weft_tensor *out;
+    gdn_group to;
+    char *row; /* the first one's first head */
+    int64_t row_step, head_step;
+    bool direct, stream;
+} target;
+
+INLINE void put_activated(const int n, const weft_dtype t, const gdn_pre *p, const float *u, char *row, int64_t c,
+                          bool stream)
 {
-    int64_t size = (int64_t)size_of(t), step = to.step * out->stride[2] * size, dim = out->shape[3];
-    for (int64_t i = 0; i < length; i++, y += ld, token += out->stride[1] * size) {
-        char *first = head_of(out, token, to.first);
-        for (int64_t c = 0; c < dim; c += line_channels(t)) {
+    vf y[TOGETHER];
+    activate(n, p, u + c, y);
+    for (int k = 0; k < n; k += line_vectors(t)) line_put(t, row, c + k * LANES, y + k, stream);
+}
+
+/* u of a run becomes y where it goes: what needs no factor does not go through scratch. */
+INLINE void activate_out(const weft_dtype t, const gdn_pre *p, const float *u, int64_t ld, int64_t length,
+                         const ahead to_come[2], const target *d)
+{
+    char *row = d->row;
+    for (int64_t i = 0; i < length; i++, u += ld, row += d->row_step) {
+        int64_t c = 0;
+        for (; c + TOGETHER * LANES <= ld; c += TOGETHER * LANES)
+            put_activated(TOGETHER, t, p, u, row, c, d->stream);
+        for (; c < ld; c += line_channels(t)) put_activated(line_vectors(t), t, p, u, row, c, d->stream);
+        ask_row(to_come, i);
+    }
+}
+
+/* Rows, each times its factor. Not while others are activated: stores past the caches hold up the stores to scratch that
+ * follow them. */
+INLINE void put_lines(const weft_dtype t, const target *d, const float *y, int64_t ld, int64_t length,
+                      const float *factor)
+{
+    char *row = d->row;
+    for (int64_t i = 0; i < length; i++, y += ld, row += d->row_step)
+        for (int64_t c = 0; c < ld; c += line_channels(t)) {
             vf v[MAX_LINE];
             for (int h = 0; h < line_vectors(t); h++) v[h] = vf_load(y + c + h * LANES) * factor[i];
-            for (int64_t k = 0; k < to.count; k++) line_put(t, first + k * step, c, v, stream);
+            for (int64_t k = 0; k < d->to.count; k++) line_put(t, row + k * d->head_step, c, v, d->stream);
         }
-    }
 }
 
-static void put_run(const weft_tensor *out, char *token, gdn_group to, float *y, int64_t ld, int64_t length,
-                    const float *factor, bool direct, bool stream)
+static void put_run(const target *d, float *y, int64_t ld, int64_t length, const float *factor)
 {
-    if (direct) {
-        FOR_DTYPE(out->dtype, put_lines(T, out, token, to, y, ld, length, factor, stream))
+    if (d->direct) {
+        FOR_DTYPE(d->out->dtype, put_lines(T, d, y, ld, length, factor))
         return;
     }
-    int64_t dim = out->shape[3];
-    for (int64_t i = 0; i < length; i++, y += ld, token += out->stride[1] * (int64_t)size_of(out->dtype)) {
-        for (int64_t c = 0; c < dim; c += LANES) vf_store(y + c, vf_load(y + c) * factor[i]);
-        for (int64_t k = 0; k < to.count; k++)
-            head_store(out, false, head_of(out, token, to.first + k * to.step), y, dim);
+    char *row = d->row;
+    for (int64_t i = 0; i < length; i++, y += ld, row += d->row_step) {
+        for (int64_t c = 0; c < ld; c += LANES) vf_store(y + c, vf_load(y + c) * factor[i]);
+        for (int64_t k = 0; k < d->to.count; k++)
+            head_store(d->out, false, row + k * d->head_step, y, d->out->shape[3]);
     }
-}
-
-/* Rows of a head to come. They are asked for row by row while another head is computed: the hardware does not see which rows
- * come next, and all requests at once would have to wait for each other. */
-typedef struct ahead {
-    const char *rows;
-    int64_t step, bytes; /* from one to the next, of each */
-} ahead;
-
-INLINE ahead ahead_of(const gdn_pre *p, const weft_tensor *x, int64_t h, int64_t t)
-{
-    int64_t size = (int64_t)size_of(x->dtype);
-    return (ahead){head_of(x, gdn_token(p, x, t), h), x->stride[1] * size, x->shape[3] * size};
-}
-
-INLINE void ask_row(const ahead *a, int64_t i)
-{
-    for (int64_t at = 0; at < a->bytes; at += 64) line_ask(a->rows + i * a->step, at);
-}
-
-/* The n-th head of all: q, k and v, then those of the next run, which begins at token t1. With a head of v comes its gate. */
-static void look_ahead(const gdn_pre *p, const outputs *o, int64_t n, int64_t t0, int64_t t1, ahead to_come[2])
-{
-    int part = 0;
-    for (; part < 3 && n >= p->part[part].heads; part++) n -= p->part[part].heads;
-    int64_t t = part < 3 ? t0 : t1;
-    part %= 3;
-    to_come[0] = to_come[1] = (ahead){0};
-    if (t >= p->s.tokens || n >= p->part[part].heads) return;
-    to_come[0] = ahead_of(p, p->part[part].x, n, t);
-    if (part == 2 && weft_has(o->gate)) to_come[1] = ahead_of(p, o->z, n, t);
 }
 
 /* Heads that lie as whole lines are read where they are; all others are widened to scratch first. */
@@ -160,8 +200,16 @@ INLINE void head_run(const int W, const gdn_pre *p, const outputs *o, int part, 
     const gdn_part *g = &p->part[part];
     const weft_tensor *out = o->out[part];
     const float *taps = taps_of(p, g, h);
-    int64_t length = t1 - t0;
-    float *y = scratch, *end = y + length * g->ld, *done = y, *x = scratch + GDN_RUN * g->ld, factor[GDN_RUN];
+    float *y = scratch, *x = scratch + GDN_RUN * g->ld, factor[GDN_RUN];
+    int64_t length = t1 - t0, size = (int64_t)size_of(out->dtype);
+    gdn_group to = gdn_group_of(p, part, h, out->shape[2]);
+    target d = {out,
+                to,
+                head_of(out, gdn_token(p, out, t0), to.first),
+                out->stride[1] * size,
+                to.step * out->stride[2] * size,
+                o->direct[part],
+                o->stream[part]};
     inputs_load(p, g, h, r, t0 - (W - 1), g->direct ? t0 : t1, x);
     if (g->direct) {
         source from = {x, head_of(g->x, gdn_token(p, g->x, t0), h),
@@ -171,14 +219,13 @@ INLINE void head_run(const int W, const gdn_pre *p, const outputs *o, int part, 
         source from = {x, (const char *)(x + (W - 1) * g->ld), g->ld * 4};
         convolve_run(W, WEFT_F32, from, taps, g->ld, length, y);
     }
-    for (int64_t i = 0; i < length; i++) {
-        done = activate(p, done, y + (i + 1) * g->ld, end);
-        ask_row(&to_come[0], i);
-        ask_row(&to_come[1], i);
+    if (part == 2 && d.direct) {
+        FOR_DTYPE(out->dtype, activate_out(T, p, y, g->ld, length, to_come, &d))
+        return;
     }
+    activate_run(p, y, g->ld, length, to_come);
     factors(p, part, y, g->ld, length, factor);
-    put_run(out, gdn_token(p, out, t0), gdn_group_of(p, part, h, out->shape[2]), y, g->ld, length, factor,
-            o->direct[part], o->stream[part]);
+    put_run(&d, y, g->ld, length, factor);
 }
 
 /* ---- gates ---------------------------------------------------------------------------------------------------------- */
