@@ -2,7 +2,8 @@
  *
  * In front of the gated delta rule, forward and decoding: convolution and activation [G1], heads [G2], gates [G3],
  * states [G4]. Bytes per token, bf16: 2 (2 Hk Dk + 2 H Dk + 4 Hv Dv) and the gates. A run of tokens goes head by head
- * through L1: the rows of a head are widened once, and every output line is written once. */
+ * through L1, first convolved, then activated, then written: each pass by itself has registers enough. The rows of a head
+ * are widened once, and every output line is written once. */
 #include "cpu/gdn_pre.h"
 
 #include "core/gdn_parts.h"
