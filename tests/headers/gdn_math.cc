@@ -12,6 +12,7 @@
 #define GM_EXP(x) std::exp(x)
 #define GM_EXP_ALL(x, n) for (int k = 0; k < (n); k++) (x)[k] = std::exp((x)[k])
 #define GM_RECIPROCAL(x) (1 / (x))
+#define GM_QUOTIENT(u, x, r) ((u) / (x))
 #define GM_LOG1P(x) std::log1p(x)
 #define GM_FMA(a, b, c) std::fma(a, b, c)
 #define GM_GT(a, b, x, y) ((a) > (b) ? (x) : (y))
