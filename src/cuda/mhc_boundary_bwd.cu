@@ -3,13 +3,12 @@
  * boundary's backward with a single pass over the streams at its end [M11]: who runs when.
  *
  *     records        gates and Sinkhorn, without what waits for the next launch                  mhc_boundary_bwd_gates.cu
- *     d_pre, r, k    sums over the whole token, where something waits for them                   mhc_boundary_bwd_sums.cu
- *     records        what d_pre, r and k change there                                            mhc_boundary_bwd_gates.cu
+ *     d_pre, r, k    sums over the whole token, where something waits for them, into records     mhc_boundary_bwd_sums.cu
  *     the rest       one pass,                                                                   mhc_boundary_bwd_pass.cu
  *                    and sums of partial sums                                                    mhc_boundary_bwd_fold.cu
  *
- * In the shifted form without a norm nothing has to be known of y, and the second and third are left out. The first is an
- * ordinary launch, so nothing of an earlier call is left; each of the others may begin while the one before it drains. */
+ * In the shifted form without a norm nothing has to be known of y, and the second is left out. The first is an ordinary
+ * launch, so nothing of an earlier call is left; each of the others may begin while the one before it drains. */
 #include "cuda/mhc_boundary_bwd.h"
 
 #include "core/status.h"
@@ -46,31 +45,31 @@ boundary_bwd_path weft_cuda_boundary_bwd_path(const weft_call *call, const weft_
 
 static boundary_work lay_out(weft_arena *arena, const weft_call *call, const weft_mhc_boundary_bwd_args *a)
 {
-    const int64_t tokens = call->tokens, n = call->streams, columns = n * call->channels;
+    const int64_t n = call->streams, columns = n * call->channels;
     const bool shifted = weft_has(&a->pre_in), normed = weft_has(&a->d_v), has_du = normed || weft_has(&a->d_u);
     auto floats = [&](int64_t count) { return (float *)weft_arena_take(arena, (size_t)count * 4); };
     boundary_work w = {};
     w.a = a;
-    w.plan = weft_boundary_bwd_plan(tokens, n, call->channels);
-    const int64_t padded = w.plan.tiles * BOUNDARY_TILE;
+    w.plan = weft_boundary_bwd_plan(call->tokens, call->channels);
+    const int64_t padded = w.plan.tiles * BOUNDARY_TILE, pieces = boundary_pieces(&w.plan);
     w.stored = weft_has(&a->y) && tma_fits(&a->y);
-    w.waits = normed || (has_du && !shifted);
-    if (has_du && !shifted) w.d_pre = weft_dense2(floats(tokens * n), WEFT_F32, tokens, n);
+    w.late_pre = has_du && !shifted;
+    w.waits = normed || w.late_pre;
     w.records =
         (uint4 *)weft_arena_take(arena, (size_t)(padded * weft_boundary_bwd_ring(n).record_bytes / BOUNDARY_TILE));
-    if (normed) w.norm = (float2 *)floats(tokens * 2);
     w.psi = floats(call->rows * columns);
     if (weft_has(&a->d_phi.to) || weft_has(&a->d_norm_weight.to))
-        w.dpsi = floats(w.plan.splits * call->rows * columns);
+        w.dpsi = floats(pieces * call->rows * n * BOUNDARY_SLICE);
     if (weft_has(&a->d_post.to) || weft_has(&a->d_res.to) || weft_has(&a->d_pre_in.to))
         w.sums =
             floats(w.plan.slices * padded * weft_boundary_bwd_sums(n, weft_has(&a->x), weft_has(&a->d_pre_in.to)));
-    if (weft_has(&a->d_bias.to)) w.d_bias = floats(w.plan.splits * call->channels);
-    if (weft_has(&a->d_sub_weight.to)) w.d_weight = floats(w.plan.splits * call->channels);
+    if (weft_has(&a->d_bias.to)) w.d_bias = floats(pieces * BOUNDARY_SLICE);
+    if (weft_has(&a->d_sub_weight.to)) w.d_weight = floats(pieces * BOUNDARY_SLICE);
     if (weft_has(&a->d_alpha.to) || weft_has(&a->d_beta.to)) {
         int64_t chunks;
-        weft_cuda_coef_cut(tokens, &chunks, &w.gate_slots);
-        w.gates = floats((call->rows + 3 + n + 1) * w.gate_slots);
+        weft_cuda_coef_cut(call->tokens, &chunks, &w.gate_slots);
+        w.gates = floats((call->rows + 3) * w.gate_slots);
+        if (w.late_pre) w.late = floats((n + 1) * padded);
     }
     return w;
 }
@@ -92,10 +91,6 @@ weft_status weft_cuda_boundary_bwd(const weft_call *call, const weft_mhc_boundar
         WEFT_TRY(weft_cuda_project_spread(call, &a->phi, &a->norm_weight, columns_of(call, LAYOUT_NC), w.psi));
     WEFT_TRY(weft_cuda_boundary_bwd_gates(call, &w));
     if (w.waits) WEFT_TRY(weft_cuda_boundary_bwd_sums(call, &w));
-    if (w.waits) WEFT_TRY(weft_cuda_boundary_bwd_late(call, &w));
     WEFT_TRY(weft_cuda_boundary_bwd_pass(call, &w));
-    WEFT_TRY(weft_cuda_boundary_bwd_fold(call, &w));
-    if (w.d_bias) WEFT_TRY(weft_cuda_post_add_bias(call, &a->d_bias, w.d_bias, w.plan.splits));
-    if (w.d_weight) WEFT_TRY(weft_cuda_post_add_bias(call, &a->d_sub_weight, w.d_weight, w.plan.splits));
-    return WEFT_OK;
+    return weft_cuda_boundary_bwd_fold(call, &w);
 }

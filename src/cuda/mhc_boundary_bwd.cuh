@@ -9,7 +9,8 @@
 #include "cuda/mhc_project.cuh"
 
 /* A token's numbers beside its streams, in pieces of 16 bytes: the rows of d_h as bf16, hi then lo; w[o][i], post, pre as
- * floats; 2 d_ms / K and the norm's r and k. An odd number of pieces, so that eight records begin in eight banks. */
+ * floats; 2 d_ms / K, the norm's r and k, and what is late of 2 d_ms / K. Gates and sums write at the same time, each words of
+ * their own. An odd number of pieces, so that eight records begin in eight banks. */
 template <int N> struct boundary_record {
     static constexpr int rows = 2 * N + N * N, row_tiles = (rows + 7) / 8;
     static constexpr int floats_at = 2 * row_tiles, rest_at = floats_at + (N * N + 2 * N) / 4, pieces = rest_at + 1;
@@ -19,7 +20,7 @@ template <int N> struct boundary_record {
 
 /* The floats of a record. */
 template <int N> struct alignas(16) token_coefs {
-    float w[N][N], post[N], pre[N], scale, r, k, unused;
+    float w[N][N], post[N], pre[N], scale, r, k, late;
 };
 
 template <int N> static __device__ __forceinline__ void get_record(token_coefs<N> &k, const char *record)
@@ -37,26 +38,22 @@ struct boundary_work {
     const weft_mhc_boundary_bwd_args *a;
     boundary_bwd_plan plan;
     bool stored;              /* y is there and can be read in vectors */
-    bool waits;               /* for sums over the whole token */
-    weft_tensor d_pre;        /* fp32 [T, n]: the gradient of this site's pre, with the aggregate's part */
+    bool waits, late_pre;     /* something, the gradient of this site's pre waits for sums over the whole token */
     uint4 *records;           /* [tiles * 16] */
-    float2 *norm;             /* [T]: r and k, where there is a norm */
     float *psi;               /* [rows][n C], where phi is not like that itself */
-    float *dpsi;              /* [splits][rows][n C], where d_phi or d_norm_weight is wanted */
+    float *dpsi;              /* [pieces][rows][n][BOUNDARY_SLICE], where d_phi or d_norm_weight is wanted */
     float *sums;              /* [slices][tiles * 16][sums of a token], where one of them is wanted */
-    float *d_bias, *d_weight; /* [splits][C], where they are wanted */
-    float
-        *gates; /* [rows + 3 + n + 1][gate_slots]: d_beta, d_alpha without what is late, then that; where wanted */
+    float *d_bias, *d_weight; /* [pieces][BOUNDARY_SLICE], where they are wanted */
+    float *gates;             /* [rows + 3][gate_slots]: d_beta, d_alpha without what is late, where wanted */
+    float *late; /* [n + 1][tiles * 16]: a token's part of d_beta of pre and d_alpha[0], where they are late */
     int64_t gate_slots;
 };
 
 /* Gates and Sinkhorn: records, and partial sums of d_alpha and d_beta, without what waits for sums over the token. */
 weft_status weft_cuda_boundary_bwd_gates(const weft_call *call, const boundary_work *w);
-/* Sums over the whole token that must be known before the pass: the aggregate's part of d_pre, added to d_pre_out, and the
- * norm's r and k. Reads y and one gradient, 2nC + 2C bytes a token, or rebuilds y: 2nC + 4C. */
+/* What waits for sums over the whole token, and these: the aggregate's part of d_pre, added to d_pre_out, and the norm's r
+ * and k. Reads y and one gradient, 2nC + 2C bytes a token, or rebuilds y: 2nC + 4C. */
 weft_status weft_cuda_boundary_bwd_sums(const weft_call *call, const boundary_work *w);
-/* What waited for them. */
-weft_status weft_cuda_boundary_bwd_late(const weft_call *call, const boundary_work *w);
 /* Compute capability that the pass was compiled for, 10 major + minor. For others than BOUNDARY_OLDEST to
  * BOUNDARY_NEWEST it is empty. */
 int32_t weft_cuda_boundary_bwd_code(int32_t device);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What the launches of boundary's single-pass backward [M11] left in partial sums, in one launch: d_post, d_res and d_pre_in
- * over slices of the channels; d_phi and d_norm_weight, d_alpha and d_beta over ranges of tokens. Everything is added in an
- * order that depends on the shape only. */
+ * over slices of the channels; d_phi and d_norm_weight, d_bias and d_sub_weight, d_alpha and d_beta over ranges of tokens.
+ * Everything is added in an order that depends on the shape only. */
 #include "core/status.h"
 #include "cuda/gates_bwd.cuh"
 #include "cuda/mhc_boundary_bwd.cuh"
@@ -12,15 +12,19 @@ enum { BLOCK = 128, COLUMNS = 4 /* of d_phi, for each thread */ };
 
 struct fold_args {
     const float *sums; /* [slices][padded][count] */
-    int64_t tokens, padded;
+    int64_t tokens, padded, channels;
     int32_t slices, in_out, first; /* first: number that a token's sums begin with, of post | res | pre_in */
     view d_post, d_res, d_pre;
+    boundary_bwd_plan plan;
+    const float *dpsi;
     finish_args phi;
-    const float *gates, *late; /* [rows + 3][slots]; [n + 1][slots] of d_beta of pre and d_alpha[0], or NULL */
+    const float *rows[2]; /* [pieces][BOUNDARY_SLICE] for each of to[]: d_bias, d_sub_weight, or NULL */
+    view to[2];
+    const float *gates, *late; /* [rows + 3][slots]; [n + 1][padded] of d_beta of pre and d_alpha[0], or NULL */
     int64_t slots;
     view d_alpha, d_beta;
     /* Blocks for each of these, in this order; the rest are for the gates. */
-    int64_t sums_blocks, phi_blocks;
+    int64_t sums_blocks, phi_blocks, row_blocks[2];
 };
 
 /* Slices of a sum, each added up by a warp of its own: few tokens leave most of the GPU without work otherwise. */
@@ -69,8 +73,53 @@ static __host__ __device__ __forceinline__ int64_t phi_across(const columns &k)
     return (k.count + BLOCK * COLUMNS - 1) / (BLOCK * COLUMNS);
 }
 
+template <int N> static __device__ __forceinline__ void fold_phi(const fold_args &a, int64_t block)
+{
+    const int64_t across = phi_across(a.phi.k), column = (block % across * BLOCK + threadIdx.x) * COLUMNS;
+    if (column >= a.phi.k.count) return;
+    uint32_t stream, channel;
+    column_at(a.phi.k, (uint32_t)column, stream, channel);
+    const int slice = (int)channel / BOUNDARY_SLICE;
+    constexpr int ROW = N * BOUNDARY_SLICE, PIECE = boundary_record<N>::rows * ROW;
+    const float *first =
+        a.dpsi + boundary_first_piece(&a.plan, slice) * PIECE + stream * BOUNDARY_SLICE + channel % BOUNDARY_SLICE;
+    finish_columns<COLUMNS>(a.phi, {first, ROW, PIECE, boundary_pieces_of(&a.plan, slice)}, column,
+                            (int32_t)(block / across));
+}
+
+/* A thread per channel. */
+static __device__ __forceinline__ void fold_row(const boundary_bwd_plan &plan, const float *pieces, const view &to,
+                                                int64_t channels, int64_t block)
+{
+    const int64_t c = block * BLOCK + threadIdx.x, slice = c / BOUNDARY_SLICE;
+    if (c >= channels) return;
+    const float *from = pieces + boundary_first_piece(&plan, slice) * BOUNDARY_SLICE + c % BOUNDARY_SLICE;
+    const int count = boundary_pieces_of(&plan, slice);
+    float s = 0.0f;
+#pragma unroll 8
+    for (int k = 0; k < count; k++) s += from[k * BOUNDARY_SLICE];
+    put(to, c * to.stride[0], s);
+}
+
+/* A column of numbers for each token: the sum of a thread's, then the threads in a fixed tree. */
+static __device__ __forceinline__ float fold_tokens(const float *column, int64_t tokens, float *room)
+{
+    const int64_t quads = tokens / 4;
+    float s = 0.0f;
+#pragma unroll 8
+    for (int64_t i = threadIdx.x; i < quads; i += BLOCK) {
+        const float4 v = __ldcg((const float4 *)column + i);
+        s += (v.x + v.y) + (v.z + v.w);
+    }
+    if (threadIdx.x < tokens % 4) s += __ldcg(column + quads * 4 + threadIdx.x);
+    s = warp_sum(s);
+    if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = s;
+    __syncthreads();
+    return (room[0] + room[1]) + (room[2] + room[3]);
+}
+
 template <int N, int COUNT>
-static __global__ void __launch_bounds__(BLOCK) fold_kernel(const __grid_constant__ fold_args a)
+static __global__ void __launch_bounds__(BLOCK, 9) fold_kernel(const __grid_constant__ fold_args a)
 {
     __shared__ float4 room[PARTS][32];
     int64_t block = blockIdx.x;
@@ -81,15 +130,23 @@ static __global__ void __launch_bounds__(BLOCK) fold_kernel(const __grid_constan
     }
     block -= a.sums_blocks;
     if (block < a.phi_blocks) {
-        const int64_t across = phi_across(a.phi.k), column = (block % across * BLOCK + threadIdx.x) * COLUMNS;
-        if (column < a.phi.k.count) finish_columns<COLUMNS>(a.phi, column, (int32_t)(block / across));
+        fold_phi<N>(a, block);
         return;
     }
+    block -= a.phi_blocks;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        if (block < a.row_blocks[e]) {
+            fold_row(a.plan, a.rows[e], a.to[e], a.channels, block);
+            return;
+        }
+        block -= a.row_blocks[e];
+    }
     constexpr int ROWS = 2 * N + N * N;
-    const int k = (int)(block - a.phi_blocks);
-    const float *column = a.gates + k * a.slots;
-    if (a.late && (k < N || k == ROWS)) column = a.late + (k < N ? k : N) * a.slots;
-    const float s = fold_column(column, a.slots, (float *)room);
+    const int k = (int)block;
+    const float s = a.late && (k < N || k == ROWS)
+                        ? fold_tokens(a.late + (k < N ? k : N) * a.padded, a.tokens, (float *)room)
+                        : fold_column(a.gates + k * a.slots, a.slots, (float *)room);
     if (threadIdx.x == 0) put_sum(a.d_alpha, a.d_beta, ROWS, k, s);
 }
 
@@ -105,22 +162,30 @@ template <int N> static weft_status run(const weft_call *call, const boundary_wo
     fold_args p = {.sums = w->sums,
                    .tokens = call->tokens,
                    .padded = w->plan.tiles * BOUNDARY_TILE,
+                   .channels = call->channels,
                    .slices = w->plan.slices,
                    .in_out = a->numerics.apply == WEFT_APPLY_IN_OUT,
                    .first = post ? 0 : N + N * N,
                    .d_post = view_of(&a->d_post),
                    .d_res = view_of(&a->d_res),
                    .d_pre = view_of(&a->d_pre_in),
-                   .phi = finish_args_of(call, &project, w->dpsi, w->plan.splits, k),
+                   .plan = w->plan,
+                   .dpsi = w->dpsi,
+                   .phi = finish_args_of(call, &project, k),
+                   .rows = {w->d_bias, w->d_weight},
+                   .to = {view_of(&a->d_bias), view_of(&a->d_sub_weight)},
                    .gates = w->gates,
-                   .late = weft_has(&w->d_pre) ? w->gates + (call->rows + 3) * w->gate_slots : nullptr,
+                   .late = w->late,
                    .slots = w->gate_slots,
                    .d_alpha = view_of(&a->d_alpha),
                    .d_beta = view_of(&a->d_beta)};
     const int64_t quads = call->tokens * weft_boundary_bwd_sums(N, post, shifted) / 4;
     if (w->sums) p.sums_blocks = (quads + 31) / 32;
     if (w->dpsi) p.phi_blocks = phi_across(k) * finish_rows(&p.phi);
-    const int64_t blocks = p.sums_blocks + p.phi_blocks + (w->gates ? 2 * N + N * N + 3 : 0);
+    for (int e = 0; e < 2; e++)
+        if (p.rows[e]) p.row_blocks[e] = (call->channels + BLOCK - 1) / BLOCK;
+    const int64_t blocks =
+        p.sums_blocks + p.phi_blocks + p.row_blocks[0] + p.row_blocks[1] + (w->gates ? 2 * N + N * N + 3 : 0);
     if (blocks == 0) return WEFT_OK;
     return launch(call, "partial sums",
                   !post     ? fold_kernel<N, PRE>

@@ -10,12 +10,13 @@
  *     d_post[o] = sum_c g[o] (f + bias);  d_W(i,o) = sum_c x[i] g[o];  d_pre_in[o] = sum_c du y[o]
  *     dpsi[j,o] = sum_t d_h[j] y[o];      d_sub_weight = sum_t d_v u r;  d_bias = sum_t d_f
  *
- * A block owns 128 channels of all streams and a range of tokens. Eight warps own 16 channels each: psi of these stays in
- * registers, and so do their sums over tokens. Four more warps let the copy engine fill a ring of tiles of 16 tokens, let it
- * store what the others left in a tile, and add their sums over channels. The parts of d_x and dpsi that are products of
- * matrices run on tensor cores, fp32 factors as bf16 hi + lo, as in mhc_project_bwd.cu.
+ * A block owns 128 channels of all streams and a range of tokens; where its share of the work is more it goes on with the next
+ * channels, and with the last tokens of these. Eight warps own 16 channels each: psi of these stays in registers, and so do
+ * their sums over tokens. Four more warps let the copy engine fill a ring of tiles of 16 tokens, let it store what the others
+ * left in a tile, and add their sums over channels. The parts of d_x and dpsi that are products of matrices run on tensor
+ * cores, fp32 factors as bf16 hi + lo, as in mhc_project_bwd.cu.
  *
- * mhc_boundary_bwd_fold.cu adds the slices of the channels in order. The number of token ranges depends on the shape only. */
+ * mhc_boundary_bwd_fold.cu adds the slices of the channels and the ranges of tokens in order; both depend on the shape only. */
 #include "core/status.h"
 #include "cuda/common/kept.h"
 #include "cuda/common/tma.cuh"
@@ -48,15 +49,16 @@ struct fused_args {
     CUtensorMap x, f, d_y, row, d_x, d_f; /* row: d_u, or d_v where there is a norm */
     const uint4 *records;
     const float *psi;            /* [rows], psi_stride apart */
-    float *dpsi;                 /* [splits][rows][n C], or NULL */
+    float *dpsi;                 /* [pieces][rows][n][128], or NULL */
     float *sums;                 /* [slices][tiles * 16][sums of a token], or NULL */
-    float *d_bias, *d_weight;    /* [splits][C], or NULL */
+    float *d_bias, *d_weight;    /* [pieces][128], or NULL */
     view weight;                 /* NORM: of the norm */
     view bias, d_x_any, d_f_any; /* FULL: gradients that the copy engine cannot store */
     view d_u;                    /* FULL: beside d_v */
     weft_dropout dropout;
     int64_t psi_stride, tokens;
-    int32_t channels, slices, tiles, split_tiles;
+    boundary_bwd_plan plan;
+    int32_t channels;
     bool has_d_y, has_row, store_d_x, store_d_f;
 };
 
@@ -97,7 +99,42 @@ struct ring_barriers {
 struct tiles_of_block {
     char *shared;
     ring_barriers at;
-    int slice, split, first, count; /* tiles from first on */
+};
+
+/* A place in the ring. */
+struct ring_place {
+    int slot = 0, phase = 0;
+    template <int STAGES> __device__ __forceinline__ void next()
+    {
+        if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+};
+
+/* On the way through the tiles of a block, piece by piece. */
+struct tile_walk {
+    const boundary_bwd_plan &plan;
+    int slice, tile, left; /* left: of the piece */
+    ring_place ring;
+    __device__ __forceinline__ tile_walk(const boundary_bwd_plan &p) : plan(p)
+    {
+        slice = boundary_first_slice(&p, blockIdx.x) - 1;
+        do next_piece();
+        while (left == 0 && !is_last());
+    }
+    __device__ __forceinline__ bool is_last() const
+    {
+        return slice >= boundary_last_slice(&plan, blockIdx.x);
+    }
+    __device__ __forceinline__ void next_piece()
+    {
+        const boundary_piece piece = boundary_piece_of(&plan, blockIdx.x, ++slice);
+        tile = piece.tile, left = piece.count;
+    }
+    template <int STAGES> __device__ __forceinline__ void next()
+    {
+        tile++, ring.next<STAGES>();
+        if (--left == 0 && !is_last()) next_piece();
+    }
 };
 
 /* One thread: tiles in. */
@@ -106,39 +143,45 @@ static __device__ __forceinline__ void bring(const fused_args &p, const tiles_of
 {
     typedef sizes<N, FULL_> S;
     const uint32_t tiles = shared_address(b.shared), records = tiles + S::records;
-    const int channel = b.slice * BOUNDARY_SLICE;
-    auto load_record = [&](int i, int slot) {
-        tma_load_bytes(records + slot * S::record,
-                       p.records + (int64_t)(b.first + i) * (BOUNDARY_TILE * boundary_record<N>::pieces), S::record,
-                       b.at.full + slot * 8);
+    auto load_record = [&](const tile_walk &i) {
+        tma_load_bytes(records + i.ring.slot * S::record,
+                       p.records + (int64_t)i.tile * (BOUNDARY_TILE * boundary_record<N>::pieces), S::record,
+                       b.at.full + i.ring.slot * 8);
     };
-    auto load_tile = [&](int i, int slot) {
-        const uint32_t barrier = b.at.full + slot * 8;
-        const int token = (b.first + i) * BOUNDARY_TILE;
+    auto load_tile = [&](const tile_walk &i) {
+        const uint32_t barrier = b.at.full + i.ring.slot * 8;
+        const int token = i.tile * BOUNDARY_TILE;
         tma_expect(barrier, S::record + 2 * S::box + (POST ? 2 * S::row_box : 0) + (p.has_d_y ? 2 * S::box : 0) +
                                 (p.has_row ? 2 * S::row_box : 0));
 #pragma unroll 1
         for (int k = 0; k < 2; k++) {
-            const uint32_t to = tiles + slot * S::tile + k * S::row_box;
-            const int c = channel + k * TMA_CHANNELS;
+            const uint32_t to = tiles + i.ring.slot * S::tile + k * S::row_box;
+            const int c = i.slice * BOUNDARY_SLICE + k * TMA_CHANNELS;
             tma_load(to + S::x + k * (S::box - S::row_box), &p.x, c, token, barrier);
             if (POST) tma_load(to + S::f, &p.f, c, token, barrier);
             if (p.has_d_y) tma_load(to + S::d_y + k * (S::box - S::row_box), &p.d_y, c, token, barrier);
             if (p.has_row) tma_load(to + S::row, &p.row, c, token, barrier);
         }
     };
+    /* psi of the next channels, so that the warps find it in the L2 when they get there; only where it is easy. */
+    const bool whole = p.psi_stride % 4 == 0 && (uintptr_t)p.psi % 16 == 0;
+    auto prefetch_psi = [&](int slice) {
+        const int c = slice * BOUNDARY_SLICE, bytes = min(p.channels - c, (int)BOUNDARY_SLICE) * 4;
+        for (int k = 0; whole && k < boundary_record<N>::rows * N; k++)
+            tma_prefetch_bytes(p.psi + k / N * p.psi_stride + k % N * p.channels + c, bytes);
+    };
+    tile_walk i(p.plan), first = i;
 #pragma unroll 1
-    for (int i = 0; i < S::stages && i < b.count; i++) load_tile(i, i);
+    for (int k = 0; k < S::stages && i.left > 0; k++, i.next<S::stages>()) load_tile(i);
     wait_for_previous();
 #pragma unroll 1
-    for (int i = 0; i < S::stages && i < b.count; i++) load_record(i, i);
-    int slot = 0, phase = 0;
+    for (int k = 0; k < S::stages && first.left > 0; k++, first.next<S::stages>()) load_record(first);
 #pragma unroll 1
-    for (int i = S::stages; i < b.count; i++) {
-        barrier_wait(b.at.free + slot * 8, phase);
-        load_tile(i, slot);
-        load_record(i, slot);
-        if (++slot == S::stages) slot = 0, phase ^= 1;
+    for (; i.left > 0; i.next<S::stages>()) {
+        barrier_wait(b.at.free + i.ring.slot * 8, i.ring.phase ^ 1);
+        load_tile(i);
+        load_record(i);
+        if (i.left == 1 && !i.is_last()) prefetch_psi(i.slice + 1);
     }
 }
 
@@ -152,20 +195,18 @@ static __device__ __forceinline__ void clear(const fused_args &p, const tiles_of
     constexpr int EACH = room::half ? (room::half + 3) / 4 : 1, PIECES = BOUNDARY_TILE * 2 * EACH,
                   ITEMS = BOUNDARY_TILE * room::count / 2;
     static_assert(PIECES <= (SERVERS - 1) * 32, "a piece for each lane");
-    const int lane = threadIdx.x & 31, channel = b.slice * BOUNDARY_SLICE, piece = server * 32 + lane;
+    const int lane = threadIdx.x & 31, piece = server * 32 + lane;
     const int token = piece / (2 * EACH), part = piece / EACH & 1, k = piece % EACH * 4;
     const bool stores = server == 0 && lane == 0 && (p.store_d_x || p.store_d_f);
-    float2 *sums = (float2 *)p.sums + ((int64_t)b.slice * p.tiles + b.first) * ITEMS +
-                   (token * room::count + part * room::half + k) / 2;
-    int slot = 0, phase = 0;
-    for (int i = 0; i < b.count; i++, sums += ITEMS) {
-        char *const tile = b.shared + slot * S::tile;
-        barrier_wait(b.at.done + slot * 8, phase);
+    float2 *const all_sums = (float2 *)p.sums + (token * room::count + part * room::half + k) / 2;
+    for (tile_walk i(p.plan); i.left > 0; i.next<S::stages>()) {
+        char *const tile = b.shared + i.ring.slot * S::tile;
+        barrier_wait(b.at.done + i.ring.slot * 8, i.ring.phase);
         if (stores) {
             const uint32_t from = shared_address(tile);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int c = channel + h * TMA_CHANNELS, first = (b.first + i) * BOUNDARY_TILE;
+                const int c = i.slice * BOUNDARY_SLICE + h * TMA_CHANNELS, first = i.tile * BOUNDARY_TILE;
                 if (p.store_d_x) tma_store(&p.d_x, from + S::d_y + h * S::box, c, first);
                 if (POST && p.store_d_f) tma_store(&p.d_f, from + S::f + h * S::row_box, c, first);
             }
@@ -181,12 +222,12 @@ static __device__ __forceinline__ void clear(const fused_args &p, const tiles_of
                 total.x = total.x + v.x, total.y = total.y + v.y, total.z = total.z + v.z, total.w = total.w + v.w;
             }
             if (token & 8) total = make_float4(total.z, total.w, total.x, total.y);
+            float2 *const sums = all_sums + (i.slice * p.plan.tiles + i.tile) * ITEMS;
             sums[0] = make_float2(total.x, total.y);
             if (k + 2 < room::half) sums[1] = make_float2(total.z, total.w);
         }
         if (stores) tma_wait<false>();
-        barrier_arrive(b.at.free + slot * 8);
-        if (++slot == S::stages) slot = 0, phase ^= 1;
+        barrier_arrive(b.at.free + i.ring.slot * 8);
     }
     if (stores) tma_wait<true>();
 }
@@ -232,20 +273,21 @@ static __device__ __forceinline__ void put_pairs(const fused_args &p, int64_t to
 }
 
 /* Sums over tokens of four channels: of all lanes that have the same ones. */
-static __device__ __forceinline__ void put_sums(float *to, const float2 *from, bool inside)
+static __device__ __forceinline__ void put_sums(float *to, const float2 *from)
 {
     float v[4] = {from[0].x, from[0].y, from[1].x, from[1].y};
 #pragma unroll
     for (int c = 0; c < 4; c++) {
 #pragma unroll
         for (int step = 16; step >= 4; step >>= 1) v[c] += __shfl_xor_sync(0xffffffffu, v[c], step);
-        if (inside && (threadIdx.x & 31) < 4) to[c] = v[c];
+        if ((threadIdx.x & 31) < 4) to[c] = v[c];
     }
 }
 
-/* One of the eight warps. */
+/* One of the eight warps, with a piece. */
 template <int N, bool FULL_, bool SHIFTED, bool NORM, bool POST>
-static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_block &b, const weft_mask &mask)
+static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_block &b, const weft_mask &mask,
+                                            int slice, const boundary_piece &part, ring_place &ring)
 {
     typedef sizes<N, FULL_> S;
     typedef sum_room<N, SHIFTED, POST> room;
@@ -254,8 +296,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
     constexpr bool AT_ONCE = POST && SHIFTED && NORM;
     constexpr int PRE_AT = room::used - N; /* of d_pre_in among the sums */
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int64_t columns = (int64_t)N * p.channels;
-    const int channel0 = b.slice * BOUNDARY_SLICE + warp * 16, channel = channel0 + t * 4;
+    const int channel0 = slice * BOUNDARY_SLICE + warp * 16, channel = channel0 + t * 4;
     /* Which token is a tensor-core tile's row r is free as well: with 0 2 4 6 1 3 5 7 the sixteen lanes of half a warp read
      * eight different pieces of 16 bytes. */
     auto token_of = [](int r) { return (r & 8) | (r & 3) << 1 | (r >> 2 & 1); };
@@ -283,15 +324,23 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
     /* A lane's sums over tokens of its four channels. */
     float2 *const d_weight = (float2 *)(b.shared + S::d_weight) + threadIdx.x * 2;
     float2 *const d_bias = (float2 *)(b.shared + S::d_bias) + threadIdx.x * 2;
-    if constexpr (NORM) d_weight[0] = d_weight[1] = make_float2(0.0f, 0.0f);
+    if constexpr (NORM) {
+        const int c = channel0 + (lane & 15);
+        __syncwarp();
+        if (lane < 16)
+            ((float *)(b.shared + S::weight))[warp * 16 + lane] =
+                has(p.weight) && c < p.channels ? get(p.weight, c * p.weight.stride[0]) : 1.0f;
+        __syncwarp();
+        d_weight[0] = d_weight[1] = make_float2(0.0f, 0.0f);
+    }
     if constexpr (FULL_) d_bias[0] = d_bias[1] = make_float2(0.0f, 0.0f);
     const float factor_kept = FULL_ ? (float)mask.scale : 1.0f;
 
-    int slot = 0, phase = 0;
-    for (int tile_token = b.first * BOUNDARY_TILE, end = tile_token + b.count * BOUNDARY_TILE; tile_token != end;
-         tile_token += BOUNDARY_TILE) {
-        char *const tile = b.shared + slot * S::tile, *const record = b.shared + S::records + slot * S::record;
-        barrier_wait(b.at.full + slot * 8, phase);
+    for (int tile_token = part.tile * BOUNDARY_TILE, end = tile_token + part.count * BOUNDARY_TILE;
+         tile_token != end; tile_token += BOUNDARY_TILE) {
+        char *const tile = b.shared + ring.slot * S::tile, *const record =
+                                                               b.shared + S::records + ring.slot * S::record;
+        barrier_wait(b.at.full + ring.slot * 8, ring.phase);
 
         /* d_y and the projection's part of g: halves of A are 8 columns of d_h, hi then lo; hi hi, lo hi, then hi lo. */
         float acc[2 * N][4] = {};
@@ -346,6 +395,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
             const int own = tile_token + token + half * 8;
             token_coefs<N> k;
             get_record<N>(k, record + (token + half * 8) * PIECES * 16);
+            const float scale = k.scale + k.late;
             quad x[N], out[N], f = {}, row = {};
             if constexpr (POST) f = get_quad(my_row + S::f);
 #pragma unroll
@@ -428,7 +478,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
 #pragma unroll
                     for (int e = 0; e < 2; e++)
                         gs[o][e] = fmaf(k.pre[o], du[e],
-                                        fmaf(k.scale, ys[o][e], half ? acc[2 * o + q][2 + e] : acc[2 * o + q][e]));
+                                        fmaf(scale, ys[o][e], half ? acc[2 * o + q][2 + e] : acc[2 * o + q][e]));
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
 #pragma unroll
@@ -504,27 +554,27 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
                     make_float2(sums[e], sums[e + 1]);
         }
         tma_publish();
-        barrier_arrive(b.at.done + slot * 8);
-        if (++slot == S::stages) slot = 0, phase ^= 1;
+        barrier_arrive(b.at.done + ring.slot * 8);
+        ring.next<S::stages>();
     }
 
+    const int64_t piece_of_all = (int64_t)blockIdx.x + slice;
     if (p.dpsi) {
-        float *const to = p.dpsi + (int64_t)b.split * boundary_record<N>::rows * columns;
+        constexpr int ROW = N * BOUNDARY_SLICE;
+        float *const to = p.dpsi + piece_of_all * (boundary_record<N>::rows * ROW) + warp * 16 + g;
 #pragma unroll
         for (int o = 0; o < N; o++)
 #pragma unroll
             for (int q = 0; q < NT; q++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int c = channel0 + g + (e >> 1) * 8, row = q * 8 + 2 * t + (e & 1);
-                    if (c < p.channels) to[row * columns + (int64_t)o * p.channels + c] = dpsi[o][q][e];
-                }
+                for (int e = 0; e < 4; e++)
+                    to[(q * 8 + 2 * t + (e & 1)) * ROW + o * BOUNDARY_SLICE + (e >> 1) * 8] = dpsi[o][q][e];
     }
-    const int64_t own = (int64_t)b.split * p.channels + channel;
+    const int64_t own = piece_of_all * BOUNDARY_SLICE + warp * 16 + t * 4;
     if constexpr (NORM)
-        if (p.d_weight) put_sums(p.d_weight + own, d_weight, channel < p.channels);
+        if (p.d_weight) put_sums(p.d_weight + own, d_weight);
     if constexpr (FULL_ && POST)
-        if (p.d_bias) put_sums(p.d_bias + own, d_bias, channel < p.channels);
+        if (p.d_bias) put_sums(p.d_bias + own, d_bias);
 }
 
 #endif
@@ -541,10 +591,7 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
     __shared__ weft_mask mask; /* registers are scarce */
     char *const shared = raw_shared + (-shared_address(raw_shared) & (TMA_ALIGN - 1));
     const uint32_t barriers = shared_address(shared) + S::barriers;
-    tiles_of_block b = {shared, {barriers, barriers + S::stages * 8, barriers + S::stages * 16}};
-    b.slice = (int)(blockIdx.x % (unsigned)p.slices), b.split = (int)(blockIdx.x / (unsigned)p.slices);
-    b.first = b.split * p.split_tiles;
-    b.count = b.first + p.split_tiles < p.tiles ? p.split_tiles : p.tiles - b.first;
+    const tiles_of_block b = {shared, {barriers, barriers + S::stages * 8, barriers + S::stages * 16}};
     if (threadIdx.x == 0) {
         for (int s = 0; s < S::stages; s++) {
             barrier_init(b.at.full + s * 8, 1);
@@ -554,11 +601,7 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
         tma_barriers_ready();
         if constexpr (FULL_ && POST) mask = weft_mask_open(&p.dropout, p.channels);
     }
-    if (NORM && threadIdx.x < BOUNDARY_SLICE) {
-        const int c = b.slice * BOUNDARY_SLICE + (int)threadIdx.x;
-        ((float *)(shared + S::weight))[threadIdx.x] =
-            has(p.weight) && c < p.channels ? get(p.weight, c * p.weight.stride[0]) : 1.0f;
-    }
+    let_next_begin();
     __syncthreads();
     if (threadIdx.x >= WARPS * 32) {
         set_registers<SERVING_REGISTERS, false>();
@@ -569,9 +612,14 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
             bring<N, FULL_, POST>(p, b);
     } else {
         set_registers<WORKING_REGISTERS, true>();
-        work<N, FULL_, SHIFTED, NORM, POST>(p, b, mask);
+        ring_place ring;
+#pragma unroll 1
+        for (int slice = boundary_first_slice(&p.plan, blockIdx.x);
+             slice <= boundary_last_slice(&p.plan, blockIdx.x); slice++) {
+            const boundary_piece piece = boundary_piece_of(&p.plan, blockIdx.x, slice);
+            if (piece.count) work<N, FULL_, SHIFTED, NORM, POST>(p, b, mask, slice, piece, ring);
+        }
     }
-    let_next_begin();
 #endif
 }
 
@@ -605,7 +653,7 @@ static weft_status args_of(const weft_call *call, const boundary_work *w, fused_
     if (weft_has(&a->d_v)) p->d_u = view_of(&a->d_u);
     p->dropout = a->dropout;
     p->tokens = call->tokens, p->channels = (int32_t)call->channels;
-    p->slices = w->plan.slices, p->tiles = (int32_t)w->plan.tiles, p->split_tiles = (int32_t)w->plan.split_tiles;
+    p->plan = w->plan;
     p->store_d_x = is_stored(&a->d_x, !post), p->store_d_f = is_stored(&a->d_f, false);
     if (!p->store_d_x) p->d_x_any = view_of(&a->d_x);
     if (!p->store_d_f) p->d_f_any = view_of(&a->d_f);

@@ -66,32 +66,16 @@ int32_t weft_boundary_bwd_sums(int64_t streams, bool post, bool shifted)
     return (int32_t)ceil_div((post ? n + n * n : 0) + (shifted ? n : 0), 4) * 4;
 }
 
-/* Candidates by the number of partial sums, each a copy of phi, for a nominal GPU of 132 multiprocessors with a block on
- * each: the result depends on that number and must not depend on the GPU at hand. */
-boundary_bwd_plan weft_boundary_bwd_plan(int64_t tokens, int64_t streams, int64_t channels)
+/* For a nominal GPU of 132 multiprocessors with a block on each: the pieces decide the result, which must not depend on the
+ * GPU at hand. */
+boundary_bwd_plan weft_boundary_bwd_plan(int64_t tokens, int64_t channels)
 {
-    const int64_t at_once = 132, n = streams, copy = (2 * n + n * n) * n * channels * 4, budget = (int64_t)24 << 20;
-    boundary_bwd_plan best = {0};
-    double best_cost = 0;
-    best.slices = (int32_t)ceil_div(channels, BOUNDARY_SLICE);
-    best.tiles = ceil_div(tokens > 0 ? tokens : 1, BOUNDARY_TILE);
-    int64_t most = budget / copy;
-    if (most > 64) most = 64;
-    for (int64_t splits = 1; splits == 1 || splits <= most; splits++) {
-        const int64_t per_split = ceil_div(best.tiles, splits), used = ceil_div(best.tiles, per_split);
-        if (used != splits) continue;
-        /* In units of a block's tile, 2 us or so: three to begin and end, and the partial sums, which are written and
-         * read, against what a tile moves. */
-        const double rounds = (double)ceil_div(best.slices * used, at_once);
-        const double tile = (double)BOUNDARY_TILE * BOUNDARY_SLICE * (double)(6 * n + 6);
-        const double partial = 2.0 * (double)(used * copy) / tile / (double)at_once;
-        const double cost = rounds * ((double)per_split + 3) + partial;
-        if (best.blocks == 0 || cost < best_cost) {
-            best_cost = cost;
-            best.splits = (int32_t)used;
-            best.split_tiles = per_split;
-            best.blocks = best.slices * used;
-        }
-    }
-    return best;
+    const int64_t at_once = 132;
+    boundary_bwd_plan p = {0};
+    p.slices = (int32_t)ceil_div(channels, BOUNDARY_SLICE);
+    p.tiles = ceil_div(tokens > 0 ? tokens : 1, BOUNDARY_TILE);
+    const int64_t steps = p.slices * (p.tiles + BOUNDARY_SWITCH) - BOUNDARY_SWITCH;
+    p.steps = ceil_div(steps, at_once);
+    p.blocks = (int32_t)ceil_div(steps, p.steps);
+    return p;
 }

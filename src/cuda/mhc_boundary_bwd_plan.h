@@ -18,8 +18,9 @@ enum {
     BOUNDARY_TILE = 16,       /* tokens that are worked on at a time */
     BOUNDARY_STAGES = 5,      /* tiles in shared memory */
     BOUNDARY_FULL_STAGES = 4, /* of the kernels that take everything */
-    BOUNDARY_OLDEST = 90,     /* compute capability: tensor maps and bulk copies */
-    BOUNDARY_NEWEST = 99,     /* registers that warps hand to each other; nobody has measured others */
+    BOUNDARY_SWITCH = 3,  /* tiles that a block could have had in the time that it takes to change its channels */
+    BOUNDARY_OLDEST = 90, /* compute capability: tensor maps and bulk copies */
+    BOUNDARY_NEWEST = 99, /* registers that warps hand to each other; nobody has measured others */
 };
 
 typedef enum boundary_bwd_path {
@@ -62,15 +63,74 @@ boundary_bwd_ring weft_boundary_bwd_ring(int64_t streams);
  * four. */
 int32_t weft_boundary_bwd_sums(int64_t streams, bool post, bool shifted);
 
+/* The pass as a row of steps: slice after slice of the channels, for each as many as there are tiles of tokens, and some to go on
+ * from a slice to the next. A block has `steps` of them, so all blocks end together. Its share of a slice is a piece: partial
+ * sums that gradients of parameters are made of. Pieces that a block begins with follow each other from a slice's first token
+ * on, so such blocks work on the same tokens at the same time, which memory rewards; the piece of a block that comes from
+ * the slice before is the end of the tokens. Piece number block + slice, so those of a slice are neighbours. */
 typedef struct boundary_bwd_plan {
-    int32_t slices; /* of the channels */
-    int32_t
-        splits; /* of the tokens: partial sums that the gradients of parameters are made of; decides the result */
-    int64_t tiles, split_tiles;
-    int64_t blocks; /* slices * splits, slices side by side */
+    int32_t slices, blocks;
+    int64_t tiles, steps;
 } boundary_bwd_plan;
 
-boundary_bwd_plan weft_boundary_bwd_plan(int64_t tokens, int64_t streams, int64_t channels);
+typedef struct boundary_piece {
+    int32_t tile, count; /* tiles from `tile` on */
+} boundary_piece;
+
+boundary_bwd_plan weft_boundary_bwd_plan(int64_t tokens, int64_t channels);
+
+#ifdef __CUDACC__
+#define BOUNDARY_FN static __host__ __device__ __forceinline__
+#else
+#define BOUNDARY_FN static inline
+#endif
+
+/* The first step of a slice. */
+BOUNDARY_FN int64_t boundary_begin(const boundary_bwd_plan *p, int64_t slice)
+{
+    return slice * (p->tiles + BOUNDARY_SWITCH);
+}
+
+/* The slices of a block: none behind the last. */
+BOUNDARY_FN int32_t boundary_first_slice(const boundary_bwd_plan *p, int64_t block)
+{
+    return (int32_t)(block * p->steps / (p->tiles + BOUNDARY_SWITCH));
+}
+
+BOUNDARY_FN int32_t boundary_last_slice(const boundary_bwd_plan *p, int64_t block)
+{
+    const int64_t last = ((block + 1) * p->steps - 1) / (p->tiles + BOUNDARY_SWITCH);
+    return (int32_t)(last < p->slices ? last : p->slices - 1);
+}
+
+/* The piece that a block has of one of them; nothing where it begins behind the tiles of its first. */
+BOUNDARY_FN boundary_piece boundary_piece_of(const boundary_bwd_plan *p, int64_t block, int64_t slice)
+{
+    const int64_t begin = boundary_begin(p, slice), from = block * p->steps, to = from + p->steps;
+    const int64_t low = from > begin ? from : begin, high = to < begin + p->tiles ? to : begin + p->tiles;
+    const int64_t count = high > low ? high - low : 0;
+    /* the first block that begins in the slice begins with its first token */
+    const int64_t first = (begin + p->steps - 1) / p->steps * p->steps;
+    const boundary_piece piece = {(int32_t)(from < begin ? p->tiles - count : from - first), (int32_t)count};
+    return piece;
+}
+
+BOUNDARY_FN int64_t boundary_pieces(const boundary_bwd_plan *p)
+{
+    return (int64_t)p->blocks + p->slices - 1;
+}
+
+/* The pieces of a slice: the first, and how many. */
+BOUNDARY_FN int64_t boundary_first_piece(const boundary_bwd_plan *p, int64_t slice)
+{
+    return boundary_begin(p, slice) / p->steps + slice;
+}
+
+BOUNDARY_FN int32_t boundary_pieces_of(const boundary_bwd_plan *p, int64_t slice)
+{
+    const int64_t begin = boundary_begin(p, slice);
+    return (int32_t)((begin + p->tiles - 1) / p->steps - begin / p->steps) + 1;
+}
 
 #ifdef __cplusplus
 }

@@ -311,10 +311,6 @@ template <class T, int N, stream_layout L> static inline post_shape post_shape_o
     return post_shape{call->tokens, call->channels, tile::width, tile::batch, room, call->sms};
 }
 
-/* d_bias from partial[chunks][channels], sums of d_f over some tokens each. */
-weft_status weft_cuda_post_add_bias(const weft_call *call, const weft_grad *d_bias, const float *partial,
-                                    int64_t chunks);
-
 /* The table rows of an operator: fast kernels for 2, 4 and 8 streams, and one for everything. */
 #define POST_ROWS(T, run, any, workspace)                                                                          \
     {number<T>::dtype, 2, run<T, 2>, workspace}, {number<T>::dtype, 4, run<T, 4>, workspace},                      \

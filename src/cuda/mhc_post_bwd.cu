@@ -408,17 +408,13 @@ static bwd_params params_of(const weft_call *call, const weft_mhc_post_bwd_args 
     return p;
 }
 
-weft_status weft_cuda_post_add_bias(const weft_call *call, const weft_grad *d_bias, const float *partial,
-                                    int64_t chunks)
-{
-    launch_shape s = {dim3(grid_of((call->channels + 31) / 32)), 1024};
-    return launch(call, "d_bias", bias_sum, s, view_of(d_bias), partial, chunks, call->channels);
-}
-
+/* d_bias from partial[chunks][channels], sums of d_f over some tokens each. */
 static weft_status finish(const weft_call *call, const weft_mhc_post_bwd_args *a, const bwd_params *p)
 {
     if (!weft_has(&a->d_bias.to) || (p->chunks == 0 && a->d_bias.add)) return WEFT_OK;
-    return weft_cuda_post_add_bias(call, &a->d_bias, p->partial, p->chunks);
+    launch_shape s = {dim3(grid_of((call->channels + 31) / 32)), 1024};
+    return launch(call, "d_bias", bias_sum, s, view_of(&a->d_bias), (const float *)p->partial, p->chunks,
+                  call->channels);
 }
 
 template <class T> static weft_status run_any(const weft_call *call, const void *args)

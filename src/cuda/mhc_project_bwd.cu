@@ -404,19 +404,22 @@ __global__ void __launch_bounds__(WARPS * 32, NT <= 3 && EXTRA == EXTRA_NONE ? 2
 /* ---- d_phi, d_norm_weight ---------------------------------------------------------------------------------------------- */
 
 /* A thread per column and, where every row stands for itself, per row. */
-__global__ void finish_kernel(const __grid_constant__ finish_args a)
+__global__ void finish_kernel(const __grid_constant__ finish_args a, const float *partial, int32_t splits)
 {
     const int64_t column = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     wait_for_previous();
-    if (column < a.k.count) finish_columns<1>(a, column, (int32_t)blockIdx.y);
+    if (column < a.k.count)
+        finish_columns<1>(a, {partial + column, a.k.count, a.w.rows * a.k.count, splits}, column,
+                          (int32_t)blockIdx.y);
 }
 
 weft_status weft_cuda_project_finish(const weft_call *call, const weft_mhc_project_bwd_args *a,
                                      const float *partial, int32_t splits, columns k)
 {
-    const finish_args args = finish_args_of(call, a, partial, splits, k);
+    const finish_args args = finish_args_of(call, a, k);
     const dim3 grid((unsigned)((k.count + 127) / 128), (unsigned)finish_rows(&args));
-    return launch(call, "sums over tokens", finish_kernel, {.grid = grid, .block = 128, .order = OVERLAP}, args);
+    return launch(call, "sums over tokens", finish_kernel, {.grid = grid, .block = 128, .order = OVERLAP}, args,
+                  partial, splits);
 }
 
 /* ---- launch ------------------------------------------------------------------------------------------------------------ */

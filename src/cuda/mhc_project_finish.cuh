@@ -7,19 +7,21 @@
 #include "cuda/mhc_project.cuh"
 
 struct finish_args {
-    const float *partial; /* [splits][rows][columns] */
-    int32_t splits;
     weights w;
     columns k;
     view d_phi, d_norm;
 };
 
-static inline finish_args finish_args_of(const weft_call *call, const weft_mhc_project_bwd_args *a,
-                                         const float *partial, int32_t splits, columns k)
+/* The partial sums of a column: of its row 0 the first, how far rows and partial sums are apart, how many there are. */
+struct finish_parts {
+    const float *first;
+    int64_t row, part;
+    int32_t count;
+};
+
+static inline finish_args finish_args_of(const weft_call *call, const weft_mhc_project_bwd_args *a, columns k)
 {
-    return {partial,
-            splits,
-            {view_of(&a->phi), view_of(&a->norm_weight), (int32_t)call->rows},
+    return {{view_of(&a->phi), view_of(&a->norm_weight), (int32_t)call->rows},
             k,
             view_of(&a->d_phi),
             view_of(&a->d_norm_weight)};
@@ -33,7 +35,8 @@ static inline int32_t finish_rows(const finish_args *a)
 
 /* W columns, neighbours in one stream, and one of finish_rows. More than one: channels innermost, a multiple of W. */
 template <int W>
-static __device__ __forceinline__ void finish_columns(const finish_args &a, int64_t column, int32_t row)
+static __device__ __forceinline__ void finish_columns(const finish_args &a, const finish_parts &from,
+                                                      int64_t column, int32_t row)
 {
     const int first = has(a.d_norm) ? 0 : row, last = has(a.d_norm) ? a.w.rows : first + 1;
     const view &d_phi = a.d_phi, &d_norm = a.d_norm, &phi = a.w.phi, &weights = a.w.norm;
@@ -43,9 +46,9 @@ static __device__ __forceinline__ void finish_columns(const finish_args &a, int6
     for (int j = first; j < last; j++) {
         float dpsi[W] = {};
 #pragma unroll 8
-        for (int s = 0; s < a.splits; s++) {
+        for (int s = 0; s < from.count; s++) {
             float v[W];
-            load_shared(v, a.partial + ((int64_t)s * a.w.rows + j) * a.k.count + column);
+            load_shared(v, from.first + s * from.part + j * from.row);
 #pragma unroll
             for (int e = 0; e < W; e++) dpsi[e] += v[e];
         }

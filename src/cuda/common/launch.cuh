@@ -33,6 +33,9 @@ struct launch_shape {
     launch_order order = AFTER;
     bool together = false; /* all blocks resident at once, so that they may wait for each other */
     unsigned cluster = 0;  /* blocks that reach each other's shared memory */
+    /* Blocks that a multiprocessor's shared memory shall have room for; 0: the driver decides, for as many as there can be. What
+     * is not shared memory is L1, and the loads of a kernel that runs beside this one are on their way to a place there. */
+    unsigned per_sm = 0;
 };
 
 /* The kernel alone says what its parameters are. */
@@ -47,7 +50,7 @@ static weft_status launch(const weft_call *call, const char *what, void (*kernel
 {
     void *at[] = {(void *)&args...};
     cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute attribute[3];
+    cudaLaunchAttribute attribute[4];
     config.gridDim = s.grid;
     config.blockDim = dim3(s.block);
     config.dynamicSmemBytes = s.shared;
@@ -65,6 +68,14 @@ static weft_status launch(const weft_call *call, const char *what, void (*kernel
         attribute[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
         attribute[config.numAttrs++].val.clusterDim = {s.cluster, 1, 1};
     }
+#if CUDART_VERSION >= 12050 /* before, a launch could not say so */
+    if (s.per_sm) {
+        const size_t each = s.shared + 4096; /* and what the kernel declares, and the driver */
+        const size_t percent = (s.per_sm * each * 100 + call->device_shared - 1) / (size_t)call->device_shared;
+        attribute[config.numAttrs].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+        attribute[config.numAttrs++].val.sharedMemCarveout = percent < 100 ? (unsigned)percent : 100;
+    }
+#endif
     const bool more = s.shared > WEFT_GRANTED_SHARED || s.cluster > WEFT_GRANTED_CLUSTER;
     if (more) CUDA_TRY(call, what, weft_cuda_permit(call, (const void *)kernel, s.shared, s.cluster, false));
     cudaError_t error = cudaLaunchKernelExC(&config, (const void *)kernel, at);

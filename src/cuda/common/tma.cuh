@@ -129,6 +129,12 @@ static __device__ __forceinline__ void tma_load_bytes(uint32_t to, const void *f
         : "memory");
 }
 
+/* The same bytes will be wanted soon: from memory to the L2. */
+static __device__ __forceinline__ void tma_prefetch_bytes(const void *from, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 static __device__ __forceinline__ void tma_store(const CUtensorMap *map, uint32_t from, int channel, int token)
 {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
