@@ -43,13 +43,20 @@ static void expect_other_tokens(const problem *got, const problem *clean, int64_
     }
 }
 
+/* A backward in a single pass makes y again from x and f, as it may: a y that contradicts them is no poison. There a call
+ * without y shows that what comes into y from x and f goes on from it. */
+static bool is_rebuilt(const problem *p, const arg *a, weft_exec exec)
+{
+    return strcmp(p->spec.op, "mhc_boundary_bwd") == 0 && strcmp(a->name, "y") == 0 && chain_sums_apart(p, exec);
+}
+
 static void poison_case(const spec *s, weft_exec exec, rng *r)
 {
     problem *clean = problem_make(s), *bad = problem_make(s), *ref = problem_make(s);
     problem_must_run(clean, exec);
     for (int i = 0; i < clean->num_args; i++) {
         if (!clean->arg[i].block || arg_is_output(&clean->arg[i]) || !arg_by_token(&clean->arg[i])) continue;
-        if (arg_is_index(&clean->arg[i])) continue;
+        if (arg_is_index(&clean->arg[i]) || is_rebuilt(clean, &clean->arg[i], exec)) continue;
         for (int v = 0; v < 3; v++) {
             char what[80];
             arg *a = &bad->arg[i];
@@ -97,6 +104,9 @@ static void poison_stays_in_its_token(void **state)
             s.wide = v & 1 ? s.act : WEFT_F32;
             for (int e = 0; e < count; e++)
                 if (weft_op_has(weft_op_at(i), execs[e].backend)) poison_case(&s, execs[e], &r);
+            if (strcmp(s.op, "mhc_boundary_bwd") != 0) continue;
+            s.absent = " y ";
+            for (int e = 0; e < count; e++) poison_case(&s, execs[e], &r);
         }
     }
     test_verdict();
