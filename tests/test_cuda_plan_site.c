@@ -43,9 +43,9 @@ static void paths(void **state)
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_DTYPE);
     f = h200(16, 4, 4096), f.layout = false;
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_LAYOUT);
-    f = h200(16, 4, 4096), f.shared = 99 * 1024;
+    f = h200(16, 4, 4096), f.shared = 163 * 1024;
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_SINGLE_PASS);
-    f.shared = 48 * 1024;
+    f.shared = 99 * 1024;
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_SMALL_GPU);
     f = h200(16, 4, 4096), f.capability = 80;
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_OTHER_GPU);

@@ -68,6 +68,7 @@ int main(void)
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
         SINGLE_PASS_TESTS(&single),
+        cmocka_unit_test_prestate(single_pass_of_any_width, "mhc_boundary_fwd"),
     };
     return suite_run("mhc_boundary", tests);
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Learned head contraction [M9]. */
+#include "support/single_pass.h"
 #include "support/suite.h"
 
 static void reference_against_finite_differences(void **state)
@@ -48,6 +49,7 @@ int main(void)
         cmocka_unit_test(reference_against_its_chain),
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
+        cmocka_unit_test_prestate(single_pass_of_any_width, "mhc_head_fwd"),
     };
     return suite_run("mhc_head", tests);
 }

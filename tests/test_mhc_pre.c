@@ -65,6 +65,7 @@ int main(void)
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
         SINGLE_PASS_TESTS(&single),
+        cmocka_unit_test_prestate(single_pass_of_any_width, "mhc_pre_fwd"),
     };
     return suite_run("mhc_pre", tests);
 }

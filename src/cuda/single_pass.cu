@@ -5,6 +5,7 @@
 
 #include "core/status.h"
 #include "cuda/common/kept.h"
+#include "cuda/single_pass_add.cuh"
 #include "cuda/single_pass_bring.cuh"
 #include "cuda/single_pass_mix.cuh"
 #include "cuda/single_pass_own.cuh"
@@ -28,6 +29,7 @@ static __device__ __forceinline__ void init_barriers(const site_args &p, const s
     }
     if (lane < 2)
         barrier_init(b.logits_full + lane * 8, SITE_TILE * 32), barrier_init(b.logits_empty + lane * 8, 32);
+    if (lane < 2) barrier_init(b.left_full + lane * 8, PROJECTORS * 32), barrier_init(b.left_empty + lane * 8, 32);
     if (lane == 2) barrier_init(b.psi_full, 1), barrier_init(b.psi_empty, PROJECTORS * 32);
 #pragma unroll 1
     for (int i = lane; i < p.slots; i += 32) {
@@ -43,7 +45,7 @@ static __device__ __forceinline__ void arm_barriers(const site_args &p, const si
 {
 #pragma unroll 1
     for (int i = lane; i < p.slots; i += 32) {
-        tma_expect(b.sums + i * 8, (uint32_t)p.cluster * site_shape<N, KIND>::width * 4);
+        tma_expect(b.sums + i * 8, (uint32_t)p.cluster * site_shape<N, KIND>::fours * 16);
         tma_expect(b.squares + i * 8, (uint32_t)(p.cluster * site_parts(p) * 4));
     }
 }
@@ -60,7 +62,7 @@ static __device__ __forceinline__ void site(const site_args &p)
                    logits = sums + 16 * p.slots;
     site_block b = {shared,
                     {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, sums, sums + 8 * p.slots, logits, logits + 16,
-                     logits + 32, logits + 40}};
+                     logits + 32, logits + 40, logits + 48, logits + 64}};
     b.rank = cluster_rank(), b.cluster = cluster_index(), b.lane = lane;
     b.count = (p.tiles - (int)b.cluster + p.clusters - 1) / p.clusters;
     b.first_channel = (int)b.rank * p.boxes * SITE_BOX;
@@ -71,6 +73,7 @@ static __device__ __forceinline__ void site(const site_args &p)
     if (warp == 0) arm_barriers<N, KIND>(p, b.at, lane);
     __syncwarp();
     cluster_arrive(); /* barriers exist; before it sends to another block a warp waits for that one's arrival */
+    let_next_begin(); /* and this one begins where memory is first touched: bringer, owner */
 
     if (warp < FIRST_MIXER) {
         set_registers<PROJECTOR_REGISTERS, true>();
@@ -85,7 +88,7 @@ static __device__ __forceinline__ void site(const site_args &p)
         } else {
             cluster_wait_for_all();
             if (warp == OWNER) own<N, KIND>(p, b);
-            if (warp == NORMER && p.norm) own_norm(p, b);
+            if (warp == ADDER) adder<N, KIND, PAIRS>(p, b);
             if constexpr (KIND != SITE_HEAD)
                 if (warp == CLERK && has(p.res_out)) clerk<N>(p, b);
         }
@@ -193,6 +196,7 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
                 is_dtype(&pre->h, WEFT_F32) && is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
         .layout = can_move(&pre->x) && can_move(&pre->u) && can_move(&pre->v) && can_move(&pre->sub_weight),
         .norm = weft_has(&pre->v) != 0,
+        .post = post != NULL,
         .capability = device.capability,
         .shared = call->device_shared,
         .sms = call->sms < call->device_sms ? call->sms : call->device_sms};
@@ -223,10 +227,15 @@ static weft_status run_kernel(const weft_call *call, const site_args &p)
     const launch_shape shape = {.grid = dim3((unsigned)(p.clusters * p.cluster)),
                                 .block = SITE_WARPS * 32,
                                 .shared = (size_t)p.at.bytes,
+                                .order = OVERLAP,
                                 .cluster = (unsigned)p.cluster};
-    return p.pairs == SITE_FEW_PAIRS
-               ? launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, SITE_FEW_PAIRS>, shape, p)
-               : launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, SITE_MANY_PAIRS>, shape, p);
+    if (p.pairs == SITE_FEW_PAIRS)
+        return launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, SITE_FEW_PAIRS>, shape, p);
+    if constexpr (N == 4) { /* 320 and 448 channels a block: C = 2560, 5120 and 7168 */
+        if (p.pairs == 5) return launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, 5>, shape, p);
+        if (p.pairs == 7) return launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, 7>, shape, p);
+    }
+    return launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, 0>, shape, p);
 }
 
 template <int N, post_mode MODE>
@@ -295,13 +304,16 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
     }
     tma_encode *encode;
     const tma_tensor streams = {x->data, call->tokens, call->streams, call->channels, x->stride[0], x->stride[1]};
+    p.rows = tma_in_rows(&streams, 2);
+    p.psi_rows = tma_in_rows(&psi, 4);
+    p.psi_loads = p.psi_rows && psi.tokens * psi.streams * TMA_ROW % TMA_ALIGN == 0 ? 1 : 2;
     WEFT_TRY(tma_open(call, &encode));
-    WEFT_TRY(tma_map(call, encode, &p.x, &streams, SITE_TILE));
-    WEFT_TRY(tma_map(call, encode, &p.psi, &psi, (int)psi.tokens, sizeof(float)));
+    WEFT_TRY(tma_map_rows(call, encode, &p.x, &streams, 2, SITE_TILE, plan->boxes));
+    WEFT_TRY(tma_map_rows(call, encode, &p.psi, &psi, 4, (int)psi.tokens, p.psi_loads == 1 ? 2 : 1));
     p.res_lines = weft_has(&pre->res) && pre->res.dtype == WEFT_F32 && in_lines(&pre->res);
     if (post) {
         const tma_tensor f = {post->f.data, call->tokens, 1, call->channels, post->f.stride[0], 0};
-        WEFT_TRY(tma_map(call, encode, &p.f, &f, SITE_TILE));
+        WEFT_TRY(tma_map_rows(call, encode, &p.f, &f, 2, SITE_TILE, plan->boxes));
         p.bias = view_of(&post->bias), p.post = view_of(&post->post), p.res = view_of(&post->res);
         p.dropout = post->dropout;
         p.coef_lines = in_lines(&post->post) && in_lines(&post->res);

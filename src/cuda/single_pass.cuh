@@ -11,10 +11,11 @@
  *
  *   mixers      8 warps, a token each. Post, in place and to memory; when pre has come the aggregate, later yet the norm.
  *   projectors  8 warps, a share of the columns each, whose part of psi is in their registers (what does not fit: in shared
- *               memory). Tensor cores; then each warp adds the eight warps' sums of one token and sends them to its owner.
+ *               memory). Tensor cores.
  *   bringer     one warp. Lets the copy engine fill the ring of tiles, and brings the coefficients of post.
  *   owner       one warp. Adds the slices of a token in order, makes the gates, sends pre to all blocks.
- *   normer      one warp. The same for the sum of squares of u.
+ *   adder       one warp. Adds the projectors' sums of a tile and sends them to the tokens' owners. Is the owner for the sum
+ *               of squares of u.
  *   clerk       one warp. Makes matrices of logits, eight tokens at a time, one a lane: nobody in this launch waits for them.
  *
  * Sums are added in an order that follows from streams and channels alone. What must not be overwritten: a block sends
@@ -36,12 +37,13 @@ enum {
     FIRST_MIXER = PROJECTORS,
     BRINGER = FIRST_MIXER + MIXERS,
     OWNER,
-    NORMER,
+    ADDER,
     CLERK,
     SITE_WARPS,
     BOX_BYTES = SITE_TILE * TMA_ROW
 };
-/* Registers are handed from the others to the projectors: 61440 in all, which is what 640 threads can have at launch. */
+/* Registers are handed from the others to the projectors: 61440 in all, which is what 640 threads can have at launch. One warp
+ * more would be a sixth one on a quarter of the multiprocessor, and all would have 80. */
 enum { PROJECTOR_REGISTERS = 128, MIXER_REGISTERS = 88, SERVER_REGISTERS = 48 };
 
 struct site_args {
@@ -62,6 +64,8 @@ struct site_args {
     float mean; /* 1 / nC */
     int64_t tokens;
     int32_t channels, cluster, cluster_log, boxes, pairs, stages, psi_boxes, early, slots, tiles, clusters;
+    int32_t psi_loads;                /* for 64 channels: one, or two */
+    bool rows, psi_rows;              /* of whole boxes: a tile of a block is one load, psi of 64 channels may be */
     bool norm, coef_lines, res_lines; /* norm: v is wanted; lines: coefficients can be moved N floats at a time */
     weft_site_room at;
 };
@@ -69,10 +73,18 @@ struct site_args {
 /* What makes the streams. */
 enum site_kind { SITE_HEAD, SITE_PRE, SITE_BOUNDARY };
 
+/* Pairs of steps that a warp has where PAIRS says so; 0: any number up to the most. */
+template <int PAIRS> static __host__ __device__ constexpr int site_most()
+{
+    return PAIRS ? PAIRS : SITE_MANY_PAIRS;
+}
+
 /* Rows of the projection on tensor cores, psi on the side of 16: hi and lo of a row are both rows there, and D adds up
  * what belongs together. 24 rows: hi of 0-15 | lo of 0-15 | hi, lo of 16-23. Up to 8 rows: hi, lo. */
 template <int N, site_kind KIND> struct site_shape {
-    static constexpr int rows = KIND == SITE_HEAD ? N : 2 * N + N * N, tiles = rows > 8 ? 3 : 1, width = rows + 1;
+    static constexpr int rows = KIND == SITE_HEAD ? N : 2 * N + N * N, tiles = rows > 8 ? 3 : 1;
+    /* sums of a token: the rows, and the square; in shared memory fours of them, of which the last may be filled up */
+    static constexpr int width = rows + 1, fours = (width + 3) / 4;
     static constexpr int psi_box = rows * N * TMA_ROW, psi_place = (psi_box + 1023) / 1024 * 1024; /* 32 channels */
 };
 
@@ -80,9 +92,10 @@ template <int N, site_kind KIND> struct site_shape {
 
 /* Addresses of barriers, an array of each kind. By stage: a tile has come, is mixed, may be overwritten; pre, the norm's
  * factors have come. By slot: sums, squares of a token have come. Logits: a batch is there, is taken. psi: some of it is
- * there, is taken. */
+ * there, is taken. Left: the projectors' sums of a tile are there, are taken. */
 struct site_barriers {
-    uint32_t full, mixed, empty, pre, inverse, sums, squares, logits_full, logits_empty, psi_full, psi_empty;
+    uint32_t full, mixed, empty, pre, inverse, sums, squares, logits_full, logits_empty, psi_full, psi_empty,
+        left_full, left_empty;
 };
 
 /* What every warp knows. */
@@ -104,6 +117,29 @@ struct site_cursor {
     }
 };
 
+/* 16 bytes of shared memory. The compiler would make four accesses of 4 bytes where a struct of words is wanted. */
+static __device__ __forceinline__ uint4 take_four(uint32_t from)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
+
+static __device__ __forceinline__ void put_four(uint32_t to, const uint4 &v)
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+/* A barrier as the whole warp sees it. */
+static __device__ __forceinline__ bool is_over(uint32_t barrier, uint32_t parity)
+{
+    return __any_sync(0xffffffffu, barrier_test(barrier, parity));
+}
+
 static __device__ __forceinline__ int64_t site_token(const site_args &p, const site_block &b, int tile, int row)
 {
     return ((int64_t)b.cluster + (int64_t)tile * p.clusters) * SITE_TILE + row;
@@ -115,14 +151,26 @@ static __device__ __forceinline__ int site_parts(const site_args &p)
     return 1 + p.boxes % 4;
 }
 
+/* Where the eight warps leave the sums of a tile: two rooms in turn, or one. */
+template <int N, site_kind KIND, int PAIRS> struct site_rooms {
+    static constexpr int count = PAIRS == SITE_FEW_PAIRS ? 2 : 1, each = SITE_TILE * site_shape<N, KIND>::fours * 4;
+    static constexpr int floats = PROJECTORS * each;
+    uint32_t at = 0, parity = 0; /* the room of this tile, and how often it was used */
+
+    __device__ __forceinline__ void next()
+    {
+        if (++at == count) at = 0, parity ^= 1;
+    }
+};
+
 /* Tokens of a cluster are dealt to its blocks one by one: who owns token `row` of a tile, and which of the owner's slots is
  * that token's. */
 struct site_deal {
-    uint32_t number, slot = 0;
+    uint32_t number, slot;
 
-    __device__ __forceinline__ site_deal(const site_args &p, uint32_t row) : number(row)
+    __device__ __forceinline__ void begin(const site_args &p, uint32_t row)
     {
-        slot = row >> p.cluster_log;
+        number = row, slot = row >> p.cluster_log;
         while (slot >= (uint32_t)p.slots) slot -= p.slots;
     }
     __device__ __forceinline__ uint32_t owner(const site_args &p) const
@@ -135,6 +183,27 @@ struct site_deal {
         number += SITE_TILE;
         slot += (number >> p.cluster_log) - before;
         if (slot >= (uint32_t)p.slots) slot -= p.slots;
+    }
+};
+
+/* The tokens that a block owns, one after the other, and where what it receives for them lies. */
+struct site_owned {
+    uint32_t k = 0, tile, row, stage, parity = 0;
+    int slot = 0;
+
+    __device__ __forceinline__ site_owned(const site_args &p, const site_block &b)
+        : tile(b.rank / SITE_TILE), row(b.rank % SITE_TILE), stage(tile % (uint32_t)p.stages)
+    {
+    }
+    /* What was received for this token has been read. */
+    __device__ __forceinline__ void next(const site_args &p)
+    {
+        k++;
+        if (++slot == p.slots) slot = 0, parity ^= 1;
+        row += p.cluster;
+        const uint32_t tiles = row / SITE_TILE; /* at most two, and a block holds three */
+        row %= SITE_TILE, tile += tiles, stage += tiles;
+        if (stage >= (uint32_t)p.stages) stage -= p.stages;
     }
 };
 

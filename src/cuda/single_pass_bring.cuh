@@ -71,18 +71,36 @@ static __device__ __noinline__ void copy_loose(const site_args &p, const site_bl
     }
 }
 
+/* One lane: this block's boxes of a tile. */
+template <int STREAMS>
+static __device__ __forceinline__ void bring_rows(const site_args &p, const site_block &b, uint32_t to,
+                                                  const CUtensorMap *map, int token, uint32_t barrier)
+{
+    if (p.rows) {
+        tma_load_row(to, map, 0, token, (int)b.rank * p.boxes, barrier);
+        return;
+    }
+#pragma unroll 1
+    for (int k = 0; k < p.boxes; k++, to += STREAMS * BOX_BYTES)
+        tma_load_row(to, map, b.first_channel + k * SITE_BOX, token, 0, barrier);
+}
+
 /* One lane: psi of boxes of 64 channels from `box` on, as many as have room. */
 template <int N, site_kind KIND>
 static __device__ __forceinline__ void bring_psi(const site_args &p, const site_block &b, int box)
 {
     typedef site_shape<N, KIND> shape;
-    const int count = 2 * (p.boxes - box < p.psi_boxes ? p.boxes - box : p.psi_boxes);
+    const int count = p.boxes - box < p.psi_boxes ? p.boxes - box : p.psi_boxes;
     uint32_t to = shared_address(b.shared) + p.at.first_psi;
-    int channel = b.first_channel + box * SITE_BOX;
-    tma_expect(b.at.psi_full, (uint32_t)(count * shape::psi_box));
+    tma_expect(b.at.psi_full, (uint32_t)(count * 2 * shape::psi_box));
 #pragma unroll 1
-    for (int k = 0; k < count; k++, to += shape::psi_place, channel += TMA_ROW / 4)
-        tma_load(to, &p.psi, channel, 0, b.at.psi_full);
+    for (int k = 0; k < count; k++, to += 2 * shape::psi_place) {
+        const int at = 2 * ((int)b.rank * p.boxes + box + k); /* of 32 channels */
+#pragma unroll 1
+        for (int half = 0; half < p.psi_loads; half++)
+            tma_load_row(to + half * shape::psi_place, &p.psi, p.psi_rows ? 0 : (at + half) * (TMA_ROW / 4), 0,
+                         p.psi_rows ? at + half : 0, b.at.psi_full);
+    }
 }
 
 /* The rest of psi; afterwards its place is free. */
@@ -93,7 +111,10 @@ static __device__ __forceinline__ void bring_rest(const site_args &p, const site
 #pragma unroll 1
     for (int box = p.psi_boxes; box < p.boxes; box += p.psi_boxes, parity ^= 1) {
         barrier_wait(b.at.psi_empty, parity);
-        if (b.lane == 0) bring_psi<N, KIND>(p, b, box);
+        if (b.lane == 0) {
+            tma_publish(); /* operands were made there */
+            bring_psi<N, KIND>(p, b, box);
+        }
         __syncwarp();
     }
     barrier_wait(b.at.psi_empty, parity);
@@ -108,6 +129,7 @@ static __device__ __forceinline__ void bring(const site_args &p, const site_bloc
     const uint32_t pre = shared_address(b.shared + p.at.pre) + b.lane * 4;
     site_lines<N> lines;
     site_cursor c;
+    wait_for_previous(); /* what others read or write of memory they do when something has come */
 #pragma unroll 1
     for (int i = 0; i < b.count; i++, c.next(p.stages)) {
         const uint32_t barrier = b.at.full + c.stage * 8;
@@ -115,17 +137,12 @@ static __device__ __forceinline__ void bring(const site_args &p, const site_bloc
         if (i == p.early) bring_rest<N, KIND>(p, b);
         barrier_wait(b.at.empty + c.stage * 8, c.parity ^ 1);
         if (b.lane == 0) {
-            uint32_t to = tiles + c.stage * p.at.stage;
+            const uint32_t to = tiles + c.stage * p.at.stage;
+            if (i == 0) bring_psi<N, KIND>(p, b, 0); /* first: it is more than a tile, and has further to go */
             tma_publish(); /* what the mixers wrote here comes before what the copy engine writes */
             tma_expect(barrier, (uint32_t)p.boxes * (N + POST) * BOX_BYTES);
-#pragma unroll 1
-            for (int k = 0; k < p.boxes; k++, to += N * BOX_BYTES)
-                tma_load(to, &p.x, b.first_channel + k * SITE_BOX, (int)token, barrier);
-            if constexpr (POST)
-#pragma unroll 1
-                for (int k = 0; k < p.boxes; k++, to += BOX_BYTES)
-                    tma_load(to, &p.f, b.first_channel + k * SITE_BOX, (int)token, barrier);
-            if (i == 0) bring_psi<N, KIND>(p, b, 0);
+            bring_rows<N>(p, b, to, &p.x, (int)token, barrier);
+            if constexpr (POST) bring_rows<1>(p, b, to + p.boxes * N * BOX_BYTES, &p.f, (int)token, barrier);
             tma_expect(b.at.pre + c.stage * 8, SITE_TILE * N * 4);
             if (p.norm) tma_expect(b.at.inverse + c.stage * 8, SITE_TILE * 4);
         }

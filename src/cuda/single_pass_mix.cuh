@@ -29,15 +29,16 @@ static __device__ __forceinline__ site_rows rows_at(const site_args &p, const si
 }
 
 template <int N, int PAIRS> struct site_share {
-    static constexpr bool even = PAIRS == SITE_FEW_PAIRS; /* nothing is left over, */
-    static constexpr int fixed = PAIRS / N;               /* and each token has so many times four boxes */
-    static constexpr int most = even ? fixed : SITE_MANY_PAIRS / N;
+    static constexpr int boxes = 4 * PAIRS / N;           /* where they are known */
+    static constexpr bool even = PAIRS && boxes % 4 == 0; /* nothing is left over */
+    static constexpr int most = site_most<PAIRS>() / N;
     site_rows own; /* the first four of its own token; the next are four boxes further on */
     int times, left,
         lives[most]; /* times four boxes; boxes left over; tiles in which own rows are of this tensor */
 
     __device__ __forceinline__ site_share(const site_args &p, const site_block &b, int warp)
-        : own(rows_at<N>(p, b, b.lane >> 3, warp)), times(p.boxes / 4), left(p.boxes % 4)
+        : own(rows_at<N>(p, b, b.lane >> 3, warp)), times((PAIRS ? boxes : p.boxes) / 4),
+          left((PAIRS ? boxes : p.boxes) % 4)
     {
         const int all = b.count - (site_token(p, b, b.count - 1, warp) >= p.tokens);
 #pragma unroll
@@ -45,7 +46,7 @@ template <int N, int PAIRS> struct site_share {
     }
     __device__ __forceinline__ bool has_own(int t) const
     {
-        return even || t < times;
+        return t < times;
     }
     /* Rows left over that are this warp's in tile i. */
     __device__ __forceinline__ bool has_left(int warp, int i) const
@@ -59,22 +60,17 @@ template <int N, int PAIRS> struct site_share {
     }
 };
 
-/* The compiler would make four accesses of 4 bytes. */
 static __device__ __forceinline__ raw<bf16, 8> take_piece(uint32_t from)
 {
+    const uint4 v = take_four(from);
     raw<bf16, 8> r;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r.word[0]), "=r"(r.word[1]), "=r"(r.word[2]), "=r"(r.word[3])
-                 : "r"(from)
-                 : "memory");
+    r.word[0] = v.x, r.word[1] = v.y, r.word[2] = v.z, r.word[3] = v.w;
     return r;
 }
 
 static __device__ __forceinline__ void put_piece(uint32_t to, const raw<bf16, 8> &r)
 {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r.word[0]), "r"(r.word[1]),
-                 "r"(r.word[2]), "r"(r.word[3])
-                 : "memory");
+    put_four(to, make_uint4(r.word[0], r.word[1], r.word[2], r.word[3]));
 }
 
 /* ---- mixers ------------------------------------------------------------------------------------------------------------- */
@@ -190,12 +186,6 @@ static __device__ __forceinline__ void norm_rows(const site_args &p, uint32_t at
     store<bf16, 8>(p.v + token * p.v_token + channel, x);
 }
 
-/* A barrier as the whole warp sees it. */
-static __device__ __forceinline__ bool is_over(uint32_t barrier, uint32_t parity)
-{
-    return __any_sync(0xffffffffu, barrier_test(barrier, parity));
-}
-
 /* Does whatever can be done next, and first what frees a place in the ring. */
 template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
 static __device__ __forceinline__ void mixer(const site_args &p, const site_block &b, int warp)
@@ -211,7 +201,10 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
     int mixed = KIND == SITE_BOUNDARY ? 0 : b.count, summed = 0, normed = 0; /* tiles */
     site_cursor now, then, last;
     weft_mask mask = {};
-    if constexpr (KIND == SITE_BOUNDARY && MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
+    if constexpr (KIND == SITE_BOUNDARY && MODE == FULL) {
+        wait_for_previous();
+        mask = weft_mask_open(&p.dropout, p.channels);
+    }
     cluster_wait_for_all();
 #pragma unroll 1
     while ((p.norm ? normed : summed) < b.count) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Those who serve all blocks of a site in one launch: owner, normer, clerk.
+ * Those who serve all blocks of a site in one launch: owner and clerk.
  */
 #ifndef WEFT_CUDA_SINGLE_PASS_OWN_CUH
 #define WEFT_CUDA_SINGLE_PASS_OWN_CUH
@@ -23,26 +23,67 @@ static __device__ __forceinline__ float as_stored(const view &to, float v)
     return to.dtype == WEFT_BF16 ? rounded<bf16>(v) : to.dtype == WEFT_F16 ? rounded<f16>(v) : v;
 }
 
-/* The tokens that a block owns, one after the other, and where what it receives for them lies. */
-struct site_owned {
-    uint32_t k = 0, number, tile, row, stage, parity = 0;
-    int slot = 0;
-
-    /* Token k of this block; false behind the last tile. */
-    __device__ __forceinline__ bool find(const site_args &p, const site_block &b)
-    {
-        number = b.rank + (k << p.cluster_log), tile = number / SITE_TILE, row = number % SITE_TILE;
-        if (tile >= (uint32_t)b.count) return false;
-        stage = tile % (uint32_t)p.stages;
-        return true;
+/* Notes of a token that are not all fp32. */
+template <int N, int R>
+static __device__ __noinline__ void write_loose(const site_args &p, int64_t token, int lane, float h, float ms,
+                                                float gate)
+{
+    if (lane < R) {
+        if (has(p.h)) put(p.h, token * p.h.stride[0] + lane * p.h.stride[1], h);
+        if (lane < N && has(p.pre)) put(p.pre, token * p.pre.stride[0] + lane * p.pre.stride[1], gate);
+        if (lane >= N && lane < 2 * N && has(p.post_out))
+            put(p.post_out, token * p.post_out.stride[0] + (lane - N) * p.post_out.stride[1], gate);
+    } else if (lane == R && has(p.ms)) {
+        put(p.ms, token * p.ms.stride[0], ms);
     }
-    /* What was received for this token has been read. */
-    __device__ __forceinline__ void next(const site_args &p)
+}
+
+/* What a lane writes of a token: one of h, and of pre, post or the mean square. Where all are fp32, which is the rule, two
+ * places and the way to the next token's are known from the start. */
+template <int N, int R> struct site_notes {
+    char *h = nullptr, *other = nullptr;
+    int64_t h_step, other_step;
+    int lane;
+    bool plain;
+
+    __device__ __forceinline__ site_notes(const site_args &p, int lane) : lane(lane)
     {
-        k++;
-        if (++slot == p.slots) slot = 0, parity ^= 1;
+        const bool fp32 = p.h.dtype == WEFT_F32 && p.ms.dtype == WEFT_F32;
+        plain =
+            fp32 && (!has(p.pre) || p.pre.dtype == WEFT_F32) && (!has(p.post_out) || p.post_out.dtype == WEFT_F32);
+        if (lane < R && has(p.h)) h = p.h.data + lane * p.h.stride[1] * 4;
+        h_step = p.h.stride[0] * 4, other_step = p.pre.stride[0] * 4;
+        if (lane < N && has(p.pre)) other = p.pre.data + lane * p.pre.stride[1] * 4;
+        if (lane >= N && lane < 2 * N && lane < R && has(p.post_out))
+            other = p.post_out.data + (lane - N) * p.post_out.stride[1] * 4, other_step = p.post_out.stride[0] * 4;
+        if (lane == R && has(p.ms)) other = p.ms.data, other_step = p.ms.stride[0] * 4;
+    }
+    __device__ __forceinline__ void write(const site_args &p, int64_t token, float sum, float ms, float gate) const
+    {
+        if (plain) {
+            if (h) *(float *)(h + token * h_step) = sum;
+            if (other) *(float *)(other + token * other_step) = lane == R ? ms : gate;
+        } else {
+            write_loose<N, R>(p, token, lane, sum, ms, gate);
+        }
     }
 };
+
+/* The slices of a value in the order of the blocks. */
+static __device__ __forceinline__ float add_slices(const float *from, int cluster)
+{
+    float sum = 0.0f;
+    if (cluster >= 8) {
+#pragma unroll 1
+        for (int s = 0; s < cluster; s += 8)
+#pragma unroll
+            for (int k = 0; k < 8; k++) sum += from[(s + k) * SITE_ROW];
+    } else {
+#pragma unroll 1
+        for (int s = 0; s < cluster; s++) sum += from[s * SITE_ROW];
+    }
+    return sum;
+}
 
 /* The same four floats (or two) to the same place of every block. */
 template <int N>
@@ -57,31 +98,32 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void own(cons
 {
     constexpr int R = site_shape<N, KIND>::rows, LOGITS = 2 * SITE_TILE;
     const int lane = b.lane, kind = lane < N ? 0 : lane < 2 * N ? 1 : 2, column = lane <= R ? lane : 0;
+    wait_for_previous();
     const float alpha = lane < R ? get(p.alpha, kind * p.alpha.stride[0]) : 0.0f;
     const float beta = lane < R ? get(p.beta, lane * p.beta.stride[0]) : 0.0f;
     float *const logits = (float *)(b.shared + p.at.logits);
     const uint32_t pre_at = shared_address(b.shared + p.at.pre), aside = shared_address(b.shared + p.at.aside);
     const int64_t live = site_live(p, b);
-    site_owned at;
+    const site_notes<N, R> notes(p, lane);
+    site_owned at(p, b);
 #pragma unroll 1
-    for (; at.find(p, b); at.next(p)) {
+    for (; at.tile < (uint32_t)b.count; at.next(p)) {
         const float *const from =
             (const float *)(b.shared + p.at.received) + at.slot * p.cluster * SITE_ROW + column;
-        float h = 0.0f;
         barrier_wait(b.at.sums + at.slot * 8, at.parity);
-#pragma unroll 4
-        for (int s = 0; s < p.cluster; s++) h += from[s * SITE_ROW];
+        const float h = add_slices(from, p.cluster);
         const float ms = __shfl_sync(0xffffffffu, h, R) * p.mean;
         const float inv = mm_inv_rms(ms, p.numbers.rms_eps, p.numbers.rms_eps_kind);
         const float gate = gate_fwd(h, inv, alpha, beta, kind, p.numbers);
+        const float stored = as_stored(p.pre, gate);
         float pre[N];
 #pragma unroll
-        for (int i = 0; i < N; i++) pre[i] = __shfl_sync(0xffffffffu, as_stored(p.pre, gate), i);
-        if (lane == 0) tma_expect(b.at.sums + at.slot * 8, (uint32_t)p.cluster * (R + 1) * 4);
+        for (int i = 0; i < N; i++) pre[i] = __shfl_sync(0xffffffffu, stored, i);
+        if (lane == 0) tma_expect(b.at.sums + at.slot * 8, (uint32_t)p.cluster * site_shape<N, KIND>::fours * 16);
         __syncwarp();
         to_all<N>(p, b, has(p.pre_in) ? aside : pre_at + (at.stage * SITE_TILE + at.row) * N * 4, pre,
                   b.at.pre + at.stage * 8);
-        if (at.number >= live) continue;
+        if (at.tile * SITE_TILE + at.row >= live) continue;
 
         if constexpr (KIND != SITE_HEAD) {
             if (has(p.res_out)) {
@@ -91,39 +133,7 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void own(cons
                 barrier_arrive(b.at.logits_full + batch * 8);
             }
         }
-        const int64_t token = site_token(p, b, (int)at.tile, (int)at.row);
-        if (lane < R) {
-            if (has(p.h)) put(p.h, token * p.h.stride[0] + lane * p.h.stride[1], h);
-            if (kind == 0 && has(p.pre)) put(p.pre, token * p.pre.stride[0] + lane * p.pre.stride[1], gate);
-            if (kind == 1 && has(p.post_out))
-                put(p.post_out, token * p.post_out.stride[0] + (lane - N) * p.post_out.stride[1], gate);
-        } else if (lane == R && has(p.ms)) {
-            put(p.ms, token * p.ms.stride[0], ms);
-        }
-    }
-}
-
-static __device__ __forceinline__ void own_norm(const site_args &p, const site_block &b)
-{
-    const uint32_t inverse_at = shared_address(b.shared + p.at.inverse);
-    const int parts = site_parts(p);
-    site_owned at;
-#pragma unroll 1
-    for (; at.find(p, b); at.next(p)) {
-        const float *const from = (const float *)(b.shared + p.at.squares) + at.slot * p.cluster * 4;
-        float squares = 0.0f;
-        barrier_wait(b.at.squares + at.slot * 8, at.parity);
-#pragma unroll 1
-        for (int s = 0; s < p.cluster; s++)
-#pragma unroll 1
-            for (int part = 0; part < parts; part++) squares += from[s * 4 + part];
-        const float inverse = 1.0f / sqrtf(squares / (float)p.channels + p.sub_eps);
-        __syncwarp();
-        if (b.lane == 0) tma_expect(b.at.squares + at.slot * 8, (uint32_t)(p.cluster * parts * 4));
-        __syncwarp();
-        if (b.lane < p.cluster)
-            cluster_send(cluster_address(inverse_at + (at.stage * SITE_TILE + at.row) * 4, b.lane), inverse,
-                         cluster_address(b.at.inverse + at.stage * 8, b.lane));
+        notes.write(p, site_token(p, b, (int)at.tile, (int)at.row), h, ms, gate);
     }
 }
 

@@ -48,7 +48,7 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     weft_site_room *r = &p->room;
     int32_t at;
     p->slots = (int32_t)ceil_div(p->stages * tile, p->cluster);
-    r->stage = (int32_t)(p->boxes * (n + 1) * SITE_TILE * SITE_BOX * 2);
+    r->stage = (int32_t)(p->boxes * (n + f->post) * SITE_TILE * SITE_BOX * 2);
     at = p->stages * r->stage;
     p->psi_boxes = (int32_t)((at - r->stage) / psi_bytes(f));
     if (p->psi_boxes > p->boxes) p->psi_boxes = p->boxes;
@@ -57,13 +57,13 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     r->psi = take(&at, (operands > SITE_KEPT ? operands - SITE_KEPT : 0) * tile * 32 * 16);
     r->coef = take(&at, p->stages * tile * (n + n * n) * 4);
     r->pre = take(&at, p->stages * tile * n * 4);
-    r->sums = take(&at, (p->pairs == SITE_FEW_PAIRS ? 2 : 1) * tile * tile * (f->rows + 1) * 4);
+    r->sums = take(&at, (p->pairs == SITE_FEW_PAIRS ? 2 : 1) * tile * tile * ceil_div(f->rows + 1, 4) * 16);
     r->received = take(&at, (int64_t)p->slots * p->cluster * SITE_ROW * 4);
     r->squares = f->norm ? take(&at, (int64_t)p->slots * p->cluster * 16) : at;
     r->inverse = take(&at, p->stages * tile * 4);
     r->aside = take(&at, n * 4);
     r->logits = take(&at, 2 * tile * n * n * 4);
-    r->barriers = take(&at, (5 * p->stages + 2 * p->slots + 6) * 8);
+    r->barriers = take(&at, (5 * p->stages + 2 * p->slots + 10) * 8);
     r->bytes = at;
 }
 
@@ -91,8 +91,9 @@ weft_site_plan weft_cuda_site_plan(const weft_site_facts *f)
     if (p.path != WEFT_SITE_SINGLE_PASS) return p;
     for (p.stages = SITE_STAGES;; p.stages--) {
         lay_out(&p, f);
-        if (p.room.bytes <= f->shared && p.psi_boxes > 0) break;
-        if (p.stages == 3 || p.psi_boxes == 0) {
+        const int32_t least = p.pairs <= SITE_ONCE_PAIRS ? p.boxes : 1;
+        if (p.room.bytes <= f->shared && p.psi_boxes >= least) break;
+        if (p.stages == 3 || p.psi_boxes < least) {
             p.path = WEFT_SITE_SMALL_GPU;
             return p;
         }

@@ -17,13 +17,14 @@ extern "C" {
 #endif
 
 enum {
-    SITE_TILE = 8,       /* tokens, and warps of each kind that works on them */
+    SITE_TILE = 8,       /* tokens, and warps that project them */
     SITE_BOX = 64,       /* channels */
     SITE_CLUSTER = 16,   /* blocks of a cluster, at most; fewer are a smaller power of two, from 2 on */
     SITE_CLUSTERS = 5,   /* sizes of clusters by their logarithm, 2, 4, 8, 16 from 1 on */
     SITE_STAGES = 12,    /* tiles that a block holds, at most */
-    SITE_FEW_PAIRS = 4,  /* pairs of steps of the tensor cores that a warp has: kernels are made for these many */
-    SITE_MANY_PAIRS = 7, /* or these */
+    SITE_FEW_PAIRS = 4,  /* pairs of steps of the tensor cores that a warp has; so many are all in registers */
+    SITE_ONCE_PAIRS = 5, /* with so many a block has room for all of its psi as it comes */
+    SITE_MANY_PAIRS = 7, /* at most */
     SITE_KEPT = 24,   /* operands of psi that a lane has in registers, at most; the others are in shared memory */
     SITE_ROW = 28,    /* floats for a token's partial sums */
     SITE_OLDEST = 90, /* compute capabilities for which there is code, times ten */
@@ -53,6 +54,7 @@ typedef struct weft_site_facts {
     bool bf16;          /* the streams, f, u and v; coefficients that go in or leave before gates are fp32 */
     bool layout;        /* rows can be copied 16 bytes at a time */
     bool norm;          /* v is wanted */
+    bool post;          /* the streams are made here: f comes with them */
     int32_t capability; /* of the code that would run, times ten */
     int64_t shared;     /* bytes that a block may have */
     int32_t resident[SITE_CLUSTERS]; /* clusters of each size that the device runs at once */

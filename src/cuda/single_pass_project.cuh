@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The projectors of a site in one launch: psi y and y^2 on tensor cores, and sums to the owners of the tokens.
+ * The projectors of a site in one launch: psi y and y^2 on tensor cores.
  */
 #ifndef WEFT_CUDA_SINGLE_PASS_PROJECT_CUH
 #define WEFT_CUDA_SINGLE_PASS_PROJECT_CUH
@@ -77,7 +77,7 @@ static __device__ __forceinline__ void leave_sums(float *to, const site_sums<sit
     const int g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        float *const row = to + (2 * t + e) * shape::width;
+        float *const row = to + (2 * t + e) * (shape::fours * 4);
         if constexpr (shape::tiles == 3) {
             row[g] = s.d[0][e];
             row[g + 8] = s.d[0][2 + e];
@@ -86,52 +86,106 @@ static __device__ __forceinline__ void leave_sums(float *to, const site_sums<sit
             if (g < shape::rows) row[g] = s.d[0][e] + s.d[0][2 + e];
         }
     }
-    if (t == g >> 1) to[g * shape::width + shape::rows] = g & 1 ? s.squares[1] : s.squares[0];
+    if (t == g >> 1) to[g * (shape::fours * 4) + shape::rows] = g & 1 ? s.squares[1] : s.squares[0];
 }
 
-static __device__ __forceinline__ void projectors_sync()
-{
-    asm volatile("bar.sync 1, %0;" ::"n"(PROJECTORS * 32) : "memory");
-}
-
-/* psi of a warp: what it keeps in registers and what it reads from shared memory. */
+/* psi of a warp: what it keeps in registers and what it reads from shared memory. Where the number of pairs is known, the ones
+ * lie between the others, so that a read is on its way while the tensor cores work. */
 template <int N, site_kind KIND, int PAIRS> struct site_psi {
     typedef site_shape<N, KIND> shape;
-    static constexpr int T = shape::tiles, all = PAIRS * 2 * T, count = all < SITE_KEPT ? all : SITE_KEPT;
+    static constexpr int T = shape::tiles, most = site_most<PAIRS>(), all = most * 2 * T;
+    static constexpr int count = all < SITE_KEPT ? all : SITE_KEPT, spare = all - count;
+    static constexpr bool in_place = shape::rows % 8 == 0; /* the operands of a pair are as long as its rows */
+    static constexpr bool once = PAIRS && PAIRS <= SITE_ONCE_PAIRS; /* all of it is there at once */
     uint4 kept[count];
     const uint4 *rest;
+
+    /* Where a pair lies among the boxes that are there. */
+    struct site_psi_place {
+        uint32_t box;
+        int stream;
+        bool here;
+
+        __device__ __forceinline__ site_psi_place(const site_args &p, int pair, int first)
+        {
+            const int at = (pair >> 1) / N - first;
+            stream = (pair >> 1) % N, here = once || (at >= 0 && at < p.psi_boxes);
+            box = (2 * at + (pair & 1)) * shape::psi_place;
+        }
+    };
+
+    /* Operands in shared memory before operand k. */
+    static __host__ __device__ constexpr int before(int k)
+    {
+        return PAIRS ? k * spare / all : k > count ? k - count : 0;
+    }
+    static __host__ __device__ constexpr bool is_kept(int k)
+    {
+        return before(k + 1) == before(k);
+    }
+    static __host__ __device__ constexpr int place(int k) /* among its like */
+    {
+        return is_kept(k) ? k - before(k) : before(k);
+    }
 
     /* Takes what the bringer brings, some boxes at a time. */
     __device__ __forceinline__ site_psi(const site_args &p, const site_block &b, int warp)
     {
-        uint4 *const more = (uint4 *)(b.shared + p.at.psi) + warp * 32 + b.lane;
-        const uint32_t from = shared_address(b.shared) + p.at.first_psi;
         uint32_t parity = 0;
-        rest = more;
+        rest = (const uint4 *)(b.shared + p.at.psi) + warp * 32 + b.lane;
+        if constexpr (once) {
+            take(p, b, warp, 0, 0);
+        } else {
 #pragma unroll
-        for (int k = 0; k < count; k++) kept[k] = make_uint4(0, 0, 0, 0);
+            for (int k = 0; k < count; k++) kept[k] = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
-        for (int first = 0; first < p.boxes; first += p.psi_boxes, parity ^= 1) {
-            barrier_wait(b.at.psi_full, parity);
-#pragma unroll
-            for (int j = 0; j < PAIRS; j++) {
-                const int pair = warp * p.pairs + j, box = (pair >> 1) / N, stream = (pair >> 1) % N;
-                uint4 a[2 * T];
-                if (PAIRS != SITE_FEW_PAIRS && j >= p.pairs) continue;
-                if (box < first || box >= first + p.psi_boxes) continue;
-                take_psi<shape::rows, T>(a, from + (2 * (box - first) + (pair & 1)) * shape::psi_place,
-                                         stream * shape::rows, b.lane);
-#pragma unroll
-                for (int e = 0; e < 2 * T; e++) {
-                    const int k = j * 2 * T + e;
-                    if (k < count)
-                        kept[k < count ? k : 0] = a[e];
-                    else
-                        more[(k - count) * (PROJECTORS * 32)] = a[e];
-                }
-            }
-            barrier_arrive(b.at.psi_empty);
+            for (int first = 0; first < p.boxes; first += p.psi_boxes, parity ^= 1) take(p, b, warp, first, parity);
         }
+    }
+    /* Makes operands in place, then takes them. What is made is not what a register's number can depend on, so the making is a
+     * loop, and a fifth of the instructions; they have to come from memory, too. */
+    __device__ __forceinline__ void take(const site_args &p, const site_block &b, int warp, int first,
+                                         uint32_t parity)
+    {
+        uint4 *const more = (uint4 *)rest;
+        const uint32_t from = shared_address(b.shared) + p.at.first_psi;
+        const int pairs = PAIRS ? PAIRS : p.pairs;
+        barrier_wait(b.at.psi_full, parity);
+        if constexpr (in_place) {
+#pragma unroll 1
+            for (int j = 0; j < pairs; j++) {
+                const site_psi_place at(p, warp * pairs + j, first);
+                const uint32_t operands = from + at.box + at.stream * (shape::rows * TMA_ROW) + b.lane * 16;
+                uint4 a[2 * T];
+                if (!at.here) continue;
+                take_psi<shape::rows, T>(a, from + at.box, at.stream * shape::rows, b.lane);
+                __syncwarp();
+#pragma unroll
+                for (int e = 0; e < 2 * T; e++) put_four(operands + e * 512, a[e]);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < most; j++) {
+            uint4 a[2 * T];
+            if (!PAIRS && j >= pairs) continue;
+            const site_psi_place at(p, warp * pairs + j, first);
+            if (!at.here) continue;
+            if constexpr (in_place)
+#pragma unroll
+                for (int e = 0; e < 2 * T; e++)
+                    a[e] = take_four(from + at.box + at.stream * (shape::rows * TMA_ROW) + e * 512 + b.lane * 16);
+            else
+                take_psi<shape::rows, T>(a, from + at.box, at.stream * shape::rows, b.lane);
+#pragma unroll
+            for (int e = 0; e < 2 * T; e++) {
+                const int k = j * 2 * T + e;
+                if (is_kept(k))
+                    kept[is_kept(k) ? place(k) : 0] = a[e];
+                else
+                    more[place(k) * (PROJECTORS * 32)] = a[e];
+            }
+        }
+        barrier_arrive(b.at.psi_empty);
     }
     /* Operands of step s. */
     __device__ __forceinline__ void step(uint4 (&a)[T], int s) const
@@ -139,7 +193,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
 #pragma unroll
         for (int q = 0; q < T; q++) {
             const int k = s * T + q;
-            a[q] = k < count ? kept[k < count ? k : 0] : rest[(k - count) * (PROJECTORS * 32)];
+            a[q] = is_kept(k) ? kept[is_kept(k) ? place(k) : 0] : rest[place(k) * (PROJECTORS * 32)];
         }
     }
 };
@@ -147,27 +201,26 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
 template <int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ void projector(const site_args &p, const site_block &b, int warp)
 {
-    typedef site_shape<N, KIND> shape;
-    constexpr int T = shape::tiles, ROOM = SITE_TILE * shape::width;
+    typedef site_rooms<N, KIND, PAIRS> rooms;
+    constexpr int T = site_shape<N, KIND>::tiles;
     const site_psi<N, KIND, PAIRS> psi(p, b, warp);
     const int first = warp * p.pairs;
     const uint32_t tiles = shared_address(b.shared);
-    const uint32_t received = shared_address(b.shared + p.at.received) + (b.rank * SITE_ROW + b.lane) * 4;
     /* Pair j of this warp is half (pair & 1) of a box of one stream, pair >> 1: bit 6 of where its pieces lie. */
     const uint32_t piece = (b.lane & 7) * TMA_ROW + (((b.lane >> 3) ^ (b.lane & 7)) << 4);
-    float *const room = (float *)(b.shared + p.at.sums);
-    site_deal deal(p, warp);
+    float *const left = (float *)(b.shared + p.at.sums) + warp * rooms::each;
+    rooms room;
     site_cursor c;
     cluster_wait_for_all();
 #pragma unroll 1
-    for (int i = 0; i < b.count; i++, c.next(p.stages), deal.next_tile(p)) {
+    for (int i = 0; i < b.count; i++, c.next(p.stages), room.next()) {
         site_sums<T> s;
         const uint32_t from = tiles + c.stage * p.at.stage + piece;
         barrier_wait((KIND == SITE_BOUNDARY ? b.at.mixed : b.at.full) + c.stage * 8, c.parity);
 #pragma unroll
-        for (int j = 0; j < PAIRS; j++) {
+        for (int j = 0; j < site_most<PAIRS>(); j++) {
             uint32_t y[4];
-            if (PAIRS > SITE_FEW_PAIRS && j >= p.pairs) break;
+            if (!PAIRS && j >= p.pairs) break;
             ldmatrix4(y, (from + ((first + j) >> 1) * BOX_BYTES) ^ (((first + j) & 1) << 6));
 #pragma unroll
             for (int k = 0; k < 2; k++) {
@@ -176,20 +229,9 @@ static __device__ __forceinline__ void projector(const site_args &p, const site_
                 multiply<T>(s, a, y[2 * k], y[2 * k + 1]);
             }
         }
-        /* Two rooms in turn, or one and another wait: others may still add what lies there. */
-        float *const sums = room + (PAIRS == SITE_FEW_PAIRS && (i & 1) ? PROJECTORS * ROOM : 0);
-        leave_sums<N, KIND>(sums + warp * ROOM, s, b.lane);
-        projectors_sync();
-        if (b.lane < shape::width) {
-            const uint32_t owner = deal.owner(p);
-            const float *const all = sums + warp * shape::width + b.lane;
-            float v = 0.0f;
-#pragma unroll
-            for (int w = 0; w < PROJECTORS; w++) v += all[w * ROOM];
-            cluster_send(cluster_address(received + deal.slot * p.cluster * (SITE_ROW * 4), owner), v,
-                         cluster_address(b.at.sums + deal.slot * 8, owner));
-        }
-        if (PAIRS != SITE_FEW_PAIRS) projectors_sync();
+        barrier_wait(b.at.left_empty + room.at * 8, room.parity ^ 1);
+        leave_sums<N, KIND>(left + room.at * rooms::floats, s, b.lane);
+        barrier_arrive(b.at.left_full + room.at * 8);
     }
 }
 

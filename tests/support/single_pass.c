@@ -106,3 +106,34 @@ void single_pass_is_reproducible(void **state)
     }
     test_verdict();
 }
+
+/* ---- forward: widths ---------------------------------------------------------------------------------------------------- */
+
+/* How a token is dealt to blocks, which kernel that takes and whether a row is made of whole boxes follow from the width: a few
+ * boxes, four and five, six and seven in a block of the largest cluster, with and without channels left over. */
+static const int64_t widths[][2] = {{4, 72},   {4, 256},  {4, 512},  {4, 520},  {4, 608},  {4, 640},   {4, 1056},
+                                    {4, 2560}, {4, 4096}, {4, 5120}, {4, 6144}, {4, 7160}, {4, 7168},  {2, 96},
+                                    {2, 1024}, {2, 1280}, {2, 2056}, {2, 8192}, {2, 9984}, {2, 14336}, {2, 14328}};
+
+/* More tiles than clusters, and one token that is alone in its tile; or a few tokens. */
+void single_pass_of_any_width(void **state)
+{
+    const char *op = *state;
+    if (!test_on_cuda()) skip();
+    for (size_t k = 0; k < sizeof widths / sizeof *widths; k++) {
+        spec s = {.op = op,
+                  .tokens = k % 3 ? 8 * 9 + 1 : 5,
+                  .streams = widths[k][0],
+                  .channels = widths[k][1],
+                  .act = WEFT_BF16,
+                  .wide = WEFT_BF16,
+                  .absent = k % 2 ? " bias pre_in v sub_weight " : " bias ",
+                  .seed = k};
+        if (test_quick() && k % 4) continue;
+        weft_mhc_preset_numerics((weft_mhc_preset)(k % WEFT_PRESET_COUNT), &s.numerics);
+        if (k % 5 == 4) s.dropout = (weft_dropout){.p = 0.3, .seed = 5, .token_base = 1000};
+        expect_plan(s, "a single pass");
+        grid_compare(&s);
+    }
+    test_verdict();
+}

@@ -66,20 +66,49 @@ static inline weft_status tma_open(const weft_call *call, tma_encode **encode)
     return WEFT_OK;
 }
 
-/* bytes: of an element, 2 (bf16) or 4 (fp32: half as many channels a box). */
-static inline weft_status tma_map(const weft_call *call, tma_encode *encode, CUtensorMap *map, const tma_tensor *t,
-                                  int tokens_of_box, int bytes = 2)
+static inline weft_status tma_map_of(const weft_call *call, tma_encode *encode, CUtensorMap *map,
+                                     const tma_tensor *t, int bytes, int rank, const cuuint64_t *size,
+                                     const cuuint64_t *stride, const cuuint32_t *box)
 {
-    const cuuint64_t size[3] = {(cuuint64_t)t->channels, (cuuint64_t)t->tokens, (cuuint64_t)t->streams};
-    const cuuint64_t stride[2] = {(cuuint64_t)(t->token_stride * bytes),
-                                  (cuuint64_t)((t->streams > 1 ? t->stream_stride : t->token_stride) * bytes)};
-    const cuuint32_t box[3] = {(cuuint32_t)(TMA_ROW / bytes), (cuuint32_t)tokens_of_box, (cuuint32_t)t->streams};
-    const cuuint32_t step[3] = {1, 1, 1};
+    const cuuint32_t step[4] = {1, 1, 1, 1};
     const CUresult error =
-        encode(map, bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t->data,
+        encode(map, bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, t->data,
                size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return error == CUDA_SUCCESS ? WEFT_OK : weft_cuda_status(call, "a tensor map", cudaErrorInvalidValue);
+}
+
+static inline weft_status tma_map(const weft_call *call, tma_encode *encode, CUtensorMap *map, const tma_tensor *t,
+                                  int tokens_of_box)
+{
+    const cuuint64_t size[3] = {(cuuint64_t)t->channels, (cuuint64_t)t->tokens, (cuuint64_t)t->streams};
+    const cuuint64_t stride[2] = {(cuuint64_t)(t->token_stride * 2),
+                                  (cuuint64_t)((t->streams > 1 ? t->stream_stride : t->token_stride) * 2)};
+    const cuuint32_t box[3] = {TMA_CHANNELS, (cuuint32_t)tokens_of_box, (cuuint32_t)t->streams};
+    return tma_map_of(call, encode, map, t, 2, 3, size, stride, box);
+}
+
+/* A tensor as rows of boxes. Where a row of channels is made of whole boxes, `boxes` of them that lie side by side are one box of
+ * the engine, box[box][stream][token][channel] in shared memory, and one load. Otherwise the engine must know where a row
+ * ends: a load for each. bytes: of an element, 2 (bf16) or 4 (fp32: half as many channels a box). */
+static inline bool tma_in_rows(const tma_tensor *t, int bytes)
+{
+    return t->channels % (TMA_ROW / bytes) == 0;
+}
+
+static inline weft_status tma_map_rows(const weft_call *call, tma_encode *encode, CUtensorMap *map,
+                                       const tma_tensor *t, int bytes, int tokens_of_box, int boxes)
+{
+    const bool rows = tma_in_rows(t, bytes);
+    const int64_t width = TMA_ROW / bytes;
+    const cuuint64_t size[4] = {(cuuint64_t)(rows ? width : t->channels), (cuuint64_t)t->tokens,
+                                (cuuint64_t)t->streams, (cuuint64_t)(rows ? t->channels / width : 1)};
+    const cuuint64_t stride[3] = {(cuuint64_t)(t->token_stride * bytes),
+                                  (cuuint64_t)((t->streams > 1 ? t->stream_stride : t->token_stride) * bytes),
+                                  TMA_ROW};
+    const cuuint32_t box[4] = {(cuuint32_t)width, (cuuint32_t)tokens_of_box, (cuuint32_t)t->streams,
+                               (cuuint32_t)(rows ? boxes : 1)};
+    return tma_map_of(call, encode, map, t, bytes, 4, size, stride, box);
 }
 
 /* ---- device --------------------------------------------------------------------------------------------------------- */
@@ -116,6 +145,16 @@ static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap *
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
                  "[%1, {%3, %4, %5}], [%2];" ::"r"(to),
                  "l"(map), "r"(barrier), "r"(channel), "r"(token), "r"(0)
+                 : "memory");
+}
+
+/* Of a map of rows. Rows of boxes: the first box's number; otherwise: the box's first channel. */
+static __device__ __forceinline__ void tma_load_row(uint32_t to, const CUtensorMap *map, int channel, int token,
+                                                    int box, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(channel), "r"(token), "r"(0), "r"(box)
                  : "memory");
 }
 
