@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs everything that needs a GPU and writes down what came of it: bench/baselines/<gpu>.jsonl.
 
-    tools/gpu_record.py [--build DIR] [--out FILE] [--parts tests,check,golden,sanitizer,bench] [--suites te,small,gdn]
+    tools/gpu_record.py [--build DIR] [--out FILE] [--parts tests,check,golden,sanitizer,bench] [--suites te,small,gdn,fused]
     tools/gpu_record.py --verify      says whether the records belong to the sources as they are
 
 It needs the built tree, Python and nothing else; what is missing (compute-sanitizer, golden files) is written down as
@@ -37,6 +37,7 @@ SUITES = {
     "te_cn": ["--suite", "te", "--layout", "cn"],
     "small": ["--suite", "small"],
     "gdn": ["--suite", "gdn"],
+    "fused": ["--suite", "fused"],
     "all": ["--tokens", "32768", "--channels", "4096"],
 }
 
