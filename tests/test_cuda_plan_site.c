@@ -59,7 +59,8 @@ static void paths(void **state)
     assert_null(weft_cuda_site_reason(WEFT_SITE_PATHS));
 }
 
-/* Neither the tokens nor the multiprocessors to use decide a path or a cluster: both would decide bits. */
+/* Neither the tokens nor the multiprocessors to use decide a path or a cluster, nor a norm, nor who makes the streams: all would
+ * decide bits. */
 static void nothing_decides_bits(void **state)
 {
     (void)state;
@@ -67,9 +68,9 @@ static void nothing_decides_bits(void **state)
         const weft_site_plan want = plan(1, 4, channels);
         for (int64_t tokens = 1; tokens < 100000; tokens = tokens * 3 + 1)
             for (int32_t sms = 1; sms < 1000; sms = sms * 5 + 2)
-                for (int norm = 0; norm < 2; norm++) {
+                for (int what = 0; what < 4; what++) {
                     weft_site_facts f = h200(tokens, 4, channels);
-                    f.sms = sms, f.norm = norm;
+                    f.sms = sms, f.norm = what & 1, f.post = what & 2;
                     const weft_site_plan got = weft_cuda_site_plan(&f);
                     assert_int_equal(got.path, want.path);
                     assert_int_equal(got.cluster, want.cluster);
@@ -92,8 +93,10 @@ static void one_plan(const weft_site_facts *f)
     assert_true(p.stages >= 3); /* one comes, one is mixed, one waits for its coefficients */
     /* a slot is used again by a tile that the block could not have begun before (single_pass.cuh) */
     assert_true((int64_t)p.slots * p.cluster >= (int64_t)p.stages * SITE_TILE);
+    assert_int_equal(r->stage, p.boxes * (f->streams + f->post) * SITE_TILE * SITE_BOX * 2);
     assert_true(r->stage % 1024 == 0 && r->psi == p.stages * r->stage);
     /* psi comes to where no tile is yet, and ends where the tiles end */
+    if (p.pairs <= SITE_ONCE_PAIRS) assert_int_equal(p.psi_boxes, p.boxes); /* kernels count on it */
     assert_true(p.psi_boxes >= 1 && p.psi_boxes <= p.boxes && r->first_psi % 1024 == 0);
     assert_true(p.early >= 1 && p.early * r->stage <= r->first_psi);
     assert_true(r->first_psi + p.psi_boxes * 2 * f->rows * f->streams * 128 <= r->psi);
@@ -110,10 +113,10 @@ static void plans_fit(void **state)
         for (int64_t channels = 8; channels <= 28672 / streams; channels += 8)
             for (int64_t tokens = 1; tokens < 100000; tokens = tokens * 7 + 1)
                 for (int norm = 0; norm < 2; norm++)
-                    for (int head = 0; head < 2; head++) {
+                    for (int kind = 0; kind < 3; kind++) { /* head, pre, boundary */
                         weft_site_facts f = h200(tokens, streams, channels);
-                        f.norm = norm;
-                        if (head) f.rows = streams;
+                        f.norm = norm, f.post = kind == 2;
+                        if (kind == 0) f.rows = streams;
                         one_plan(&f);
                     }
 }

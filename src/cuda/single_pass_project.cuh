@@ -142,8 +142,8 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
             for (int first = 0; first < p.boxes; first += p.psi_boxes, parity ^= 1) take(p, b, warp, first, parity);
         }
     }
-    /* Makes operands in place, then takes them. What is made is not what a register's number can depend on, so the making is a
-     * loop, and a fifth of the instructions; they have to come from memory, too. */
+    /* Makes operands in place, then takes them. Into registers they can only be taken one by one, but made they are in a loop: a
+     * fifth of the instructions, which have to come from memory, too. */
     __device__ __forceinline__ void take(const site_args &p, const site_block &b, int warp, int first,
                                          uint32_t parity)
     {
