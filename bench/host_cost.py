@@ -22,7 +22,7 @@ import time
 
 import torch
 from weft import _C
-from weft.torch import Numerics, ops, ops_fused
+from weft.torch import Numerics, ops, ops_fused, register
 from weft.torch.numerics import pack
 
 TOKENS, STREAMS, CHANNELS = 2, 4, 64
@@ -60,9 +60,9 @@ def sides(device: torch.device) -> list[tuple[str, str, object]]:
     site = (x, phi, alpha, beta, None, None, None)
     half = (x.bfloat16(), *site[1:])
     rest = (numerics, False, 1e-6, 0)
-    aggregate = ops.prepared("mhc_aggregate_fwd", ())
-    post = ops.prepared("mhc_post_fwd", ops.post_scalars(numerics, 0.0, 0))
-    whole = ops.prepared("mhc_pre_fwd", ops_fused.pre_scalars(numerics, 1e-6))
+    aggregate = register.prepared("mhc_aggregate_fwd", ())
+    post = register.prepared("mhc_post_fwd", ops.post_scalars(numerics, 0.0, 0))
+    whole = register.prepared("mhc_pre_fwd", ops_fused.pre_scalars(numerics, 1e-6))
     u_out, *coef, h, ms = weft_ops.mhc_pre.default(*site, *rest)
     table = (x, phi, None, alpha, beta, None, None, h, ms, *coef, u_out, None)
     half_table = (half[0], *table[1:-2], u_out.bfloat16(), None)

@@ -12,12 +12,12 @@ from compare import same, tuple_of
 from test_library import KINDS, fresh, record
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft import _C
-from weft.torch import framework, ops
+from weft.torch import framework, ops, register
 
 
 def by_python(name: str, args: tuple) -> tuple:
     """What operator `name` does, without a kernel of the extension."""
-    definition = ops.DEFINITIONS[name]
+    definition = register.DEFINITIONS[name]
     results = definition.outputs(*args)
     definition.launch(results, *args)
     return tuple_of(results)

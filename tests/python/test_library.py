@@ -8,9 +8,9 @@ import weft.torch as wt
 from compare import same, tuple_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft.torch import ops
+from weft.torch import register
 
-REGISTERED = sorted(ops.DEFINITIONS)
+REGISTERED = sorted(register.DEFINITIONS)
 
 
 class Recorder(TorchDispatchMode):
@@ -86,7 +86,7 @@ def test_every_pass_of_the_library_is_registered():
 def test_opcheck(kind, device):
     for name, calls in record(device, **KINDS[kind]).items():
         for func, args in calls if kind == "float32" else calls[-1:]:  # half a second each
-            if ops.DEFINITIONS[name].backward is not None:
+            if register.DEFINITIONS[name].backward is not None:
                 args = tuple(a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
             torch.library.opcheck(func, args)
 

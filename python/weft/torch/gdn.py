@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops, ops_gdn
+from . import ops, ops_gdn, register
 from .grads import Sink, call
 from .numerics import choice
 
@@ -153,13 +153,13 @@ def gdn_pre(
     return GdnPre(*_unbatched(results, lead), final if final_state else None)
 
 
-class _ViewNode(ops.Node):
+class _ViewNode(register.Node):
     """gdn_pre with the gate as a view of the projection: its gradient is given to the operator, which writes it where
     it belongs, instead of being summed with the others by autograd, in a pass of its own."""
 
     @staticmethod
     def forward(ctx, *everything):
-        output = list(ops.Node.forward(ctx, *everything))
+        output = list(register.Node.forward(ctx, *everything))
         output[3] = ops_gdn.cut(everything[: ops_gdn.NUM_SECTIONS], everything[12])[ops_gdn.Z]
         return tuple(output)
 
@@ -190,7 +190,7 @@ def gdn_pre_step(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise NotImplementedError("gdn_pre_step: it has no gradient: call it under torch.no_grad()")
     scalars = (list(heads), options.packed(), repeat, not kind, _wide_beta(parts[0], beta_dtype))
-    results = list(ops.DEFINITIONS["gdn_pre_step"].op(*tensors, state_index, cu_seqlens, *scalars))
+    results = list(register.DEFINITIONS["gdn_pre_step"].op(*tensors, state_index, cu_seqlens, *scalars))
     if kind:
         results[3] = _view_of_z(parts, heads) if gate == "view" else None
     return GdnPre(*_unbatched(results, lead))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ops
+from . import register
 
 
 class GradX:
@@ -104,7 +104,7 @@ class Sink:
         self.role = role
         self.carried: Tensor | None = None  # gradient of x from elsewhere, to be added to
 
-    def differentiate(self, definition: ops.Definition, want: list[bool], args: tuple) -> tuple:
+    def differentiate(self, definition: register.Definition, want: list[bool], args: tuple) -> tuple:
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "weft: gradients that go into main_grad, GradX or a carried x cannot be differentiated again"
@@ -137,12 +137,12 @@ class Sink:
 
 
 class CarryNode(torch.autograd.Function):
-    """As ops.Node, with x itself as one more result: what is done with that has its gradient added to in place, instead
-    of being summed with this operator's by autograd, in a pass of its own."""
+    """As register.Node, with x itself as one more result: what is done with that has its gradient added to in place,
+    instead of being summed with this operator's by autograd, in a pass of its own."""
 
     @staticmethod
     def forward(ctx, *everything):
-        output = ops.Node.forward(ctx, *everything)
+        output = register.Node.forward(ctx, *everything)
         return *output, everything[0]
 
     @staticmethod
@@ -152,7 +152,7 @@ class CarryNode(torch.autograd.Function):
         if all(g is None for g in grads):
             return carried, *(None,) * (len(ctx.needs_input_grad) - 1)
         ctx.sink.carried = carried
-        return ops.Node.backward(ctx, *grads)
+        return register.Node.backward(ctx, *grads)
 
 
 def call_and_carry(name: str, args: tuple, params: tuple[int, ...] = ()) -> tuple:
@@ -168,11 +168,11 @@ def call(name: str, args: tuple, params: tuple[int, ...] = (), grad_x: GradX | N
     """Calls torch.ops.weft.<name>. `params` are the positions of parameters whose `main_grad` takes the gradient, where
     the live parameter has one in backward; `grad_x` sums the gradient of the first argument."""
     if grad_x is None and not (params and torch.is_grad_enabled() and not torch.compiler.is_compiling()):
-        return ops.DEFINITIONS[name].op(*args)
+        return register.DEFINITIONS[name].op(*args)
     x = args[0]
     if grad_x is not None:
         if not (torch.is_grad_enabled() and x.requires_grad):
             grad_x = None
         else:
             grad_x.attach(role, x)
-    return ops.Node.apply(*args, name, Sink(params, args, grad_x, role))
+    return register.Node.apply(*args, name, Sink(params, args, grad_x, role))

@@ -6,19 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from .ops import (
-    coefficients,
-    define,
-    dense,
-    differentiate,
-    dropped,
-    maybe,
-    planned,
-    raw,
-    rows_of,
-    single,
-    wanted,
-)
+from .ops import coefficients, dense, dropped, maybe, raw, rows_of, single
+from .register import define, differentiate, planned, wanted
 
 # ---- pre ---------------------------------------------------------------------------------------------------------
 

@@ -8,13 +8,14 @@ dim, value dim).
 
 The library takes the six sections, which are views of these arguments, and of which argument depends on what is None: a
 plan, made of scalars alone, cannot say that. So gdn_pre and its kin put views in place of their arguments first
-(ops.define); the rule is a plan like any other."""
+(register.define); the rule is a plan like any other."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from .ops import define, differentiate, maybe, planned, wanted, wide
+from .ops import maybe, wide
+from .register import define, differentiate, planned, wanted
 
 SECTIONS = ("q", "k", "v", "z", "b", "a")
 NUM_SECTIONS = len(SECTIONS)

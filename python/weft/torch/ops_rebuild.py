@@ -15,8 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .ops import DEFINITIONS, POST_SCALARS, POST_TENSORS, define, dense, differentiate, rows_of
+from .ops import POST_SCALARS, POST_TENSORS, dense, rows_of
 from .ops_fused import BOUNDARY_SCALARS, BOUNDARY_TENSORS
+from .register import DEFINITIONS, define, differentiate
 
 _FROM_TENSORS = (
     "Tensor? from_x, Tensor? from_f, Tensor? from_post, Tensor? from_res, Tensor? from_bias, Tensor? from_step"
