@@ -324,9 +324,14 @@ def on(name: str, device) -> bool:
     return torch.device(device).type == "cpu" or not op.startswith("gdn_") or all(_C.has(p, "cuda") for p in passes)
 
 
-def _maker(name, n=4, c=6, lead=(2, 3), dtype=torch.float32, device="cpu", **kind) -> Maker:
+def need(name: str, device) -> None:
+    """Skips a test that cannot run there."""
     if not on(name, device):
         pytest.skip(f"{name}: no kernels for a GPU")
+
+
+def _maker(name, n=4, c=6, lead=(2, 3), dtype=torch.float32, device="cpu", **kind) -> Maker:
+    need(name, device)
     return Maker(n, c, lead, dtype, device, **kind)
 
 

@@ -12,6 +12,7 @@ if importlib.util.find_spec("weft") is None:
     sys.path.insert(0, str(ROOT / "python"))
 
 import torch  # noqa: E402  (the path above comes first)
+import torch._dynamo  # noqa: E402
 import weft  # noqa: E402
 from weft.compat import megatron  # noqa: E402
 from weft.torch import storage  # noqa: E402
@@ -29,6 +30,22 @@ def seeded():
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
 def device(request) -> torch.device:
     return torch.device("cuda:0" if request.param == "cuda" else "cpu")
+
+
+@pytest.fixture
+def place(device, request) -> torch.device:
+    """A device for the test's dtype: float64 is served by the reference, on the CPU."""
+    if device.type == "cuda" and request.node.callspec.params.get("dtype") == torch.float64:
+        pytest.skip("float64 is served by the reference, on the CPU")
+    return device
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """A compiler that remembers nothing of other tests, and leaves them nothing."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """weft.compat.fla: against plain expressions in float64 with the bounds of compare.py, states, decoding, misuse."""
 
-import cases
 import pytest
 import torch
 import torch.nn.functional as TF
@@ -11,15 +10,6 @@ from weft.compat import fla
 
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-
-
-@pytest.fixture
-def place(device, request) -> torch.device:
-    if not cases.on("gdn_pre", device):
-        pytest.skip("gdn_pre: no kernels for a GPU")
-    if device.type == "cuda" and request.node.callspec.params.get("dtype") == torch.float64:
-        pytest.skip("float64 is served by the reference, on the CPU")
-    return device
 
 
 def convolution(x, weight, bias=None, state=None, residual=None, *, activation="silu", lengths=None):

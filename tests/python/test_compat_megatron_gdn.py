@@ -4,7 +4,6 @@ the methods for a class beside Megatron's. Most tests run with weft and with the
 
 from types import SimpleNamespace
 
-import cases
 import gdn_oracle as oracle
 import pytest
 import torch
@@ -19,15 +18,6 @@ pytestmark = pytest.mark.usefixtures("native")
 SIZES = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 6}
 HEADS = wt.GdnHeads(*SIZES.values())
 IMPLEMENTATIONS = ["unfused", "streamed", "mega"]
-
-
-@pytest.fixture
-def place(device, native, request) -> torch.device:
-    if not native and not cases.on("gdn_pre", device):
-        pytest.skip("gdn_pre: no kernels for a GPU")
-    if device.type == "cuda" and request.node.callspec.params.get("dtype") == torch.float64:
-        pytest.skip("float64 is served by the reference, on the CPU")
-    return device
 
 
 def tensors(place, dtype, s=9, b=2, width=4, bias=True) -> dict:
@@ -124,8 +114,7 @@ def test_module(impl, bias, place):
     query, key, value, gate, beta, g = module.pre_gated_delta_rule(rows)
     qkv, z, b, a = rows.transpose(0, 1).split([HEADS.channels, 24, 4, 4], -1)
     weight = module.conv1d.weight.squeeze(1)
-    if cases.on("gdn_pre", place):
-        qkv, _ = fla.causal_conv1d(qkv, weight, module.conv1d.bias, activation="silu")
+    qkv, _ = fla.causal_conv1d(qkv, weight, module.conv1d.bias, activation="silu")
     inputs = module._prepare_input_for_gated_delta_rule(
         qkv, z.unflatten(2, (4, 6)), module.A_log, module.dt_bias, 2, 9, b, a
     )

@@ -11,14 +11,9 @@ from conftest import needs_gpu
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 C, N = 16, 4
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Mlp(nn.Module):

@@ -83,8 +83,7 @@ def test_dtypes_and_absent_tensors_take_turns(device):
 
 def test_offsets_of_one_shape_take_turns(device):
     """Their values change what is computed, and nothing that is remembered."""
-    if not cases.on("gdn_rule", device):
-        pytest.skip("gdn_rule: no kernels for a GPU")
+    cases.need("gdn_rule", device)
     query, key, value = (torch.randn(1, 12, 2, 4, device=device) for _ in range(3))
     beta, g = torch.rand(1, 12, 2, device=device), -torch.rand(1, 12, 2, device=device)
     results = []
