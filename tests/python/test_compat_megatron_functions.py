@@ -11,8 +11,6 @@ from weft.compat import megatron
 
 pytestmark = pytest.mark.usefixtures("native")
 
-# ---- dev: free functions -----------------------------------------------------------------------------------
-
 both = pytest.mark.parametrize("prefix", ["fused", "native"])
 
 
