@@ -1,17 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What only a GPU can show: capture as a graph, streams, memory of the wrong side, errors of the device. Long batches are in
- * test_cuda_large.c, the comparison with the reference is in the suites of the operators. */
+ * What only a GPU can show of calls that run: capture as a graph, streams, threads, plans for other GPUs. What it refuses is
+ * in test_cuda_refuse.c, long batches are in test_cuda_large.c, the comparison with the reference is in the suites of the
+ * operators. */
 #include "support/suite.h"
 
 #if WEFT_HAVE_CUDA
 
 #include <cuda_runtime_api.h>
 #include <pthread.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include "device.h"
 #include "support/device.h"
 
 static void must(cudaError_t error, const char *what)
@@ -19,26 +17,6 @@ static void must(cudaError_t error, const char *what)
     if (error == cudaSuccess) return;
     (void)cudaGetLastError();
     fail_msg("%s: %s", what, cudaGetErrorString(error));
-}
-
-/* Wide rows take the fast kernels, odd ones the general ones. */
-static spec variant(const char *op, int v)
-{
-    static uint64_t step = 5;
-    spec s = {.op = op,
-              .tokens = v == 1 ? 70 : 37,
-              .streams = v == 2 ? 3 : 4,
-              .channels = v == 2   ? 50
-                          : v == 1 ? 1024
-                                   : 256,
-              .act = v == 2   ? WEFT_F16
-                     : v == 1 ? WEFT_BF16
-                              : WEFT_F32,
-              .stream_layout = (layout)(v == 1)};
-    s.wide = v ? s.act : WEFT_F32;
-    s.param_layout = s.stream_layout;
-    s.dropout = (weft_dropout){.p = 0.25, .seed = 8, .site = 3, .step = &step, .token_base = 40};
-    return s;
 }
 
 static pack run_pack(problem *p, weft_exec exec)
@@ -65,20 +43,13 @@ typedef struct recording {
 /* The call, as a graph; false where that went wrong. */
 static bool record(recording *r, problem *p)
 {
-    image_range around[MAX_ARGS];
-    int count = problem_ranges(p, around);
-    weft_exec exec = on_cuda(0);
     cudaGraph_t graph = NULL;
     *r = (recording){0};
     must(cudaStreamCreateWithFlags(&r->stream, cudaStreamNonBlocking), "a stream");
-    weft_status status = image_open(&r->image, p->op, &exec, p->args, around, count);
-    if (status != WEFT_OK || r->image.wrong[0]) {
-        test_failed("%s: %s", problem_text(p), status != WEFT_OK ? weft_last_error() : r->image.wrong);
-        return false;
-    }
+    if (!problem_image(p, on_cuda(0), &r->image)) return false;
     r->image.exec.stream = r->stream;
     must(cudaStreamBeginCapture(r->stream, cudaStreamCaptureModeGlobal), "begin of the capture");
-    status = weft_op_call(p->op, &r->image.exec, r->image.args);
+    weft_status status = weft_op_call(p->op, &r->image.exec, r->image.args);
     cudaError_t end = cudaStreamEndCapture(r->stream, &graph);
     if (status != WEFT_OK)
         test_failed("%s: captured: %s", problem_text(p), weft_last_error());
@@ -122,8 +93,8 @@ static void graphs(void **state)
     (void)state;
     need_gpu();
     for (int32_t i = 0; i < gpu_op_count(); i++)
-        for (int v = 0; v < 3; v++) {
-            spec s = variant(gpu_op_at(i)->name, v);
+        for (int v = 0; v < GPU_VARIANTS; v++) {
+            spec s = gpu_variant(gpu_op_at(i)->name, v);
             uint64_t step = 77;
             s.dropout.step = &step;
             problem *p = problem_make(&s);
@@ -145,25 +116,6 @@ static void graphs(void **state)
     test_verdict();
 }
 
-/* An operator that has no kernels yet is refused in words, by the call and by the question for its workspace. */
-static void operators_without_kernels_say_so(void **state)
-{
-    (void)state;
-    need_gpu();
-    for (int32_t i = 0; i < weft_op_count(); i++) {
-        if (weft_op_has(weft_op_at(i), WEFT_BACKEND_CUDA)) continue;
-        spec s = {.op = weft_op_at(i)->name, .tokens = 2, .streams = 2, .channels = 8};
-        problem *p = problem_make(&s);
-        weft_exec exec = on_cuda(0);
-        size_t bytes = 0;
-        if (p->workspace(&exec, p->args, &bytes) != WEFT_ERR_UNSUPPORTED || !strstr(weft_last_error(), s.op) ||
-            !strstr(weft_last_error(), "cuda"))
-            test_failed("%s: %s", s.op, weft_last_error());
-        problem_free(p);
-    }
-    test_verdict();
-}
-
 /* ---- streams ------------------------------------------------------------------------------------------------- */
 
 enum { STREAMS = 8 };
@@ -180,16 +132,9 @@ static void streams_at_once(void **state)
         bool ready = true;
         for (int k = 0; k < STREAMS; k++) {
             /* every operator on two streams */
-            spec s = variant(gpu_op_at((first + k / 2) % gpu_op_count())->name, k % 3);
-            image_range around[MAX_ARGS];
-            weft_exec exec = on_cuda(0);
+            spec s = gpu_variant(gpu_op_at((first + k / 2) % gpu_op_count())->name, k % GPU_VARIANTS);
             p[k] = problem_make(&s);
-            weft_status status =
-                image_open(&images[k], p[k]->op, &exec, p[k]->args, around, problem_ranges(p[k], around));
-            if (status != WEFT_OK || images[k].wrong[0]) {
-                test_failed("%s: %s", problem_text(p[k]), status != WEFT_OK ? weft_last_error() : images[k].wrong);
-                ready = false;
-            }
+            if (!problem_image(p[k], on_cuda(0), &images[k])) ready = false;
             images[k].exec.stream = stream[k];
         }
         for (int round = 0; round < 3 && ready; round++) {
@@ -235,7 +180,7 @@ static void *call_all(void *arg_)
     }
     for (int32_t k = 0; k < gpu_op_count(); k++) {
         int32_t i = (k + c->number * 7) % gpu_op_count();
-        spec s = variant(gpu_op_at(i)->name, 1);
+        spec s = gpu_variant(gpu_op_at(i)->name, 1);
         problem *p = problem_make(&s);
         weft_exec exec = on_cuda(0);
         exec.stream = stream;
@@ -254,7 +199,7 @@ static void many_callers(void **state)
     need_gpu();
     caller callers[CALLERS] = {{0}};
     for (int32_t i = 0; i < gpu_op_count(); i++) {
-        spec s = variant(gpu_op_at(i)->name, 1);
+        spec s = gpu_variant(gpu_op_at(i)->name, 1);
         problem *p = problem_make(&s);
         expected[i] = run_pack(p, on_cuda(0));
         problem_free(p);
@@ -360,71 +305,7 @@ static void tf32(void **state)
     test_verdict();
 }
 
-/* ---- bad input ----------------------------------------------------------------------------------------------- */
-
-static void expect_refused(const problem *p, image *im, const char *name, const char *what)
-{
-    weft_status status = weft_op_call(p->op, &im->exec, im->args);
-    const char *text = weft_last_error();
-    if (status != WEFT_ERR_ARGUMENT)
-        test_failed("%s: %s is %s: got \"%s\" (%s)", p->op->name, name, what, weft_status_name(status), text);
-    else if (!strstr(text, p->op->name) || !strstr(text, name) || !strstr(text, "got"))
-        test_failed("%s: %s is %s: message \"%s\"", p->op->name, name, what, text);
-    cudaError_t left = cudaGetLastError();
-    if (left != cudaSuccess)
-        test_failed("%s: %s is %s: left behind: %s", p->op->name, name, what, cudaGetErrorName(left));
-}
-
-static weft_tensor *image_tensor(image *im, const arg *a)
-{
-    char *base = a->layer < 0 ? im->args : (char *)&im->layers[a->layer];
-    return (weft_tensor *)(void *)(base + a->info->offset);
-}
-
-static void host_memory_is_refused(void **state)
-{
-    (void)state;
-    need_gpu();
-    int pageable = 0;
-    must(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, 0), "an attribute");
-    if (pageable) {
-        fprintf(stderr, "  skipped: this GPU reads the host's memory\n");
-        skip();
-    }
-    for (int32_t i = 0; i < gpu_op_count(); i++) {
-        spec s = variant(gpu_op_at(i)->name, 0);
-        image_range around[MAX_ARGS];
-        weft_exec exec = on_cuda(0);
-        problem *p = problem_make(&s);
-        image *im = calloc(1, sizeof *im);
-        if (image_open(im, p->op, &exec, p->args, around, problem_ranges(p, around)) != WEFT_OK || im->wrong[0]) {
-            test_failed("%s: %s %s", problem_text(p), weft_last_error(), im->wrong);
-        } else {
-            for (int k = 0; k < p->num_args; k++) {
-                const arg *a = &p->arg[k];
-                if (!a->block || a->elements == 0) continue;
-                weft_tensor *t = image_tensor(im, a);
-                void *keep = t->data;
-                t->data = a->view->data;
-                expect_refused(p, im, a->name, "host memory");
-                t->data = keep;
-            }
-            if (im->exec.workspace_bytes) {
-                void *keep = im->exec.workspace;
-                im->exec.workspace = malloc(im->exec.workspace_bytes);
-                expect_refused(p, im, "exec.workspace", "host memory");
-                free(im->exec.workspace);
-                im->exec.workspace = keep;
-            }
-            if (!image_get(im)) test_failed("%s", im->wrong);
-            if (!problem_untouched(p)) test_failed("%s: refused, but something was written", problem_text(p));
-        }
-        image_close(im);
-        free(im);
-        problem_free(p);
-    }
-    test_verdict();
-}
+/* ---- vouched ---------------------------------------------------------------------------------------------------- */
 
 /* A caller who vouches for its pointers gets the same bits, and every other check. */
 static void vouched_calls_are_the_same(void **state)
@@ -432,8 +313,8 @@ static void vouched_calls_are_the_same(void **state)
     (void)state;
     need_gpu();
     for (int32_t i = 0; i < gpu_op_count(); i++)
-        for (int v = 0; v < 3; v++) {
-            spec s = variant(gpu_op_at(i)->name, v);
+        for (int v = 0; v < GPU_VARIANTS; v++) {
+            spec s = gpu_variant(gpu_op_at(i)->name, v);
             weft_exec exec = on_cuda(0);
             problem *p = problem_make(&s);
             exec.vouched = 1;
@@ -445,238 +326,16 @@ static void vouched_calls_are_the_same(void **state)
     test_verdict();
 }
 
-static void vouched_calls_are_checked(void **state)
-{
-    (void)state;
-    need_gpu();
-    spec s = variant("mhc_aggregate_fwd", 0);
-    image_range around[MAX_ARGS];
-    weft_exec exec = on_cuda(0);
-    problem *p = problem_make(&s);
-    image im = {0};
-    exec.vouched = 1;
-    if (image_open(&im, p->op, &exec, p->args, around, problem_ranges(p, around)) != WEFT_OK || im.wrong[0])
-        test_failed("%s: %s %s", problem_text(p), weft_last_error(), im.wrong);
-    else {
-        weft_mhc_aggregate_fwd_args *a = im.args;
-        void *keep = a->pre.data;
-        a->pre.data = NULL;
-        expect_refused(p, &im, "pre", "no memory");
-        a->pre.data = keep;
-        if (!image_get(&im)) test_failed("%s", im.wrong);
-        if (!problem_untouched(p)) test_failed("%s: refused, but something was written", problem_text(p));
-    }
-    image_close(&im);
-    problem_free(p);
-    test_verdict();
-}
-
-static void other_devices_are_refused(void **state)
-{
-    (void)state;
-    need_gpu();
-    const int ordinals[] = {device_count(), 99, -1, INT32_MAX, INT32_MIN};
-    for (int32_t i = 0; i < gpu_op_count(); i++)
-        for (int k = 0; k < 5; k++) {
-            spec s = variant(gpu_op_at(i)->name, 0);
-            problem *p = problem_make(&s);
-            weft_exec exec = on_cuda(0);
-            size_t bytes = 0;
-            exec.device = ordinals[k];
-            if (p->call(&exec, p->args) != WEFT_ERR_ARGUMENT || !strstr(weft_last_error(), "exec.device"))
-                test_failed("%s: device %d: %s", p->op->name, ordinals[k], weft_last_error());
-            if (p->workspace(&exec, p->args, &bytes) != WEFT_ERR_ARGUMENT)
-                test_failed("%s_workspace: device %d: %s", p->op->name, ordinals[k], weft_last_error());
-            problem_free(p);
-        }
-    test_verdict();
-}
-
-/* Workspace of single operators at four streams: at most 32 MiB and 256 bytes a token. A query looks at no data. */
-static void expect_room(const char *op, const void *args, int64_t tokens, int64_t channels)
-{
-    weft_exec exec = on_cuda(0);
-    size_t bytes = 0, most = ((size_t)32 << 20) + 256 * (size_t)tokens;
-    if (weft_op_workspace(weft_op_find(op), &exec, args, &bytes) != WEFT_OK)
-        fail_msg("%s: %s", op, weft_last_error());
-    if (bytes > most)
-        test_failed("%s: %lld tokens of %lld channels ask for %zu bytes of workspace, more than %zu", op,
-                    (long long)tokens, (long long)channels, bytes, most);
-}
-
-static void workspaces_are_bounded(void **state)
-{
-    (void)state;
-    need_gpu();
-    static const int64_t shapes[][2] = {{1, 4096},     {128, 4096},   {2048, 12288},  {8192, 4096},   {8192, 16384},
-                                        {32768, 4096}, {32768, 7168}, {262144, 2048}, {262144, 16384}};
-    enum { n = 4, rows = 24 };
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-        const int64_t t = shapes[i][0], c = shapes[i][1];
-        const weft_tensor x = weft_dense3(NULL, WEFT_BF16, t, n, c), u = weft_dense2(NULL, WEFT_BF16, t, c);
-        const weft_tensor phi = weft_dense3(NULL, WEFT_F32, rows, n, c), h = weft_dense2(NULL, WEFT_F32, t, rows);
-        const weft_tensor ms = weft_dense1(NULL, WEFT_F32, t), gate = weft_dense2(NULL, WEFT_F32, t, n);
-        const weft_tensor res = weft_dense3(NULL, WEFT_F32, t, n, n), wide = weft_dense1(NULL, WEFT_F32, c);
-        const weft_tensor gain = weft_dense2(NULL, WEFT_F32, n, c), alpha = weft_dense1(NULL, WEFT_F32, 3),
-                          beta = weft_dense1(NULL, WEFT_F32, rows);
-        weft_mhc_numerics q;
-        assert_int_equal(weft_mhc_preset_numerics(WEFT_PRESET_DEEPSEEK_V4, &q), WEFT_OK);
-        expect_room("mhc_project_fwd",
-                    WEFT_ARGS(weft_mhc_project_fwd_args, .x = x, .phi = phi, .norm_weight = gain, .h = h, .ms = ms),
-                    t, c);
-        expect_room("mhc_project_bwd",
-                    WEFT_ARGS(weft_mhc_project_bwd_args, .x = x, .phi = phi, .norm_weight = gain, .d_h = h,
-                              .d_ms = ms, .d_x = {x, 0}, .d_phi = {phi, 0}, .d_norm_weight = {gain, 0}),
-                    t, c);
-        expect_room("mhc_coef_bwd",
-                    WEFT_ARGS(weft_mhc_coef_bwd_args, .numerics = q, .h = h, .ms = ms, .alpha = alpha, .beta = beta,
-                              .d_pre = gate, .d_post = gate, .d_res = res, .d_h = {h, 0}, .d_ms = {ms, 0},
-                              .d_alpha = {alpha, 0}, .d_beta = {beta, 0}),
-                    t, c);
-        expect_room("mhc_post_bwd",
-                    WEFT_ARGS(weft_mhc_post_bwd_args, .numerics = q, .x = x, .f = u, .bias = wide, .post = gate,
-                              .res = res, .d_y = x, .d_x = {x, 0}, .d_f = {u, 0}, .d_bias = {wide, 0},
-                              .d_post = {gate, 0}, .d_res = {res, 0}),
-                    t, c);
-        expect_room("mhc_aggregate_bwd",
-                    WEFT_ARGS(weft_mhc_aggregate_bwd_args, .x = x, .pre = gate, .d_u = u, .d_x = {x, 0},
-                              .d_pre = {gate, 0}),
-                    t, c);
-        expect_room("rmsnorm_bwd",
-                    WEFT_ARGS(weft_rmsnorm_bwd_args, .eps = 1e-6, .u = u, .weight = wide, .d_v = u, .d_u = {u, 0},
-                              .d_weight = {wide, 0}),
-                    t, c);
-    }
-    test_verdict();
-}
-
-/* Without a workspace, or with one byte too few: refused, and nothing is written. */
-static void small_workspaces_are_refused(void **state)
-{
-    (void)state;
-    need_gpu();
-    for (int32_t i = 0; i < gpu_op_count(); i++) {
-        spec s = variant(gpu_op_at(i)->name, 1);
-        image_range around[MAX_ARGS];
-        weft_exec exec = on_cuda(0);
-        problem *p = problem_make(&s);
-        image *im = calloc(1, sizeof *im);
-        weft_status status = image_open(im, p->op, &exec, p->args, around, problem_ranges(p, around));
-        if (status == WEFT_OK && !im->wrong[0] && im->exec.workspace_bytes) {
-            im->exec.workspace_bytes--;
-            if (weft_op_call(p->op, &im->exec, im->args) != WEFT_ERR_WORKSPACE)
-                test_failed("%s: a workspace that is too small: %s", p->op->name, weft_last_error());
-            if (!image_get(im)) test_failed("%s", im->wrong);
-            if (!problem_untouched(p)) test_failed("%s: refused, but something was written", problem_text(p));
-        }
-        image_close(im);
-        free(im);
-        problem_free(p);
-    }
-    test_verdict();
-}
-
-/* One pass over a site needs none where phi is as it wants it; addresses that rule the pass out need some, and the query,
- * which knows no addresses, counts on them. */
-static void one_pass_needs_no_workspace(void **state)
-{
-    static const char *const ops[] = {"mhc_pre_fwd", "mhc_boundary_fwd", "mhc_head_fwd"};
-    (void)state;
-    need_gpu();
-    for (int i = 0; i < 6; i++) {
-        const spec s = {.op = ops[i / 2],
-                        .tokens = 37,
-                        .streams = 4,
-                        .channels = 256,
-                        .act = WEFT_BF16,
-                        .wide = WEFT_BF16,
-                        .misalign = i % 2,
-                        .absent = " norm_weight "};
-        image_range around[MAX_ARGS];
-        weft_exec exec = on_cuda(0);
-        problem *p = problem_make(&s);
-        image *im = calloc(1, sizeof *im);
-        const char *plan = "";
-        if (image_open(im, p->op, &exec, p->args, around, problem_ranges(p, around)) != WEFT_OK || im->wrong[0]) {
-            test_failed("%s: %s %s", problem_text(p), weft_last_error(), im->wrong);
-        } else {
-            const weft_exec with = im->exec;
-            if (!with.workspace_bytes) test_failed("%s: the query asks for nothing", problem_text(p));
-            im->exec.workspace = NULL, im->exec.workspace_bytes = 0;
-            weft_op_plan(p->op, &im->exec, im->args, &plan);
-            const bool single = strstr(plan, "a single pass") != NULL;
-            const weft_status status = weft_op_call(p->op, &im->exec, im->args);
-            if (single && s.misalign) test_failed("%s: %s at odd addresses", problem_text(p), plan);
-            if (status != (single ? WEFT_OK : WEFT_ERR_WORKSPACE))
-                test_failed("%s: %s, without a workspace: %s", problem_text(p), plan, weft_last_error());
-            im->exec = with;
-            if (!image_get(im)) test_failed("%s", im->wrong);
-        }
-        image_close(im);
-        free(im);
-        problem_free(p);
-    }
-    test_verdict();
-}
-
-/* ---- an error that stays --------------------------------------------------------------------------------------- */
-
-/* A fault ruins a process's device for good, so this runs in one of its own: a row far outside of all memory, which no
- * check can see, then a call that is in order. */
-static int after_a_fault(void)
-{
-    char *memory = device_alloc(1 << 20);
-    weft_exec exec = on_cuda(0);
-    if (!memory) return 10;
-    weft_tensor x = weft_dense3(memory, WEFT_F32, 2, 4, 64), u = weft_dense2(memory + (1 << 19), WEFT_F32, 2, 64);
-    u.stride[0] = (int64_t)1 << 40;
-    if (weft_mhc_expand_fwd(&exec, WEFT_ARGS(weft_mhc_expand_fwd_args, .u = u, .x = x)) != WEFT_OK) return 11;
-    if (!device_wait()) return 12;
-    u.stride[0] = 64;
-    if (weft_mhc_expand_fwd(&exec, WEFT_ARGS(weft_mhc_expand_fwd_args, .u = u, .x = x)) != WEFT_ERR_DEVICE)
-        return 13;
-    fprintf(stderr, "  after a fault: %s\n", weft_last_error());
-    return strstr(weft_last_error(), "mhc_expand_fwd") && strstr(weft_last_error(), "CUDA") ? 0 : 14;
-}
-
-static void an_error_that_stays(void **state)
-{
-    (void)state;
-    need_gpu();
-    static const char *const reasons[] = {"no memory on the device", "the faulty call was refused",
-                                          "the faulty call did not fault", "the next call is no device error",
-                                          "the sentence does not say what happened"};
-    int code = 0;
-    pid_t child = fork();
-    if (child == 0) {
-        setenv("WEFT_TEST_FAULT", "1", 1);
-        execl("/proc/self/exe", "test_cuda", (char *)NULL);
-        _exit(99);
-    }
-    if (child < 0 || waitpid(child, &code, 0) != child) fail_msg("no child process");
-    code = WIFEXITED(code) ? WEXITSTATUS(code) : -1;
-    if (code) fail_msg("code %d: %s", code, code >= 10 && code < 15 ? reasons[code - 10] : "the child failed");
-}
-
 int main(void)
 {
-    if (getenv("WEFT_TEST_FAULT")) return after_a_fault();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(operators_without_kernels_say_so),
         cmocka_unit_test(graphs), /* first: nothing has run before it */
         cmocka_unit_test(streams_at_once),
         cmocka_unit_test(many_callers),
         cmocka_unit_test(plans),
         cmocka_unit_test(projection_plans),
         cmocka_unit_test(tf32),
-        cmocka_unit_test(host_memory_is_refused),
         cmocka_unit_test(vouched_calls_are_the_same),
-        cmocka_unit_test(vouched_calls_are_checked),
-        cmocka_unit_test(other_devices_are_refused),
-        cmocka_unit_test(small_workspaces_are_refused),
-        cmocka_unit_test(one_pass_needs_no_workspace),
-        cmocka_unit_test(workspaces_are_bounded),
-        cmocka_unit_test(an_error_that_stays),
     };
     return suite_run("cuda", tests);
 }

@@ -29,7 +29,12 @@ static inline int32_t gpu_op_count(void)
     return count;
 }
 
-/* The blocks of a problem, guards and all, for image_open; at most MAX_ARGS. Returns how many. */
-int problem_ranges(const problem *p, image_range *around);
+/* Calls that together take most kernels of an operator: wide rows the fast ones, odd ones the general ones. With dropout. */
+enum { GPU_VARIANTS = 3 };
+spec gpu_variant(const char *op, int variant);
+
+/* A problem on the device, guards and all, for calls with im->exec and im->args. False, and a failure of the test, where it
+ * could not be brought there; image_close it either way. */
+bool problem_image(const problem *p, weft_exec exec, image *im);
 
 #endif

@@ -167,7 +167,8 @@ static weft_status call_on_device(const char *text, const weft_op_info *op, weft
     return status;
 }
 
-int problem_ranges(const problem *p, image_range *around)
+/* The blocks of a problem, at most MAX_ARGS. */
+static int ranges_of(const problem *p, image_range *around)
 {
     int count = 0;
     for (int i = 0; i < p->num_args; i++)
@@ -179,8 +180,37 @@ int problem_ranges(const problem *p, image_range *around)
 static weft_status run_on_device(problem *p, weft_exec exec)
 {
     image_range around[MAX_ARGS];
-    int count = problem_ranges(p, around);
+    int count = ranges_of(p, around);
     return call_on_device(problem_text(p), p->op, exec, p->args, around, count);
+}
+
+bool problem_image(const problem *p, weft_exec exec, image *im)
+{
+    image_range around[MAX_ARGS];
+    weft_status status = image_open(im, p->op, &exec, p->args, around, ranges_of(p, around));
+    if (status == WEFT_OK && !im->wrong[0]) return true;
+    test_failed("%s: %s", problem_text(p), status != WEFT_OK ? weft_last_error() : im->wrong);
+    return false;
+}
+
+spec gpu_variant(const char *op, int variant)
+{
+    static const spec variants[GPU_VARIANTS] = {
+        {.tokens = 37, .streams = 4, .channels = 256, .act = WEFT_F32, .wide = WEFT_F32},
+        {.tokens = 70,
+         .streams = 4,
+         .channels = 1024,
+         .act = WEFT_BF16,
+         .wide = WEFT_BF16,
+         .stream_layout = LAYOUT_CN,
+         .param_layout = LAYOUT_CN},
+        {.tokens = 37, .streams = 3, .channels = 50, .act = WEFT_F16, .wide = WEFT_F16},
+    };
+    static const uint64_t step = 5;
+    spec s = variants[variant];
+    s.op = op;
+    s.dropout = (weft_dropout){.p = 0.25, .seed = 8, .site = 3, .step = &step, .token_base = 40};
+    return s;
 }
 
 static weft_status run_on_host(problem *p, weft_exec exec)
