@@ -54,9 +54,8 @@ static void pipeline(weft_residual residual)
     c.stage = last ? WEFT_STAGE_LAST : WEFT_STAGE_FIRST;
     c.first_layer = last ? 2 : 0;
     gpt_open(&part, &c, 2, 8, 0);
-    int32_t tensors, others;
+    int32_t tensors;
     weft_model_param_count(&c, &tensors, NULL);
-    weft_model_param_count(&whole.config, &others, NULL);
     int64_t count = TOKENS * c.streams * c.channels;
     float *streams = must_alloc((size_t)count * sizeof(float));
     weft_model_args args = {.struct_size = sizeof args,
@@ -72,20 +71,20 @@ static void pipeline(weft_residual residual)
                             .d_streams_in = streams,
                             .d_streams_out = streams};
     for (int pass = 0; pass < 2; pass++) { /* take the parameters; compare the gradients */
-        for (int32_t t = 0; t < tensors; t++)
-            for (int32_t u = 0; u < others; u++) {
-                weft_model_param to, from;
-                weft_model_param_at(&c, t, &to);
-                weft_model_param_at(&whole.config, u, &from);
-                size_t bytes = (size_t)from.count * sizeof(float);
-                if (strcmp(to.name, from.name)) continue;
-                if (pass == 0)
-                    memcpy((float *)part.parameters + to.offset, (float *)whole.parameters + from.offset, bytes);
-                else
-                    require(
-                        !memcmp((float *)part.gradients + to.offset, (float *)whole.gradients + from.offset, bytes),
-                        to.name);
+        for (int32_t t = 0; t < tensors; t++) {
+            weft_model_param to, from;
+            weft_model_param_at(&c, t, &to);
+            if (!gpt_find(&whole.config, to.name, &from)) {
+                require(0, to.name);
+                continue;
             }
+            size_t bytes = (size_t)from.count * sizeof(float);
+            if (pass == 0)
+                memcpy((float *)part.parameters + to.offset, (float *)whole.parameters + from.offset, bytes);
+            else
+                require(!memcmp((float *)part.gradients + to.offset, (float *)whole.gradients + from.offset, bytes),
+                        to.name);
+        }
         if (pass == 1) break;
         memset(part.gradients, 0, (size_t)part.elements * sizeof(float));
         if (last) receive_floats(streams, count);
@@ -172,8 +171,9 @@ static void sequence_parallel(void)
     double largest = 0, worst = 0;
     for (int i = 0; i < GATES * N * C; i++) {
         largest = fmax(largest, fabs((double)whole->d_phi[i]));
-        worst = fmax(worst, fabs((double)shard->d_phi[i] - (double)whole->d_phi[i]));
+        worst = value_worst(worst, fabs((double)shard->d_phi[i] - (double)whole->d_phi[i]));
     }
+    /* Sums over 64 tokens in two orders: 2 * 64 roundings of partial sums, 8e-6 where none is larger than the largest. */
     require(largest > 0 && worst < 1e-5 * largest, "d_phi");
     free(whole);
     free(shard);

@@ -15,7 +15,15 @@
 #include "random.h"
 
 enum { HK = 16, HV = 64, D = 128, W = 4, P = 2 * HK * D + 2 * HV * D + 2 * HV, CONV = 2 * HK * D + HV * D };
-enum { PERIOD = 67, EDGE = 3, SLICE = 5, WINDOW = SLICE + 2 * EDGE, MARGIN = 4096, SENTINEL = 0xa5 };
+enum {
+    PERIOD = 67,
+    EDGE = 3,
+    SLICE = 5,
+    WINDOW = SLICE + 2 * EDGE,
+    MARGIN = 4096,
+    SENTINEL = 0xa5,
+    UNWRITTEN = 0xff
+};
 
 /* One call of forward and one of backward on T tokens, all in bf16 but for the parameters, with their memory. */
 typedef struct layer {
@@ -30,7 +38,7 @@ typedef struct layer {
 static void *take(layer *l, size_t bytes)
 {
     char *p = device_alloc(bytes + MARGIN);
-    if (p && !device_fill(p, 0xff, bytes) && !device_fill(p + bytes, SENTINEL, MARGIN)) {
+    if (p && !device_fill(p, UNWRITTEN, bytes) && !device_fill(p + bytes, SENTINEL, MARGIN)) {
         l->memory[l->count] = p;
         l->bytes[l->count++] = bytes;
     }
@@ -129,6 +137,14 @@ static const char *slice_of(const layer *l, int i, int64_t first, void **bytes, 
     return device_get(*bytes, l->memory[i] + (size_t)first * row, *size);
 }
 
+/* Memory is full of these bytes before a call. */
+static bool is_untouched(const unsigned char *bytes, size_t size)
+{
+    for (size_t k = 0; k < size; k++)
+        if (bytes[k] != UNWRITTEN) return false;
+    return true;
+}
+
 static void compare_slice(const layer *all, int64_t first)
 {
     layer few;
@@ -144,6 +160,7 @@ static void compare_slice(const layer *all, int64_t first)
         if (!wrong && memcmp(got, want, size) != 0)
             test_failed("tensor %d: tokens from %lld on differ from what they are by themselves", i,
                         (long long)first);
+        if (!wrong && is_untouched(want, size)) test_failed("tensor %d was not written", i);
         free(got), free(want);
     }
     if (wrong) test_failed("tokens from %lld on: %s", (long long)first, wrong);

@@ -2,15 +2,8 @@
  *
  * Which backward of boundary the CUDA backend takes, and how its single pass is cut into blocks: every token and channel
  * has a block, shared memory and partial sums stay within their limits, the GPU decides nothing. */
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
 #include "cuda/mhc_boundary_bwd_plan.h"
+#include "support/suite.h"
 
 static const int64_t tokens[] = {1, 15, 16, 17, 33, 1000, 8192, 16384, 32768, 65537, 1000003, (int64_t)1 << 29};
 static const int64_t channels[] = {8, 64, 128, 136, 1024, 2048, 2560, 4096, 5120, 7168, 12288, 16384, 100000};
@@ -149,5 +142,5 @@ int main(void)
         cmocka_unit_test(blocks_fill_the_machine),
         cmocka_unit_test(shared_memory_is_enough),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return suite_run("cuda_plan_boundary", tests);
 }

@@ -2,14 +2,8 @@
  *
  * Launch shapes in front of the gated delta rule: every token is in one range, heads fit their teams, and what decides the
  * order of a sum depends on the shape alone. Runs without a GPU. */
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
-
 #include "cuda/gdn_pre_plan.h"
+#include "support/suite.h"
 
 static const int64_t token_counts[] = {0, 1, 3, 4, 15, 16, 17, 127, 128, 129, 4096, 16384, 65537, (int64_t)1 << 40};
 static const int64_t warp_counts[] = {1, 3, 12, 48, 64, 96, 4096};
@@ -80,5 +74,5 @@ int main(void)
                                        cmocka_unit_test(ranges_cover_the_tokens_once),
                                        cmocka_unit_test(pieces_are_short_and_equal),
                                        cmocka_unit_test(ranges_of_sums_are_long_where_there_are_many_tokens)};
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return suite_run("cuda_plan_gdn_pre", tests);
 }

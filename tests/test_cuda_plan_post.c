@@ -2,13 +2,8 @@
  *
  * Launch shapes of post and replay on the CUDA backend: every channel of every token has one thread, blocks and
  * workspace stay within their limits, and what decides a sum's order does not depend on tokens or the GPU. */
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-
-#include <cmocka.h>
-
 #include "cuda/mhc_post_plan.h"
+#include "support/suite.h"
 
 static const int64_t tokens[] = {1, 2, 7, 127, 128, 131, 132, 133, 1000, 8192, 65537, (int64_t)1 << 40};
 static const int64_t channels[] = {1,    8,    9,    32,   64,   100,  128,   512,   1024,
@@ -145,5 +140,5 @@ int main(void)
         cmocka_unit_test(chunks_cover_tokens_in_bounds),
         cmocka_unit_test(any_layout),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return suite_run("cuda_plan_post", tests);
 }

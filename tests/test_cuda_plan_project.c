@@ -2,13 +2,8 @@
  *
  * The plan of the projection on the GPU: every column is in one leaf and every token in one range of tokens, partial sums
  * stay within their bounds, and what decides the order of a sum does not know the GPU. Runs without one. */
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-
-#include <cmocka.h>
-
 #include "cuda/mhc_project_plan.h"
+#include "support/suite.h"
 
 static const int64_t token_counts[] = {
     0,     1,     2,     31,     32,     33,      127,       128,          129,
@@ -195,5 +190,5 @@ int main(void)
         cmocka_unit_test(bwd_limits),
         cmocka_unit_test(bwd_choices),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return suite_run("cuda_plan_project", tests);
 }

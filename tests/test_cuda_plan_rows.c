@@ -2,15 +2,8 @@
  *
  * Launch shapes of the row kernels: every channel of every token is somebody's, once; limits of the hardware; what
  * decides the order of a sum depends on the shape alone. Runs without a GPU. */
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
 #include "cuda/rows_plan.h"
+#include "support/suite.h"
 
 static const int64_t channel_counts[] = {1,    2,    7,    8,     31,    32,    37,    64,   100,
                                          127,  512,  513,  1024,  1032,  2048,  2560,  4096, 5120,
@@ -182,5 +175,5 @@ int main(void)
         cmocka_unit_test(chunks_partition_the_tokens),
         cmocka_unit_test(no_tokens),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return suite_run("cuda_plan_rows", tests);
 }

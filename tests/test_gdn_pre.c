@@ -4,8 +4,6 @@
  * reference. What is promised bit by bit is in test_gdn_promises.c. */
 #include "support/suite.h"
 
-static const weft_dtype acts[] = {WEFT_F32, WEFT_BF16, WEFT_F16};
-
 /* Empty sequences at both ends and in the middle, lengths around every width. */
 static const int64_t lengths[] = {0, 1, 0, 2, 3, 5, 4, 0, 1, 7, 0};
 enum { SEQUENCES = sizeof lengths / sizeof *lengths };
@@ -103,6 +101,5 @@ int main(void)
         cmocka_unit_test(backward_rounds_once),
         cmocka_unit_test(decoding_rounds_once),
     };
-    (void)acts;
     return suite_run("gdn_pre", tests);
 }

@@ -37,7 +37,7 @@ static void gradients_are_exact(void **state)
                 gpt_set_parameter(&g, p.offset + i, at);
                 double want = (loss[1] - loss[0]) / (2 * step), got = gpt_gradient(&g, p.offset + i);
                 double error = fabs(got - want) / largest;
-                worst = fmax(worst, error);
+                worst = value_worst(worst, error);
                 if (!(error < 1e-5))
                     fail_msg("%s: %s[%lld]: gradient %.9g, finite differences %.9g", gpt_variants[k].name, p.name,
                              (long long)i, got, want);
@@ -96,7 +96,7 @@ static void cpu_follows_the_reference(void **state)
                     fail_msg("%s: loss %.9g, reference %.9g", gpt_variants[k].name, got, want);
                 for (int64_t i = 0; i < g.elements; i++) largest = fmax(largest, fabs(gpt_gradient(&wanted, i)));
                 for (int64_t i = 0; i < g.elements; i++)
-                    worst = fmax(worst, fabs(gpt_gradient(&g, i) - gpt_gradient(&wanted, i)) / largest);
+                    worst = value_worst(worst, fabs(gpt_gradient(&g, i) - gpt_gradient(&wanted, i)) / largest);
                 if (!(worst < 1e-4))
                     fail_msg("%s on %s: gradients differ by %.2e of the largest", gpt_variants[k].name,
                              weft_isa_name(isa), worst);
@@ -142,18 +142,15 @@ static void begins_as_the_plain_residual(void **state)
         c.init_alpha = 0;
         gpt_open(&g, &c, 2, 64, 0);
         /* The same numbers under the same names: draws depend on the position of a tensor, so they are copied. */
-        int32_t tensors, others;
-        weft_model_param_count(&c, &tensors, NULL);
-        weft_model_param_count(&plain, &others, NULL);
-        for (int32_t t = 0; t < others; t++)
-            for (int32_t u = 0; u < tensors; u++) {
-                weft_model_param from, to;
-                weft_model_param_at(&plain, t, &from);
-                weft_model_param_at(&c, u, &to);
-                if (strcmp(from.name, to.name)) continue;
-                memcpy((float *)g.parameters + to.offset, (float *)base.parameters + from.offset,
-                       (size_t)from.count * sizeof(float));
-            }
+        int32_t tensors;
+        weft_model_param_count(&plain, &tensors, NULL);
+        for (int32_t t = 0; t < tensors; t++) {
+            weft_model_param from, to;
+            weft_model_param_at(&plain, t, &from);
+            assert_true(gpt_find(&c, from.name, &to));
+            memcpy((float *)g.parameters + to.offset, (float *)base.parameters + from.offset,
+                   (size_t)from.count * sizeof(float));
+        }
         memcpy(g.tokens, base.tokens, 128 * sizeof *g.tokens);
         memcpy(g.targets, base.targets, 128 * sizeof *g.targets);
         double got = gpt_loss(&g);
@@ -187,25 +184,21 @@ static void gains_tell_the_kinds_apart(void **state)
 
 /* ---- stages of a pipeline -------------------------------------------------------------------------------------------------- */
 
-/* Copies what the whole has under the names of a stage; `back` adds a stage's gradients up instead. */
-static void share(const gpt *all, gpt *part, int back)
+/* Gives a stage the parameters that the whole has under its names, or compares the gradients. */
+static void share(const gpt *all, gpt *part, bool gradients)
 {
-    int32_t tensors, others;
-    weft_model_param_count(&all->config, &tensors, NULL);
-    weft_model_param_count(&part->config, &others, NULL);
-    for (int32_t t = 0; t < others; t++)
-        for (int32_t u = 0; u < tensors; u++) {
-            weft_model_param to, from;
-            weft_model_param_at(&part->config, t, &to);
-            weft_model_param_at(&all->config, u, &from);
-            if (strcmp(from.name, to.name)) continue;
-            size_t bytes = (size_t)from.count * sizeof(float);
-            if (back)
-                assert_memory_equal((float *)part->gradients + to.offset, (float *)all->gradients + from.offset,
-                                    bytes);
-            else
-                memcpy((float *)part->parameters + to.offset, (float *)all->parameters + from.offset, bytes);
-        }
+    int32_t tensors;
+    weft_model_param_count(&part->config, &tensors, NULL);
+    for (int32_t t = 0; t < tensors; t++) {
+        weft_model_param to, from;
+        weft_model_param_at(&part->config, t, &to);
+        assert_true(gpt_find(&all->config, to.name, &from));
+        size_t bytes = (size_t)from.count * sizeof(float);
+        if (gradients)
+            assert_memory_equal((float *)part->gradients + to.offset, (float *)all->gradients + from.offset, bytes);
+        else
+            memcpy((float *)part->parameters + to.offset, (float *)all->parameters + from.offset, bytes);
+    }
 }
 
 static void stages_are_the_whole(void **state)
@@ -230,7 +223,7 @@ static void stages_are_the_whole(void **state)
         for (int i = 0; i < 3; i++) {
             c.stage = cuts[i].stage, c.first_layer = cuts[i].first, c.layers = cuts[i].layers;
             gpt_open(&part[i], &c, 2, 8, 0);
-            share(&all, &part[i], 0);
+            share(&all, &part[i], false);
             memset(part[i].gradients, 0, (size_t)part[i].elements * sizeof(float));
             args[i] = (weft_model_args){.struct_size = sizeof *args,
                                         .parameters = part[i].parameters,
@@ -251,7 +244,7 @@ static void stages_are_the_whole(void **state)
         for (int i = 2; i >= 0; i--) {
             if (weft_model_backward(&part[i].exec, &part[i].model, &args[i]) != WEFT_OK)
                 fail_msg("%s", weft_last_error());
-            share(&all, &part[i], 1);
+            share(&all, &part[i], true);
         }
         weft_model_args bad = args[1];
         bad.streams_in = NULL;
@@ -299,7 +292,7 @@ static void block_between_rows(void **state)
                 for (int j = 0; j < ROWS * 12; j++) sum[side] += out[j] * up[j];
             }
             *at = was;
-            worst = fmax(worst, fabs((sum[1] - sum[0]) / 2e-5 - got) / (1 + fabs(got)));
+            worst = value_worst(worst, fabs((sum[1] - sum[0]) / 2e-5 - got) / (1 + fabs(got)));
         }
         if (!(worst < 1e-5)) fail_msg("%s: worst error %.2e", gpt_variants[k].name, worst);
         gpt_close(&g);
@@ -448,13 +441,9 @@ static void bad_values_are_named(void **state)
     gpt_loss(&g);
     assert_int_equal(weft_model_first_bad(&g.exec, &g.model, name), WEFT_OK);
     assert_string_equal(name, "");
-    int32_t tensors;
-    weft_model_param_count(&c, &tensors, NULL);
-    for (int32_t t = 0; t < tensors; t++) {
-        weft_model_param p;
-        weft_model_param_at(&c, t, &p);
-        if (!strcmp(p.name, "layers.1.mlp.down.weight")) gpt_set_parameter(&g, p.offset, (double)NAN);
-    }
+    weft_model_param p;
+    assert_true(gpt_find(&c, "layers.1.mlp.down.weight", &p));
+    gpt_set_parameter(&g, p.offset, (double)NAN);
     gpt_loss(&g);
     assert_int_equal(weft_model_first_bad(&g.exec, &g.model, name), WEFT_OK);
     assert_string_equal(name, "layers.1.mlp.output");

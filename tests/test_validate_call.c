@@ -105,11 +105,8 @@ static bool listed(const char *names, const char *op)
 static void eps_one(bench *b, weft_exec exec, double *field, const char *name)
 {
     static const double bad[] = {-1e-6, (double)NAN, (double)INFINITY, -(double)INFINITY};
-    size_t offset = (size_t)((char *)field - (char *)b->p->args);
-    bool inside = (char *)field >= (char *)b->p->args && offset < b->p->op->args_size;
     for (int i = 0; i < 4; i++) {
-        double *now = inside ? (double *)(void *)((char *)b->p->args + offset) : field;
-        *now = bad[i];
+        *field = bad[i];
         refuses(b, WEFT_ERR_ARGUMENT, name, "bad eps");
         query_refuses(b, WEFT_ERR_ARGUMENT, "bad eps");
         restore(b, exec);
@@ -121,7 +118,7 @@ static void eps_one(bench *b, weft_exec exec, double *field, const char *name)
 
 #define BAD_ENUM(b, exec, field, name)                                                                             \
     for (int bad_ = -1; bad_ < 100; bad_ += 50) {                                                                  \
-        if (bad_ == 49 || bad_ == -1 || bad_ == 99) memcpy(&(field), &bad_, sizeof bad_);                          \
+        memcpy(&(field), &bad_, sizeof bad_);                                                                      \
         refuses(b, WEFT_ERR_ARGUMENT, name, "enum out of range");                                                  \
         restore(b, exec);                                                                                          \
     }

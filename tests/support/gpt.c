@@ -21,6 +21,17 @@ weft_model_config gpt_config(weft_residual residual, weft_dtype dtype)
     return c;
 }
 
+bool gpt_find(const weft_model_config *config, const char *name, weft_model_param *found)
+{
+    int32_t tensors;
+    assert_int_equal(weft_model_param_count(config, &tensors, NULL), WEFT_OK);
+    for (int32_t t = 0; t < tensors; t++) {
+        assert_int_equal(weft_model_param_at(config, t, found), WEFT_OK);
+        if (!strcmp(found->name, name)) return true;
+    }
+    return false;
+}
+
 double gpt_parameter(const gpt *g, int64_t i)
 {
     return g->config.dtype == WEFT_F64 ? ((double *)g->parameters)[i] : (double)((float *)g->parameters)[i];

@@ -5,6 +5,7 @@
 #ifndef WEFT_TESTS_GPT_H
 #define WEFT_TESTS_GPT_H
 
+#include <stdbool.h>
 #include <weft/model.h>
 
 typedef struct gpt {
@@ -52,6 +53,8 @@ double gpt_loss(gpt *g);
 double gpt_step(gpt *g);
 /* The model's memory has not been written outside its bytes. */
 void gpt_check_guards(const gpt *g);
+/* The parameter of a name; false where the model has none of it. */
+bool gpt_find(const weft_model_config *config, const char *name, weft_model_param *found);
 double gpt_parameter(const gpt *g, int64_t i);
 void gpt_set_parameter(gpt *g, int64_t i, double value);
 double gpt_gradient(const gpt *g, int64_t i);

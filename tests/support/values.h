@@ -44,6 +44,12 @@ static inline void value_store(void *p, weft_dtype dtype, double x)
     memcpy(p, &h, 2);
 }
 
+/* The larger one of an error and the worst before it. What is no number stays the worst: fmax would forget it. */
+static inline double value_worst(double worst, double error)
+{
+    return isnan(worst) || error <= worst ? worst : error;
+}
+
 /* Unit roundoff of a dtype: half the distance from 1 to the next number. */
 static inline double value_unit(weft_dtype dtype)
 {
