@@ -155,29 +155,8 @@ static void poisoned_phi_row(void **state)
 
 static void compare_everywhere(problem *p)
 {
-    weft_exec execs[GRID_EXECS];
-    int count = grid_execs(execs, 1);
-    bool chained = chain_knows(p->spec.op);
-    truth t = {0};
-    bool expected = grid_expected(p->spec.op);
     problem_seal(p);
-    if (!chained && !expected) t = truth_make(p);
-    if (expected) grid_compare_expectation(p, on_ref());
-    for (int e = 0; e < count; e++) {
-        weft_exec exec = execs[e];
-        if (!weft_op_has(p->op, exec.backend)) continue;
-        if (expected) {
-            grid_compare_expectation(p, exec);
-        } else if (chained && exec.backend == WEFT_BACKEND_CUDA && strstr(p->spec.op, "_bwd")) {
-            grid_compare_expectation(p, exec);
-        } else if (chained) {
-            chain_compare(p, exec);
-        } else {
-            problem_must_run(p, exec);
-            truth_compare(&t, p, exec);
-        }
-    }
-    if (!chained && !expected) truth_free(&t);
+    grid_compare_problem(p);
 }
 
 /* All that belongs to token 1 is zero: x, h, ms, gradients. */

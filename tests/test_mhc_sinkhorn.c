@@ -145,7 +145,8 @@ static void log_rule_near_and_far(void **state)
     test_verdict();
 }
 
-/* What every rule promises: columns sum to one where eps is negligible, rows nearly so after many iterations. */
+/* What every rule promises: columns sum to one where eps is negligible, but for the n + 3 roundings of the last division and, in
+ * the log rule, those of an exponent below 20. Rows nearly so after many iterations: 1e-4 after 50 of these logits. */
 static void columns_sum_to_one(void **state)
 {
     (void)state;
@@ -164,9 +165,9 @@ static void columns_sum_to_one(void **state)
                         column += arg_get(res, (t * n + a) * n + b);
                         row += arg_get(res, (t * n + b) * n + a);
                     }
-                    if (!(fabs(column - 1) <= 1e-5))
+                    if (!(fabs(column - 1) <= ((double)n + 3 + 20) * 0x1p-24))
                         test_failed("rule %d, n %d: a column sums to %.9g", rule, (int)n, column);
-                    if (!(fabs(row - 1) <= 0.05))
+                    if (!(fabs(row - 1) <= 1e-3))
                         test_failed("rule %d, n %d: a row sums to %.9g", rule, (int)n, row);
                 }
             problem_free(p);

@@ -107,17 +107,17 @@ void grid_compare_expectation(problem *p, weft_exec exec)
     expect_end(&e);
 }
 
-void grid_compare(const spec *s)
+void grid_compare_problem(problem *p)
 {
     weft_exec execs[GRID_EXECS];
     int count = grid_execs(execs, 2);
-    problem *p = problem_make(s);
+    const char *op = p->spec.op;
     truth t = {0};
     pack avx2 = {0};
-    bool chained = chain_knows(s->op), expected = grid_expected(s->op);
+    bool chained = chain_knows(op), expected = grid_expected(op);
     if (!chained && !expected) t = truth_make(p);
     expectation cpu = {0}; /* the same for all instruction sets */
-    if (expected && s->tokens < 500) grid_compare_expectation(p, on_ref());
+    if (expected && p->spec.tokens < 500) grid_compare_expectation(p, on_ref());
     for (int i = 0; i < count; i++) {
         weft_exec exec = execs[i];
         if (!weft_op_has(p->op, exec.backend)) continue;
@@ -128,7 +128,7 @@ void grid_compare(const spec *s)
             run_expected(p, exec, &cpu);
         } else if (expected) {
             grid_compare_expectation(p, exec);
-        } else if (chained && exec.backend == WEFT_BACKEND_CUDA && is_backward(s->op)) {
+        } else if (chained && exec.backend == WEFT_BACKEND_CUDA && is_backward(op)) {
             grid_compare_expectation(p, exec);
         } else if (chained) {
             if (chain_sums_apart(p, exec)) grid_compare_expectation(p, exec);
@@ -147,6 +147,12 @@ void grid_compare(const spec *s)
     pack_free(&avx2);
     expect_end(&cpu);
     if (!chained && !expected) truth_free(&t);
+}
+
+void grid_compare(const spec *s)
+{
+    problem *p = problem_make(s);
+    grid_compare_problem(p);
     problem_free(p);
 }
 

@@ -16,9 +16,11 @@ bool grid_uses(const char *op, int32_t dim);
  * support/chain.h; and AVX2 and AVX-512 bitwise equal to each other. Fused gradients on the GPU need not round where
  * the chain does: they are held to the bounds of the program's `weft check` (expect.h). */
 void grid_compare(const spec *s);
+/* The same for a problem of the caller's, from its sealed state. */
+void grid_compare_problem(problem *p);
 /* Operators whose bounds are those of `weft check` altogether (expect_gdn.c), on the reference too. */
 bool grid_expected(const char *op);
-/* The last of these for a problem of the caller's, from its sealed state. */
+/* A problem against those bounds on one backend, from its sealed state. */
 void grid_compare_expectation(problem *p, weft_exec exec);
 /* A problem drawn from the whole space of sizes, layouts, dtypes, options and absent arguments; `absent` is a
  * buffer. */
