@@ -14,8 +14,13 @@ from torch import Tensor
 from weft import _C
 from weft.torch import functional as F
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SUB_EPS, P = 1e-5, 0.3
 HEAD = {"rms_eps": 1e-5, "rms_eps_kind": "outside", "pre_eps": 1e-3}
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Case(NamedTuple):

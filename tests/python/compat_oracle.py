@@ -22,12 +22,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo
 import weft
+from conftest import NO_GPU
 from torch import Tensor
 
 Named = dict[str, Tensor]
-DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+DEVICES = ["cpu"] + ["cuda"] * (NO_GPU is None)
 DRAWS = 2
+DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+dtypes_but_f16 = pytest.mark.parametrize("dtype", list(DTYPES.values())[:3], ids=list(DTYPES)[:3])
 
 
 # ---- equations ---------------------------------------------------------------------------------------------
@@ -148,6 +153,12 @@ def differentiate(function: Callable, inputs: Named, upstream: Named | None = No
     return {k: t.detach() for k, t in results.items()}, upstream, grads
 
 
+def depth(n: int, c: int, tokens: int = 0, iterations: int = 20) -> int:
+    """Roundings of a site's longest chain: sums over a token's streams and over tokens, divisions of Sinkhorn in both
+    directions, forward and back, and the gates."""
+    return n * c + tokens + 4 * n * iterations + 32
+
+
 def largest_of(*values: Tensor) -> float:
     return max((float(t.abs().max()) for t in values if t.numel()), default=0.0)
 
@@ -230,6 +241,19 @@ def differentiate_apart(dtype: torch.dtype, *arguments) -> tuple[Named, Named, N
 
 def largest_move(exact: Named, moved: list[Named]) -> dict[str, float]:
     return {name: largest_of(*(m[name] - t for m in moved)) for name, t in exact.items()}
+
+
+def check_compiled(function: Callable, inputs: Named) -> None:
+    """In one graph: results and gradients are eager's but for the order of sums, some dozen roundings."""
+    torch._dynamo.reset()
+    plain, upstream, d_plain = differentiate(function, inputs)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    whole, _, d_whole = differentiate(compiled, inputs, upstream)
+    assert whole.keys() == plain.keys()
+    for name, value in plain.items():
+        assert_close(name, whole[name], value, 64)
+    for name, value in d_plain.items():
+        assert_close(f"d_{name}", d_whole[name], value, 64)
 
 
 # ---- golden files ------------------------------------------------------------------------------------------

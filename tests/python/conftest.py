@@ -29,15 +29,10 @@ def seeded():
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
 def device(request) -> torch.device:
-    return torch.device("cuda:0" if request.param == "cuda" else "cpu")
-
-
-@pytest.fixture
-def place(device, request) -> torch.device:
-    """A device for the test's dtype: float64 is served by the reference, on the CPU."""
-    if device.type == "cuda" and request.node.callspec.params.get("dtype") == torch.float64:
+    """Every device that serves the test's dtype, where it has one."""
+    if request.param == "cuda" and request.node.callspec.params.get("dtype") == torch.float64:
         pytest.skip("float64 is served by the reference, on the CPU")
-    return device
+    return torch.device("cuda:0" if request.param == "cuda" else "cpu")
 
 
 @pytest.fixture

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of recompute share."""
 
-import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.torch import CheckpointWithoutOutput
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: there is none here")
 
 
 def leaf(*shape, device="cpu", seed=0, dtype=torch.float32):

@@ -4,18 +4,12 @@
 import compat_oracle as oracle
 import pytest
 import torch
-from compat_oracle import as_dtypes, check, differentiate, draw
+from compat_oracle import as_dtypes, check, check_compiled, depth, draw, dtypes
 from torch import nn
 from weft.compat import liger
 
-DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 sizes = pytest.mark.parametrize("lead, n, c", [((2, 4), 4, 40), ((5,), 2, 32), ((1, 1, 2), 3, 17)])
 ALPHAS = ("alpha_pre", "alpha_post", "alpha_res")
-
-
-def depth(n, c, tokens=0, iterations=20):
-    return n * c + tokens + 4 * n * iterations + 32
 
 
 def shapes(lead, n, c):
@@ -177,12 +171,7 @@ def test_compile():
     def layer_of(x):
         return {"y": module(x)}
 
-    plain, upstream, d_plain = differentiate(layer_of, inputs)
-    compiled = torch.compile(layer_of, fullgraph=True, backend="aot_eager")
-    whole, _, d_whole = differentiate(compiled, inputs, upstream)
-    oracle.assert_close("y", whole["y"], plain["y"], 64)
-    for name, value in d_plain.items():
-        oracle.assert_close(f"d_{name}", d_whole[name], value, 64)
+    check_compiled(layer_of, inputs)
 
 
 # ---- misuse ------------------------------------------------------------------------------------------------

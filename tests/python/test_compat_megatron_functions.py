@@ -4,8 +4,8 @@
 import compat_oracle as oracle
 import pytest
 import torch
-from compat_oracle import as_dtypes, check, draw
-from megatron_support import ALPHAS, PARAMETERS, depth, dtypes, sizes
+from compat_oracle import as_dtypes, check, depth, draw
+from megatron_support import ALPHAS, PARAMETERS, dtypes, sizes
 from torch import nn
 from weft.compat import megatron
 

@@ -20,14 +20,14 @@ HEADS = wt.GdnHeads(*SIZES.values())
 IMPLEMENTATIONS = ["unfused", "streamed", "mega"]
 
 
-def tensors(place, dtype, s=9, b=2, width=4, bias=True) -> dict:
+def tensors(device, dtype, s=9, b=2, width=4, bias=True) -> dict:
     full = torch.float64 if dtype == torch.float64 else torch.float32
     return {
-        "qkvzba": torch.randn(s, b, HEADS.columns).to(place, dtype),
-        "conv1d_weight": (0.5 * torch.randn(HEADS.channels, 1, width)).to(place, full),
-        "conv1d_bias": torch.randn(HEADS.channels).to(place, full) if bias else None,
-        "A_log": torch.randn(4).to(place, full),
-        "dt_bias": torch.randn(4).to(place, full),
+        "qkvzba": torch.randn(s, b, HEADS.columns).to(device, dtype),
+        "conv1d_weight": (0.5 * torch.randn(HEADS.channels, 1, width)).to(device, full),
+        "conv1d_bias": torch.randn(HEADS.channels).to(device, full) if bias else None,
+        "A_log": torch.randn(4).to(device, full),
+        "dt_bias": torch.randn(4).to(device, full),
     }
 
 
@@ -45,40 +45,40 @@ def expression(l2norm=True, cu_seqlens=None):
 @dtypes
 @pytest.mark.parametrize("l2norm", [True, False])
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_functions(impl, l2norm, dtype, place):
+def test_functions(impl, l2norm, dtype, device):
     function = megatron.pre_gated_delta_rule(impl)
     check(
         lambda **t: function(**t, **SIZES, use_qk_l2norm=l2norm),
         expression(l2norm),
-        tensors(place, dtype, bias=l2norm),
+        tensors(device, dtype, bias=l2norm),
     )
 
 
 @dtypes
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_packed(impl, index, dtype, place):
+def test_packed(impl, index, dtype, device):
     """Empty sequences, one token, and tokens behind the last offset."""
-    cu = torch.tensor([0, 0, 1, 4, 4, 10], dtype=index, device=place)
+    cu = torch.tensor([0, 0, 1, 4, 4, 10], dtype=index, device=device)
     function = megatron.pre_gated_delta_rule(impl)
     check(
         lambda **t: function(**t, **SIZES, cu_seqlens=cu, seq_idx=None),
         expression(cu_seqlens=cu),
-        tensors(place, dtype, s=12, b=1),
+        tensors(device, dtype, s=12, b=1),
     )
 
 
-def test_results_are_contiguous(place):
-    out = megatron.fused_mega_pre_gated_delta_rule(*tensors(place, torch.bfloat16).values(), **SIZES)
+def test_results_are_contiguous(device):
+    out = megatron.fused_mega_pre_gated_delta_rule(*tensors(device, torch.bfloat16).values(), **SIZES)
     assert [tuple(t.shape) for t in out] == [(2, 9, 4, 8)] * 2 + [(2, 9, 4, 6)] * 2 + [(2, 9, 4)] * 2
     assert all(t.is_contiguous() for t in out)
     assert [t.dtype for t in out] == [torch.bfloat16] * 5 + [torch.float32]
 
 
-def test_gradient_is_laid_out_like_the_projection(place, native):
+def test_gradient_is_laid_out_like_the_projection(device, native):
     if native:
         pytest.skip("plain PyTorch promises no layout")
-    given = tensors(place, torch.float32)
+    given = tensors(device, torch.float32)
     rows = given.pop("qkvzba").requires_grad_()
     out = megatron.fused_mega_pre_gated_delta_rule(rows, **given, **SIZES)
     (grad,) = torch.autograd.grad(out, rows, [torch.ones_like(t) for t in out])
@@ -107,10 +107,10 @@ class Fused(megatron.PreGatedDeltaRule, GatedDeltaNet):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("impl", [None, *IMPLEMENTATIONS])
-def test_module(impl, bias, place):
+def test_module(impl, bias, device):
     """The projection at once, or its convolution first and then the rest: the same function."""
-    module = Fused(impl, bias=bias, device=place)
-    rows = torch.randn(9, 2, HEADS.columns, device=place)
+    module = Fused(impl, bias=bias, device=device)
+    rows = torch.randn(9, 2, HEADS.columns, device=device)
     query, key, value, gate, beta, g = module.pre_gated_delta_rule(rows)
     qkv, z, b, a = rows.transpose(0, 1).split([HEADS.channels, 24, 4, 4], -1)
     weight = module.conv1d.weight.squeeze(1)
@@ -126,14 +126,14 @@ def test_module(impl, bias, place):
     assert (inputs["beta"] - beta).abs().max() <= 4 * 2**-24
 
 
-def test_context_parallel_shares(place, native):
+def test_context_parallel_shares(device, native):
     """By heads: a rank has its share of every section, parameters included. weft has the same bits for it."""
-    whole = Fused(device=place)
-    rows = torch.randn(7, 1, HEADS.columns, device=place)
+    whole = Fused(device=device)
+    rows = torch.randn(7, 1, HEADS.columns, device=device)
     want = whole.pre_gated_delta_rule(rows)
     sections = rows.split([16, 16, 24, 24, 4, 4], -1)
     for rank in range(2):
-        part = Fused(cp_size=2, rank=rank, device=place)
+        part = Fused(cp_size=2, rank=rank, device=device)
         mine = torch.cat([s.chunk(2, -1)[rank] for s in sections], -1)
         got = part.pre_gated_delta_rule(mine)
         for g, w in zip(got, want, strict=True):

@@ -4,17 +4,11 @@
 import compat_oracle as oracle
 import pytest
 import torch
-from compat_oracle import as_dtypes, assert_golden, check, differentiate, draw, golden
+from compat_oracle import as_dtypes, assert_golden, check, check_compiled, depth, differentiate, draw, dtypes, golden
 from weft.compat import tile_kernels as tk
 
-DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 sizes = pytest.mark.parametrize("lead, n, c", [((2, 3), 4, 40), ((5,), 2, 33), ((1, 1, 2), 3, 17), ((1,), 5, 8)])
 PARAMETERS = "fn scale base norm_weight"
-
-
-def depth(n, c, tokens=0, iterations=20):
-    return n * c + tokens + 4 * n * iterations + 32
 
 
 def layer_shapes(lead, n, c, gain=False):
@@ -281,12 +275,7 @@ def test_compile():
         u, (post, comb) = tk.mhc_pre(residual, **parameters)
         return {"y": tk.mhc_post(torch.tanh(u), residual, post, comb)}
 
-    plain, upstream, d_plain = differentiate(layer_of, inputs)
-    compiled = torch.compile(layer_of, fullgraph=True, backend="aot_eager")
-    whole, _, d_whole = differentiate(compiled, inputs, upstream)
-    oracle.assert_close("y", whole["y"], plain["y"], 64)
-    for name, value in d_plain.items():
-        oracle.assert_close(f"d_{name}", d_whole[name], value, 64)
+    check_compiled(layer_of, inputs)
 
 
 # ---- misuse ------------------------------------------------------------------------------------------------
@@ -295,7 +284,7 @@ X, FN, SCALE, BASE = torch.zeros(3, 4, 8), torch.zeros(24, 32), torch.zeros(3), 
 F, POST, COMB = torch.zeros(3, 8), torch.zeros(3, 4, 1), torch.zeros(3, 4, 4)
 
 
-def recompute(pre=2, f=1, post=1, comb=1, u=2, x=1, **wrong):
+def recompute(pre=2, f=1, post=1, comb=1, u=2, x=1):
     lists = [[POST] * pre, [F] * f, [POST] * post, [COMB] * comb, [F.clone()] * u, [X.clone()] * x]
     tk.mhc_multilayer_recompute(X, *lists)
 

@@ -8,6 +8,7 @@ import torch._dynamo
 import weft.torch as wt
 from compare import same, tuple_of
 from conftest import needs_gpu
+from cuda_support import captured
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -291,20 +292,6 @@ GRAPHS = {
     "shifted": {"shifted": True, "contract": "pre"},
     "learned": {"contract": "learned", "dropout": 0.3, "rebuild": True},
 }
-
-
-def captured(run):
-    """A CUDA graph of what `run` does on the device, and its result, whose memory every replay writes again."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-    return graph, result
 
 
 @needs_gpu

@@ -3,14 +3,13 @@
 
 import enum
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 import re
 
 import pytest
 import torch
-import weft
+import weft.compat
 
 HEADING = re.compile(r"^(##|###) `([\w.]+)`$", re.M)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
@@ -35,13 +34,9 @@ def documented(text: str) -> dict[str, dict[str, str]]:
 
 
 def modules() -> list[str]:
-    """The package's public modules; weft.compat and what it holds from the day it exists."""
-    names = ["weft", "weft.torch"]
-    if importlib.util.find_spec("weft.compat"):
-        names.append("weft.compat")
-        package = importlib.import_module("weft.compat")
-        names += [f"weft.compat.{m.name}" for m in pkgutil.iter_modules(package.__path__) if m.name[0] != "_"]
-    return names
+    """The package's public modules."""
+    drop_ins = [m.name for m in pkgutil.iter_modules(weft.compat.__path__) if m.name[0] != "_"]
+    return ["weft", "weft.torch", "weft.compat", *(f"weft.compat.{name}" for name in drop_ins)]
 
 
 def exports(name: str) -> list[str]:

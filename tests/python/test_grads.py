@@ -6,16 +6,12 @@ import oracle
 import pytest
 import torch
 import weft.torch as wt
+from cases import DTYPES, short
 from compare import check, same
 from torch import nn
 from weft.torch import GradX
 
 C, N = 6, 4
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def short(dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def parts(device, dtype=torch.float32, lead=(3,), **kind):
@@ -50,8 +46,6 @@ def expression(x, phi, pre, f, post, res):
 @pytest.mark.parametrize("swapped", [False, True])
 def test_grad_x_is_the_sum(dtype, swapped, device):
     """Of the three operators' gradients, in fp32 with one rounding: the bound of a single rounding holds."""
-    if dtype == torch.float64 and device.type == "cuda":
-        pytest.skip("float64 is served by the reference, on the CPU")
     tensors, coarse = parts(device, dtype, swapped=swapped)
     check(lambda **t: site(**t, grad_x=GradX()), expression, tensors, coarse=coarse)
 

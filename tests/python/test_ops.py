@@ -9,12 +9,12 @@ import pytest
 import torch
 import weft
 import weft.torch as wt
+from cases import DTYPES, short
 from compare import check, grads_of, same, tuple_of
 from weft.torch import functional as F
 from weft.torch import gdn
 from weft.torch.numerics import SINKHORN_RULES
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 VARIANTS = {
     "one stream": {"n": 1},
     "two streams, one token": {"n": 2, "c": 8, "lead": ()},
@@ -30,20 +30,10 @@ VARIANTS = {
 }
 
 
-def short(dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def skip_where_unsupported(device, dtype) -> None:
-    if dtype == torch.float64 and device.type == "cuda":
-        pytest.skip("float64 is served by the reference, on the CPU")
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_results_and_gradients(name, dtype, variant, device):
-    skip_where_unsupported(device, dtype)
     if dtype == torch.float64 and "param_dtype" in VARIANTS[variant]:
         pytest.skip("the reference takes float64 throughout")
     case = cases.make(name, dtype=dtype, device=device, **VARIANTS[variant])
@@ -65,7 +55,6 @@ def test_every_function_has_a_case():
 @pytest.mark.parametrize("name", ["coef", "post", "pre_norm", "boundary_norm"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=short)
 def test_presets(name, preset, dtype, device):
-    skip_where_unsupported(device, dtype)
     case = cases.make(name, dtype=dtype, device=device, numerics=preset, lead=(3,))
     check(case.function, case.expression, case.tensors)
 
@@ -83,7 +72,6 @@ def test_presets_differ_where_they_should():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=short)
 def test_sinkhorn_rules(name, rule, iters, dtype, device):
     """With an eps that is large enough for the rules to part."""
-    skip_where_unsupported(device, dtype)
     numerics = cases.SHORT._replace(sinkhorn=rule, sinkhorn_eps=0.05, sinkhorn_iters=iters)
     for n in (2, 4, 5):
         case = cases.make(name, n=n, dtype=dtype, device=device, numerics=numerics)
@@ -265,7 +253,6 @@ def test_shards_share_a_step(device):
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("sub_norm", [False, True])
 def test_replay_has_the_bits_of_the_chain(dtype, swapped, sub_norm, device):
-    skip_where_unsupported(device, dtype)
     m = cases.Maker(4, 12, (2, 3), dtype, device, swapped=swapped)
     x, layers, chain = m.streams(), [], []
     stream = x

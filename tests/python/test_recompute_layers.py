@@ -4,11 +4,13 @@ has the behaviour of that number in tests/python/behaviours.md. Those that captu
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from recompute_support import Meter, agree, gradients, leaf, managed, nbytes, needs_cuda
+from conftest import needs_gpu
+from cuda_support import captured
+from megatron_support import config
+from recompute_support import Meter, agree, gradients, leaf, managed, nbytes
 from torch import nn
 from weft.compat.megatron import HyperConnectionModule
 from weft.torch import (
@@ -25,19 +27,9 @@ from weft.torch import (
 S, B, N, C, ITERATIONS = 8, 2, 4, 64, 5
 
 
-def config(**changes):
-    values = {
-        "hidden_size": C,
-        "mhc_num_residual_streams": N,
-        "mhc_sinkhorn_iterations": ITERATIONS,
-        "mhc_init_gating_factor": 0.01,
-    }
-    return SimpleNamespace(**values | changes)
-
-
 def site(device="cpu", seed=0):
     torch.manual_seed(seed)
-    module = HyperConnectionModule(config(), layer_number=1).to(device)
+    module = HyperConnectionModule(config(N, C, ITERATIONS), layer_number=1).to(device)
     nn.init.normal_(module.bias, std=0.5)  # streams that differ, and a mix that is not uniform
     return module
 
@@ -149,7 +141,7 @@ def test_5_partial_checkpoint_last_layer_not_checkpointed(device):
 
 def test_12_zero_iterations_are_rejected():
     with pytest.raises(ValueError, match="mhc_sinkhorn_iterations"):
-        HyperConnectionModule(config(mhc_sinkhorn_iterations=0), layer_number=1)
+        HyperConnectionModule(config(N, C, 0), layer_number=1)
 
 
 # ---- behaviours 28 to 30: a transformer layer with a manager -----------------------------------------------
@@ -177,7 +169,6 @@ class Layer(nn.Module):
         self.connections = nn.ModuleList([site(device, seed + i) for i in range(2)])
         self.norms = nn.ModuleList([nn.RMSNorm(C, eps=1e-6, device=device) for _ in range(2)])
         self.subs = nn.ModuleList([Linear(C, C, device) for _ in range(2)])
-        self.emptied = []
 
     def forward(self, x, manager=None, dropout=0.0):
         for i, (connection, norm, sub) in enumerate(zip(self.connections, self.norms, self.subs, strict=True)):
@@ -401,21 +392,7 @@ def test_no_tokens(device):
 # ---- behaviours 36 to 38: CUDA graphs ----------------------------------------------------------------------
 
 
-def captured(run):
-    """run() warmed up on a side stream, as capture asks for, and captured; the graph and what run() returned."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-    return graph, result
-
-
-@needs_cuda
+@needs_gpu
 def test_36_forward_through_cuda_graph_capture_path():
     layer = HyperConnectionLayer(mlp("cuda"), C, N, device="cuda").eval()
     x = torch.randn(S, B, N, C, device="cuda")
@@ -448,7 +425,7 @@ def check_captured_training(model, x, run):
         agree(got, want, atol=1e-5)
 
 
-@needs_cuda
+@needs_gpu
 @pytest.mark.parametrize("recompute", [None, 2])
 def test_37_cuda_graph_fwd_bwd_with_hyper_connection(recompute):
     model, x = stack("cuda", layers=2, recompute=recompute), leaf(S, B, C, device="cuda")
@@ -461,7 +438,7 @@ def test_37_cuda_graph_fwd_bwd_with_hyper_connection(recompute):
     check_captured_training(model, x, run)
 
 
-@needs_cuda
+@needs_gpu
 @pytest.mark.usefixtures("way")
 def test_38_cuda_graph_fwd_bwd_with_hyper_connection_and_recompute():
     layers, x = nn.ModuleList([Layer("cuda", seed) for seed in range(2)]), streams("cuda")
@@ -476,7 +453,7 @@ def test_38_cuda_graph_fwd_bwd_with_hyper_connection_and_recompute():
     check_captured_training(layers, x, run)
 
 
-@needs_cuda
+@needs_gpu
 def test_dropout_in_a_captured_stack():
     # Masks differ from replay to replay, and each is the same in the forward and the recompute of one step.
     x = leaf(S, B, C, device="cuda")

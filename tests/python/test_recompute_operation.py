@@ -188,7 +188,7 @@ def test_detached_uses_only(device):
 
 def test_a_retained_graph_can_be_walked_twice(device):
     x = leaf(4, 8, device=device)
-    want = gradients(lambda: F.dropout(x, 0.3).sum() * 0 + x.tanh().square().sum(), x)
+    want = gradients(lambda: x.tanh().square().sum(), x)
     _, loss = discarded(torch.tanh, x)
     x.grad = None
     loss.backward(retain_graph=True)
