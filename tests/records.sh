@@ -51,6 +51,18 @@ if "$tools/gpu_table.py" --write "$1/tail" "$record" 2>/dev/null; then
     exit 1
 fi
 
+# What the documents show is what the records say.
+cp "$tools/../docs/performance.md" "$1/performance.md"
+"$tools/gpu_table.py" --write "$1/performance.md"
+cmp "$1/performance.md" "$tools/../docs/performance.md" ||
+    { echo "docs/performance.md is older than a record: tools/gpu_table.py --write docs/performance.md" >&2; exit 1; }
+for record in "$tools"/../bench/baselines/*.jsonl; do
+    drawn=$(basename "$record" .jsonl).svg
+    "$tools/plot_bench.py" "$record" --suite te --out "$1/$drawn"
+    cmp "$1/$drawn" "$tools/../docs/$drawn" ||
+        { echo "docs/$drawn is older than its record: tools/plot_bench.py $record --suite te --out docs/$drawn" >&2; exit 1; }
+done
+
 one=$("$tools/source_hash.py")
 [ "$one" = "$("$tools/source_hash.py")" ] && [ ${#one} = 64 ]
 # Comments and line breaks are not sources; a number in the code, or in a string, is.

@@ -279,7 +279,7 @@ static void projection_plans(void **state)
 
 /* ---- precision ----------------------------------------------------------------------------------------------- */
 
-/* exec.precision = tf32 loses bits where it says so, and only in the projection of f32 streams. */
+/* exec.precision = tf32 is a permission: within its bounds, and with nothing to say but in the projection of f32 streams. */
 static void tf32(void **state)
 {
     (void)state;
