@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The gated delta rule [G5] [G6]: the reference against finite differences in both of its forms, the CPU against the
- * reference. A whole layer is in test_gdn_accept.c. */
+ * reference. A whole layer is in test_gdn_layer.c. */
 #include "support/suite.h"
 
 static const int64_t lengths[] = {0, 1, 0, 2, 3, 5, 4, 0, 1, 7, 0};

@@ -9,7 +9,7 @@ import pytest
 import torch
 import weft.torch as wt
 from compare import same, tuple_of
-from test_library import KINDS, fresh, record
+from library_support import KINDS, fresh, record
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft import _C
 from weft.torch import framework, ops, register

@@ -7,41 +7,8 @@ import pytest
 import torch
 import weft.torch as wt
 from compare import same
+from stack_support import C, L, N, stack, step
 from torch import nn
-
-C, N, L = 16, 4, 5
-
-
-class Mlp(nn.Module):
-    """A sub-layer with dropout of its own, which draws from the generator too."""
-
-    def __init__(self, dropout=0.0, pair=False, device=None):
-        super().__init__()
-        self.up, self.down = nn.Linear(C, 2 * C, device=device), nn.Linear(2 * C, C, device=device)
-        self.drop, self.pair = nn.Dropout(dropout), pair
-
-    def forward(self, u, gain=1.0):
-        hidden = self.drop(torch.tanh(self.up(u))) * gain
-        return (hidden @ self.down.weight.T, self.down.bias) if self.pair else self.down(hidden)
-
-
-def stack(device="cpu", layers=L, dropout=0.0, pair=False, **options) -> wt.HyperConnectionStack:
-    torch.manual_seed(7)
-    options = {"alpha_init": 0.3, **options}
-    return wt.HyperConnectionStack(
-        [Mlp(dropout, pair, device) for _ in range(layers)], C, N, dropout=dropout, device=device, **options
-    )
-
-
-def step(module, x, *args, seed=3, **kwargs) -> list:
-    x = x.detach().requires_grad_()
-    module.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
-    y = module(x, *args, **kwargs)
-    torch.manual_seed(99)
-    y.backward(torch.randn_like(y))
-    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
-
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
