@@ -63,12 +63,7 @@ static const char *fill(weft_tensor *t, int64_t row, int64_t tokens, uint64_t se
         memcpy(&bits, &x, sizeof bits);
         host[i] = (uint16_t)(bits >> 16);
     }
-    const char *wrong = device_put(t->data, host, period < all ? period : all);
-    for (size_t done = period; done < all && !wrong;) {
-        size_t more = all - done < done ? all - done : done;
-        wrong = device_copy((char *)t->data + done, t->data, more);
-        done += more;
-    }
+    const char *wrong = fill_periods(t->data, host, period, all);
     free(host);
     return wrong;
 }

@@ -31,18 +31,6 @@ static weft_tensor *tensor_in(void *args, const arg *a)
     return (weft_tensor *)(void *)((char *)args + a->info->offset);
 }
 
-/* The period again and again, in whole periods. */
-static const char *fill(char *data, const void *period, size_t bytes, size_t all)
-{
-    const char *wrong = device_put(data, period, bytes < all ? bytes : all);
-    for (size_t done = bytes; done < all && !wrong;) {
-        size_t more = all - done < done ? all - done : done;
-        wrong = device_copy(data + done, data, more);
-        done += more;
-    }
-    return wrong;
-}
-
 static const char *crowd_make(crowd *c, const spec *s, int64_t tokens)
 {
     spec small = *s;
@@ -59,8 +47,8 @@ static const char *crowd_make(crowd *c, const spec *s, int64_t tokens)
         size_t all = arg_by_token(a) ? (size_t)tokens * row_bytes(a) : period;
         if (!(c->memory[i] = device_alloc(all)) || !(c->slice[i] = device_alloc(period)))
             return "not enough memory on the device";
-        wrong = fill(c->memory[i], a->view->data, period, all);
-        if (!wrong) wrong = fill(c->slice[i], a->view->data, period, period);
+        wrong = fill_periods(c->memory[i], a->view->data, period, all);
+        if (!wrong) wrong = device_put(c->slice[i], a->view->data, period);
         tensor_in(c->args, a)->data = c->memory[i];
         if (arg_by_token(a)) tensor_in(c->args, a)->shape[0] = tokens;
     }

@@ -33,6 +33,9 @@ static inline int32_t gpu_op_count(void)
 enum { GPU_VARIANTS = 3 };
 spec gpu_variant(const char *op, int variant);
 
+/* Device memory full of a period of the host's, `bytes` long, again and again. NULL, or what went wrong. */
+const char *fill_periods(char *data, const void *period, size_t bytes, size_t all);
+
 /* A problem on the device, guards and all, for calls with im->exec and im->args. False, and a failure of the test, where it
  * could not be brought there; image_close it either way. */
 bool problem_image(const problem *p, weft_exec exec, image *im);

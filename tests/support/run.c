@@ -11,6 +11,7 @@
 
 #include "support/device.h"
 #include "support/memory.h"
+#include <device.h> /* the program's, not the one beside this file */
 
 /* ---- failures ------------------------------------------------------------------------------------------------ */
 
@@ -191,6 +192,17 @@ bool problem_image(const problem *p, weft_exec exec, image *im)
     if (status == WEFT_OK && !im->wrong[0]) return true;
     test_failed("%s: %s", problem_text(p), status != WEFT_OK ? weft_last_error() : im->wrong);
     return false;
+}
+
+const char *fill_periods(char *data, const void *period, size_t bytes, size_t all)
+{
+    const char *wrong = device_put(data, period, bytes < all ? bytes : all);
+    for (size_t done = bytes; done < all && !wrong;) { /* whole periods each time */
+        size_t more = all - done < done ? all - done : done;
+        wrong = device_copy(data + done, data, more);
+        done += more;
+    }
+    return wrong;
 }
 
 spec gpu_variant(const char *op, int variant)
