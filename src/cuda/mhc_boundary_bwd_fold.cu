@@ -38,31 +38,33 @@ static __device__ __forceinline__ void fold_slices(const fold_args &a, int64_t b
     const int part = (int)threadIdx.x >> 5, lane = (int)threadIdx.x & 31;
     const int64_t i = block * 32 + lane, apart = a.padded * QUADS, token = i / QUADS;
     const bool inside = token < a.tokens;
-    const float4 *from = (const float4 *)a.sums + i;
-    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    auto add = [&](const float4 &v) {
-        total.x = total.x + v.x, total.y = total.y + v.y, total.z = total.z + v.z, total.w = total.w + v.w;
-    };
-    const int last = inside ? a.slices * (part + 1) / PARTS : 0;
-#pragma unroll 8
-    for (int s = a.slices * part / PARTS; s < last; s++) add(from[s * apart]);
-    room[part][lane] = total;
+    const int first = a.slices * part / PARTS, last = a.slices * (part + 1) / PARTS;
+    const float *const from = a.sums + (first * apart + i) * 4;
+    /* What the pass wrote long ago is in the L2 again by the time that its last blocks are done. */
+    if (inside && lane % 8 == 0)
+        for (int s = 0; s < last - first; s++) prefetch_line(from + s * apart * 4);
+    wait_for_previous();
+    float total[4] = {};
+    add_rows<8>(total, from, apart * 4, inside ? last - first : 0);
+    room[part][lane] = make_float4(total[0], total[1], total[2], total[3]);
     __syncthreads();
     if (part || !inside) return;
 #pragma unroll
-    for (int q = 1; q < PARTS; q++) add(room[q][lane]);
-    const float values[4] = {total.x, total.y, total.z, total.w};
+    for (int q = 1; q < PARTS; q++) {
+        const float4 v = room[q][lane];
+        total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
+    }
 #pragma unroll
     for (int q = 0; q < 4; q++) {
         const int e = a.first + (int)(i - token * QUADS) * 4 + q;
         if (e < N) {
-            if (has(a.d_post)) put(a.d_post, token * a.d_post.stride[0] + e * a.d_post.stride[1], values[q]);
+            if (has(a.d_post)) put(a.d_post, token * a.d_post.stride[0] + e * a.d_post.stride[1], total[q]);
         } else if (e < N + N * N) {
             const int o = (e - N) / N, j = (e - N) % N, r = a.in_out ? j : o, c = a.in_out ? o : j;
             if (has(a.d_res))
-                put(a.d_res, token * a.d_res.stride[0] + r * a.d_res.stride[1] + c * a.d_res.stride[2], values[q]);
+                put(a.d_res, token * a.d_res.stride[0] + r * a.d_res.stride[1] + c * a.d_res.stride[2], total[q]);
         } else if (e < 2 * N + N * N && has(a.d_pre)) {
-            put(a.d_pre, token * a.d_pre.stride[0] + (e - N - N * N) * a.d_pre.stride[1], values[q]);
+            put(a.d_pre, token * a.d_pre.stride[0] + (e - N - N * N) * a.d_pre.stride[1], total[q]);
         }
     }
 }
@@ -83,8 +85,9 @@ template <int N> static __device__ __forceinline__ void fold_phi(const fold_args
     constexpr int ROW = N * BOUNDARY_SLICE, PIECE = boundary_record<N>::rows * ROW;
     const float *first =
         a.dpsi + boundary_first_piece(&a.plan, slice) * PIECE + stream * BOUNDARY_SLICE + channel % BOUNDARY_SLICE;
-    finish_columns<COLUMNS>(a.phi, {first, ROW, PIECE, boundary_pieces_of(&a.plan, slice)}, column,
-                            (int32_t)(block / across));
+    const finish_parts parts = {first, ROW, PIECE, boundary_pieces_of(&a.plan, slice)};
+    wait_for_previous();
+    finish_columns<COLUMNS>(a.phi, parts, column, (int32_t)(block / across));
 }
 
 /* A thread per channel. */
@@ -95,10 +98,10 @@ static __device__ __forceinline__ void fold_row(const boundary_bwd_plan &plan, c
     if (c >= channels) return;
     const float *from = pieces + boundary_first_piece(&plan, slice) * BOUNDARY_SLICE + c % BOUNDARY_SLICE;
     const int count = boundary_pieces_of(&plan, slice);
-    float s = 0.0f;
-#pragma unroll 8
-    for (int k = 0; k < count; k++) s += from[k * BOUNDARY_SLICE];
-    put(to, c * to.stride[0], s);
+    float s[1] = {};
+    wait_for_previous();
+    add_rows<8>(s, from, BOUNDARY_SLICE, count);
+    put(to, c * to.stride[0], s[0]);
 }
 
 /* A column of numbers for each token: the sum of a thread's, then the threads in a fixed tree. */
@@ -118,12 +121,12 @@ static __device__ __forceinline__ float fold_tokens(const float *column, int64_t
     return (room[0] + room[1]) + (room[2] + room[3]);
 }
 
+/* Who reads what earlier launches wrote waits for them, behind everything that can be done before. */
 template <int N, int COUNT>
 static __global__ void __launch_bounds__(BLOCK, 9) fold_kernel(const __grid_constant__ fold_args a)
 {
     __shared__ float4 room[PARTS][32];
     int64_t block = blockIdx.x;
-    wait_for_previous();
     if (block < a.sums_blocks) {
         fold_slices<N, COUNT>(a, block, room);
         return;
@@ -144,6 +147,7 @@ static __global__ void __launch_bounds__(BLOCK, 9) fold_kernel(const __grid_cons
     }
     constexpr int ROWS = 2 * N + N * N;
     const int k = (int)block;
+    wait_for_previous();
     const float s = a.late && (k < N || k == ROWS)
                         ? fold_tokens(a.late + (k < N ? k : N) * a.padded, a.tokens, (float *)room)
                         : fold_column(a.gates + k * a.slots, a.slots, (float *)room);

@@ -38,7 +38,7 @@ template <int N, bool FULL_> struct sizes {
     static constexpr int d_weight = weight + BOUNDARY_SLICE * 4, d_bias = d_weight + WARPS * 32 * 16;
     static constexpr int psi_lo = d_bias + (FULL_ ? WARPS * 32 * 16 : 0);
     static constexpr int barriers = psi_lo + (FULL_ ? WARPS * 2 * N * 32 * 16 : 0);
-    static constexpr int all = barriers + 3 * stages * 8 + TMA_ALIGN;
+    static constexpr int all = barriers + 3 * stages * 8 + 8 + TMA_ALIGN;
     static_assert(tile % TMA_ALIGN == 0, "boxes begin on multiples of what the copy engine swizzles");
     static_assert(boundary_record<N>::row_tiles <= 3, "a tile of psi's lo part is a piece of 16 bytes");
 };
@@ -90,9 +90,9 @@ template <int N, bool SHIFTED, bool POST> struct sum_room {
 
 /* Barriers, one of each kind for each stage: a tile has come; the eight warps have done with it; it has gone and its sums
  * are added. Every lane arrives at the last two itself: one arrival a warp would do, 0.3 % faster, but no tool sees then
- * that what the other lanes wrote is in order. */
+ * that what the other lanes wrote is in order. And one of its own: the first psi has come. */
 struct ring_barriers {
-    uint32_t full, done, free;
+    uint32_t full, done, free, psi;
 };
 
 /* What a warp knows of the block's work. */
@@ -167,19 +167,20 @@ static __device__ __forceinline__ void bring(const fused_args &p, const tiles_of
     const bool whole = p.psi_stride % 4 == 0 && (uintptr_t)p.psi % 16 == 0;
     auto prefetch_psi = [&](int slice) {
         const int c = slice * BOUNDARY_SLICE, bytes = min(p.channels - c, (int)BOUNDARY_SLICE) * 4;
+#pragma unroll 1 /* code that runs for the first time is slow, and in a row this is 1400 instructions of it */
         for (int k = 0; whole && k < boundary_record<N>::rows * N; k++)
             tma_prefetch_bytes(p.psi + k / N * p.psi_stride + k % N * p.channels + c, bytes);
     };
-    tile_walk i(p.plan), first = i;
+    /* At the beginning one tile, what the gates and the sums left, another tile, and no more before psi is there: what is asked
+     * for first comes first, and nothing can be done without psi. */
+    int begun = 0;
 #pragma unroll 1
-    for (int k = 0; k < S::stages && i.left > 0; k++, i.next<S::stages>()) load_tile(i);
-    wait_for_previous();
-#pragma unroll 1
-    for (int k = 0; k < S::stages && first.left > 0; k++, first.next<S::stages>()) load_record(first);
-#pragma unroll 1
-    for (; i.left > 0; i.next<S::stages>()) {
+    for (tile_walk i(p.plan); i.left > 0; i.next<S::stages>()) {
         barrier_wait(b.at.free + i.ring.slot * 8, i.ring.phase ^ 1);
+        if (begun == 2) barrier_wait(b.at.psi, 0);
         load_tile(i);
+        if (begun == 0) wait_for_previous();
+        if (begun < 3) begun++;
         load_record(i);
         if (i.left == 1 && !i.is_last()) prefetch_psi(i.slice + 1);
     }
@@ -287,7 +288,7 @@ static __device__ __forceinline__ void put_sums(float *to, const float2 *from)
 /* One of the eight warps, with a piece. */
 template <int N, bool FULL_, bool SHIFTED, bool NORM, bool POST>
 static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_block &b, const weft_mask &mask,
-                                            int slice, const boundary_piece &part, ring_place &ring)
+                                            int slice, const boundary_piece &part, bool is_first, ring_place &ring)
 {
     typedef sizes<N, FULL_> S;
     typedef sum_room<N, SHIFTED, POST> room;
@@ -335,6 +336,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
     }
     if constexpr (FULL_) d_bias[0] = d_bias[1] = make_float2(0.0f, 0.0f);
     const float factor_kept = FULL_ ? (float)mask.scale : 1.0f;
+    if (is_first) barrier_arrive(b.at.psi);
 
     for (int tile_token = part.tile * BOUNDARY_TILE, end = tile_token + part.count * BOUNDARY_TILE;
          tile_token != end; tile_token += BOUNDARY_TILE) {
@@ -591,13 +593,15 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
     __shared__ weft_mask mask; /* registers are scarce */
     char *const shared = raw_shared + (-shared_address(raw_shared) & (TMA_ALIGN - 1));
     const uint32_t barriers = shared_address(shared) + S::barriers;
-    const tiles_of_block b = {shared, {barriers, barriers + S::stages * 8, barriers + S::stages * 16}};
+    const tiles_of_block b = {
+        shared, {barriers, barriers + S::stages * 8, barriers + S::stages * 16, barriers + S::stages * 24}};
     if (threadIdx.x == 0) {
         for (int s = 0; s < S::stages; s++) {
             barrier_init(b.at.full + s * 8, 1);
             barrier_init(b.at.done + s * 8, WARPS * 32);
             barrier_init(b.at.free + s * 8, (SERVERS - 1) * 32);
         }
+        barrier_init(b.at.psi, WARPS * 32);
         tma_barriers_ready();
         if constexpr (FULL_ && POST) mask = weft_mask_open(&p.dropout, p.channels);
     }
@@ -613,11 +617,14 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
     } else {
         set_registers<WORKING_REGISTERS, true>();
         ring_place ring;
+        bool is_first = true;
 #pragma unroll 1
         for (int slice = boundary_first_slice(&p.plan, blockIdx.x);
              slice <= boundary_last_slice(&p.plan, blockIdx.x); slice++) {
             const boundary_piece piece = boundary_piece_of(&p.plan, blockIdx.x, slice);
-            if (piece.count) work<N, FULL_, SHIFTED, NORM, POST>(p, b, mask, slice, piece, ring);
+            if (piece.count == 0) continue;
+            work<N, FULL_, SHIFTED, NORM, POST>(p, b, mask, slice, piece, is_first, ring);
+            is_first = false;
         }
     }
 #endif

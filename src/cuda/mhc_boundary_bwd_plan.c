@@ -56,7 +56,8 @@ boundary_bwd_ring weft_boundary_bwd_ring(int64_t streams)
     r.streams_bytes = (int32_t)streams * r.row_bytes;
     r.tile_bytes = 2 * r.streams_bytes + 2 * r.row_bytes; /* x, d_y; f, d_u */
     r.record_bytes = BOUNDARY_TILE * record_bytes(streams);
-    r.bytes = 1024 + (int64_t)BOUNDARY_STAGES * (r.tile_bytes + r.record_bytes + 3 * 8) + BOUNDARY_SLICE * 4 + 4096;
+    r.bytes =
+        1024 + (int64_t)BOUNDARY_STAGES * (r.tile_bytes + r.record_bytes + 3 * 8) + 8 + BOUNDARY_SLICE * 4 + 4096;
     return r;
 }
 

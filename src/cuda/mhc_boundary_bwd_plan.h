@@ -18,7 +18,7 @@ enum {
     BOUNDARY_TILE = 16,       /* tokens that are worked on at a time */
     BOUNDARY_STAGES = 5,      /* tiles in shared memory */
     BOUNDARY_FULL_STAGES = 4, /* of the kernels that take everything */
-    BOUNDARY_SWITCH = 3,  /* tiles that a block could have had in the time that it takes to change its channels */
+    BOUNDARY_SWITCH = 5,  /* tiles that a block could have had in the time that it takes to change its channels */
     BOUNDARY_OLDEST = 90, /* compute capability: tensor maps and bulk copies */
     BOUNDARY_NEWEST = 99, /* registers that warps hand to each other; nobody has measured others */
 };
@@ -50,7 +50,7 @@ boundary_bwd_path weft_boundary_bwd_path(const boundary_bwd_facts *f);
 /* A sentence without a full stop; NULL where path is out of range. */
 const char *weft_boundary_bwd_path_text(boundary_bwd_path path);
 
-/* Shared memory of a block: a ring of tiles, each with its tokens' records and three barriers. */
+/* Shared memory of a block: a ring of tiles, each with its tokens' records and three barriers, and a barrier for psi. */
 typedef struct boundary_bwd_ring {
     int32_t streams_bytes, row_bytes; /* of a tile: all streams, one row per token */
     int32_t tile_bytes, record_bytes; /* of a stage */

@@ -4,6 +4,7 @@
 #ifndef WEFT_CUDA_MHC_PROJECT_FINISH_CUH
 #define WEFT_CUDA_MHC_PROJECT_FINISH_CUH
 
+#include "cuda/common/reduce.cuh"
 #include "cuda/mhc_project.cuh"
 
 struct finish_args {
@@ -45,13 +46,8 @@ static __device__ __forceinline__ void finish_columns(const finish_args &a, cons
     float norm[W] = {};
     for (int j = first; j < last; j++) {
         float dpsi[W] = {};
-#pragma unroll 8
-        for (int s = 0; s < from.count; s++) {
-            float v[W];
-            load_shared(v, from.first + s * from.part + j * from.row);
-#pragma unroll
-            for (int e = 0; e < W; e++) dpsi[e] += v[e];
-        }
+        add_rows<W == 1 ? 8 : 6 /* as the registers allow */>(dpsi, from.first + j * from.row, from.part,
+                                                              from.count);
 #pragma unroll
         for (int e = 0; e < W; e++) {
             const uint32_t c = channel + e;

@@ -15,6 +15,25 @@ static __device__ __forceinline__ float warp_sum(float v)
     return v;
 }
 
+/* W neighbours of `count` rows, `apart` floats from each other, added to total in order. EACH rows are on their way at once
+ * however few are left, where an unrolled loop takes these one after the other. */
+template <int EACH, int W>
+static __device__ __forceinline__ void add_rows(float (&total)[W], const float *from, int64_t apart, int count)
+{
+#pragma unroll 1
+    for (; count > 0; count -= EACH) {
+        float v[EACH][W];
+#pragma unroll
+        for (int s = 0; s < EACH; s++, from += apart)
+            if (s < count) load_shared(v[s], from);
+#pragma unroll
+        for (int s = 0; s < EACH; s++)
+#pragma unroll
+            for (int e = 0; e < W; e++)
+                if (s < count) total[e] += v[s][e];
+    }
+}
+
 /* The steps of warp_sums from `half` on. A recursion, and a choice between values: as a loop over steps, or with a choice
  * between elements, the compiler keeps v in local memory. */
 template <int HALF, int STEP, int M> static __device__ __forceinline__ void warp_sums_from(float (&v)[M])
