@@ -9,9 +9,10 @@ the device is waited for after each burst, outside the clock. On the CPU the wor
 no goal there, and what matters is the difference between its rows. Its Sinkhorn makes one iteration. Eager mode, no
 autograd. Every row has a burst of calls in each of several rounds, so that a machine which others disturb disturbs all
 rows alike. A time is the median of a row's bursts; beside it stands the least, which is what is left on a machine that
-does nothing else. "ext" is _C.run with a prepared call on tensors that exist; "op" is torch.ops.weft.*, which also
-allocates its results. For scale, "idle" is an operator of the same schema, registered from Python, that returns tensors
-which exist, and "torch" are two of torch's own.
+does nothing else. "ext" is _C.run with a prepared call on tensors that exist, each an argument of its own: to unpack a
+tuple of them costs as much as three more. "op" is torch.ops.weft.*, which also allocates its results. For scale, "idle"
+is an operator of the same schema, registered from Python, that returns tensors which exist, and "torch" are two of
+torch's own.
 
 Goals: 5 us for the extension, 20 us for a registered operator."""
 
@@ -64,15 +65,26 @@ def sides(device: torch.device) -> list[tuple[str, str, object]]:
     post = register.prepared("mhc_post_fwd", ops.post_scalars(numerics, 0.0, 0))
     whole = register.prepared("mhc_pre_fwd", ops_fused.pre_scalars(numerics, 1e-6))
     u_out, *coef, h, ms = weft_ops.mhc_pre.default(*site, *rest)
-    table = (x, phi, None, alpha, beta, None, None, h, ms, *coef, u_out, None)
-    half_table = (half[0], *table[1:-2], u_out.bfloat16(), None)
+    (pre_o, post_o, res_o), u_o = coef, u_out
+    x16, u16 = half[0], u_out.bfloat16()
+
+    def pre_f32():
+        return _C.run(
+            whole, 0, 0, threads, None, x, phi, None, alpha, beta, None, None, h, ms, pre_o, post_o, res_o, u_o, None
+        )
+
+    def pre_bf16():
+        return _C.run(
+            whole, 0, 0, threads, None, x16, phi, None, alpha, beta, None, None, h, ms, pre_o, post_o, res_o, u16, None
+        )
+
     idle_aggregate = idle(weft_ops.mhc_aggregate.default, u, device)
     idle_pre = idle(weft_ops.mhc_pre.default, (u_out, *coef, h, ms), device)
     return [
         ("ext", "mhc_aggregate_fwd", lambda: _C.run(aggregate, 0, 0, threads, None, x, pre, u)),
         ("ext", "mhc_post_fwd", lambda: _C.run(post, 0, 0, threads, None, x, f, None, pre, res, y)),
-        ("ext", "mhc_pre_fwd", lambda: _C.run(whole, 0, 0, threads, None, *table)),
-        ("ext", "mhc_pre_fwd, bf16", lambda: _C.run(whole, 0, 0, threads, None, *half_table)),
+        ("ext", "mhc_pre_fwd", pre_f32),
+        ("ext", "mhc_pre_fwd, bf16", pre_bf16),
         ("op", "mhc_aggregate", lambda: weft_ops.mhc_aggregate.default(x, pre)),
         ("op", "mhc_aggregate_bwd", lambda: weft_ops.mhc_aggregate_bwd.default(x, pre, f, [True, True])),
         ("op", "mhc_post", lambda: weft_ops.mhc_post.default(x, f, pre, res, None, None, numerics, 0.0, 0)),

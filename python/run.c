@@ -100,13 +100,12 @@ bool ext_run_call(gathered *g, const weft_op_info *op, const void *args, int pre
 {
     weft_exec exec;
     if (!fill_exec(g, precision, threads, &exec)) return false;
-    /* Where the last run took none, other shapes will hardly take any: to try is cheaper than to ask. The first time too: what
-     * the library says beforehand is enough for any address, and this one's may need less. */
-    const bool known = last && like_last(last, op, &exec, args);
+    /* Where the last run took none, other shapes will hardly take any: to try is cheaper than to ask, and to compare. The first
+     * time too: what the library says beforehand is enough for any address, and this one's may need less. */
+    const bool none = last && last->bytes == 0, known = last && !none && like_last(last, op, &exec, args);
     size_t bytes = known ? last->bytes : 0;
     weft_status status = WEFT_ERR_WORKSPACE;
-    if (last && (known || last->bytes == 0))
-        if (!try_call(g, op, &exec, args, bytes, &status)) return false;
+    if ((none || known) && !try_call(g, op, &exec, args, bytes, &status)) return false;
     if (status == WEFT_ERR_WORKSPACE) {
         status = weft_op_workspace(op, &exec, args, &bytes);
         if (status == WEFT_OK && !try_call(g, op, &exec, args, bytes, &status)) return false;
@@ -115,6 +114,6 @@ bool ext_run_call(gathered *g, const weft_op_info *op, const void *args, int pre
         raise_status(status);
         return false;
     }
-    if (last && !known) keep_last(last, op, &exec, args, bytes);
+    if (last && !known && !(none && bytes == 0)) keep_last(last, op, &exec, args, bytes);
     return true;
 }

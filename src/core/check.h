@@ -7,6 +7,20 @@
 #include "core/kernel.h"
 #include "core/status.h"
 
+/* weft_dtype_size, where a call for every tensor would count. */
+static inline size_t weft_element_bytes(weft_dtype dtype)
+{
+    switch (dtype) {
+    case WEFT_BF16:
+    case WEFT_F16: return 2;
+    case WEFT_F32:
+    case WEFT_I32: return 4;
+    case WEFT_F64:
+    case WEFT_I64: return 8;
+    default: return 0;
+    }
+}
+
 /* info is public through weft/ops.h; check looks at what a table of tensors cannot say: scalars, enums, and which
  * optional tensors need each other. It runs after the tensors were checked, with the sizes of the call known. */
 typedef struct weft_op_desc {

@@ -136,8 +136,9 @@ static weft_status take_args(const weft_op_desc *desc, const void *args, void *c
                 WEFT_ERR_UNSUPPORTED,
                 "%s: struct_size: expected %zu, got %zu with a field set that this version does not know",
                 desc->info.name, ours, size);
-    memset(copy, 0, ours);
-    memcpy(copy, args, size < ours ? size : ours);
+    const size_t known = size < ours ? size : ours;
+    memcpy(copy, args, known);
+    memset((char *)copy + known, 0, ours - known);
     return WEFT_OK;
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Error text and the names of the public enums. */
-#include "core/status.h"
+#include "core/check.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -64,9 +64,7 @@ const char *weft_dtype_name(weft_dtype dtype)
 
 size_t weft_dtype_size(weft_dtype dtype)
 {
-    static const size_t sizes[] = {[WEFT_NONE] = 0, [WEFT_F32] = 4, [WEFT_BF16] = 2, [WEFT_F16] = 2,
-                                   [WEFT_F64] = 8,  [WEFT_I32] = 4, [WEFT_I64] = 8};
-    return (size_t)dtype < sizeof sizes / sizeof *sizes ? sizes[dtype] : 0;
+    return weft_element_bytes(dtype);
 }
 
 const char *weft_backend_name(weft_backend backend)

@@ -9,17 +9,15 @@
 
 #define MAX_TOKENS ((int64_t)1 << 40)
 
-/* Sizes that a name stands for as such: where the call keeps them, and what they may be. */
+/* Sizes that a name stands for as such, by their number from the first on: where the call keeps them, and what they may be. The
+ * other names stand for what follows from these. */
 static const struct size_info {
-    int32_t dim;
-    const char *name;
+    const char *name; /* NULL: not one of them */
     size_t offset;
     int64_t low, high;
 } sizes[] = {
 #define SIZE(DIM, field, low, high)                                                                                \
-    {                                                                                                              \
-        WEFT_DIM_##DIM, #field, offsetof(weft_call, field), low, high                                              \
-    }
+    [WEFT_DIM_##DIM - WEFT_DIM_TOKENS] = {#field, offsetof(weft_call, field), low, high}
     SIZE(TOKENS, tokens, 0, MAX_TOKENS),
     SIZE(STREAMS, streams, 1, WEFT_MAX_STREAMS),
     SIZE(CHANNELS, channels, 1, (int64_t)1 << 31),
@@ -45,7 +43,8 @@ static int64_t *size_at(weft_call *call, const struct size_info *s)
 
 void weft_unbind(weft_call *call)
 {
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) *size_at(call, &sizes[i]) = -1;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (sizes[i].name) *size_at(call, &sizes[i]) = -1;
 }
 
 static const weft_tensor *tensor_of(const weft_arg_info *info, const void *args)
@@ -72,26 +71,27 @@ static weft_status check_dtype(weft_call *call, const weft_arg_info *info, const
                                bool first)
 {
     weft_dtype got = t->dtype;
-    const char *op = weft_op_name(call->op), *want;
+    const char *want;
     if (got < WEFT_F32 || got > WEFT_I64)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a dtype, got the number %d", op, prefix, info->name,
-                         (int)got);
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a dtype, got the number %d", weft_op_name(call->op),
+                         prefix, info->name, (int)got);
     if (info->type == WEFT_TYPE_INDEX) {
         if (got == WEFT_I32 || got == WEFT_I64) return WEFT_OK;
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected i32 or i64, got %s", op, prefix, info->name,
-                         weft_dtype_name(got));
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected i32 or i64, got %s", weft_op_name(call->op), prefix,
+                         info->name, weft_dtype_name(got));
     }
     if (got > WEFT_F64)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a floating-point dtype, got %s", op, prefix,
-                         info->name, weft_dtype_name(got));
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a floating-point dtype, got %s",
+                         weft_op_name(call->op), prefix, info->name, weft_dtype_name(got));
     if (first) {
         call->f64 = got == WEFT_F64;
         if (call->f64) call->dtype = WEFT_F64;
     }
     if (call->f64 || got == WEFT_F64) {
         if (call->f64 && got == WEFT_F64) return WEFT_OK;
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected %s like the other tensors, got %s", op, prefix,
-                         info->name, call->f64 ? "f64" : "no f64", weft_dtype_name(got));
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected %s like the other tensors, got %s",
+                         weft_op_name(call->op), prefix, info->name, call->f64 ? "f64" : "no f64",
+                         weft_dtype_name(got));
     }
     switch (info->type) {
     case WEFT_TYPE_ACT:
@@ -111,8 +111,8 @@ static weft_status check_dtype(weft_call *call, const weft_arg_info *info, const
         break;
     default: return WEFT_OK; /* coefficients and parameters: any of the three */
     }
-    return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected %s, got %s", op, prefix, info->name, want,
-                     weft_dtype_name(got));
+    return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected %s, got %s", weft_op_name(call->op), prefix, info->name,
+                     want, weft_dtype_name(got));
 }
 
 /* ---- shape ------------------------------------------------------------------------------------------------------ */
@@ -141,11 +141,11 @@ static weft_status bind_size(weft_call *call, const weft_arg_info *info, int axi
 
 static weft_status bind_dim(weft_call *call, const weft_arg_info *info, int axis, int64_t got, const char *prefix)
 {
-    const char *op = weft_op_name(call->op);
-    int32_t dim = info->dim[axis];
+    const int32_t dim = info->dim[axis], size = dim - WEFT_DIM_TOKENS;
     int64_t want;
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        if (sizes[i].dim == dim) return bind_size(call, info, axis, got, prefix, &sizes[i]);
+    if (size >= 0 && size < (int32_t)(sizeof sizes / sizeof *sizes) && sizes[size].name)
+        return bind_size(call, info, axis, got, prefix, &sizes[size]);
+    if (dim < WEFT_DIM_TOKENS && got == dim) return WEFT_OK;
     switch (dim) {
     case WEFT_DIM_CONV:
         want = 2 * call->key_heads * call->key_dim + call->value_heads * call->value_dim;
@@ -153,28 +153,29 @@ static weft_status bind_dim(weft_call *call, const weft_arg_info *info, int axis
         return weft_fail(WEFT_ERR_ARGUMENT,
                          "%s: %s%s: dim %d: expected 2 * %lld * %lld + %lld * %lld = %lld channels of q, k and v, "
                          "got %lld",
-                         op, prefix, info->name, axis, (long long)call->key_heads, (long long)call->key_dim,
-                         (long long)call->value_heads, (long long)call->value_dim, (long long)want, (long long)got);
+                         weft_op_name(call->op), prefix, info->name, axis, (long long)call->key_heads,
+                         (long long)call->key_dim, (long long)call->value_heads, (long long)call->value_dim,
+                         (long long)want, (long long)got);
     case WEFT_DIM_OFFSETS:
         if (got < 1 || got > MAX_TOKENS || (call->sequences >= 0 && got != call->sequences + 1))
             return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected the number of sequences + 1, got %lld",
-                             op, prefix, info->name, axis, (long long)got);
+                             weft_op_name(call->op), prefix, info->name, axis, (long long)got);
         call->sequences = got - 1;
         return WEFT_OK;
     case WEFT_DIM_GATES:
         if (call->streams < 0) call->streams = streams_of_gates(got) ? streams_of_gates(got) : -1;
         if (call->streams < 0)
             return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected 2n + n^2 for n from 1 to %d, got %lld",
-                             op, prefix, info->name, axis, WEFT_MAX_STREAMS, (long long)got);
+                             weft_op_name(call->op), prefix, info->name, axis, WEFT_MAX_STREAMS, (long long)got);
         call->rows = 2 * call->streams + call->streams * call->streams;
         if (got == call->rows) return WEFT_OK;
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected 2n + n^2 = %lld for %lld streams, got %lld",
-                         op, prefix, info->name, axis, (long long)call->rows, (long long)call->streams,
-                         (long long)got);
+                         weft_op_name(call->op), prefix, info->name, axis, (long long)call->rows,
+                         (long long)call->streams, (long long)got);
     default:
         if (got == dim) return WEFT_OK;
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected %d, got %lld", op, prefix, info->name, axis,
-                         (int)dim, (long long)got);
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected %d, got %lld", weft_op_name(call->op),
+                         prefix, info->name, axis, (int)dim, (long long)got);
     }
 }
 
@@ -186,7 +187,7 @@ static int64_t extent(const weft_tensor *t)
         if (__builtin_mul_overflow(t->shape[i] - 1, t->stride[i], &part) ||
             __builtin_add_overflow(last, part, &last))
             return -1;
-    return last >= ((int64_t)1 << 58) ? -1 : (last + 1) * (int64_t)weft_dtype_size(t->dtype);
+    return last >= ((int64_t)1 << 58) ? -1 : (last + 1) * (int64_t)weft_element_bytes(t->dtype);
 }
 
 /* No two indices reach the same element: each stride steps over everything that smaller strides can reach. */
@@ -214,58 +215,81 @@ static bool writes_once(const weft_tensor *t)
     return true;
 }
 
+/* Nearly every tensor is small enough that nothing overflows, has elements, and strides that fall from the first to the last:
+ * one look tells that its layout is right. */
+static bool is_usual(const weft_tensor *t)
+{
+    int64_t inner = 1;
+    for (int i = t->ndim - 1; i >= 0; i--) {
+        if ((uint64_t)(t->shape[i] | t->stride[i]) >> 28 || t->shape[i] == 0) return false;
+        if (t->shape[i] == 1) continue;
+        if (t->stride[i] < inner) return false;
+        inner += t->stride[i] * (t->shape[i] - 1);
+    }
+    return true;
+}
+
+static weft_status check_strides(const weft_call *call, const weft_arg_info *info, const weft_tensor *t,
+                                 const char *prefix)
+{
+    for (int i = 0; i < t->ndim; i++)
+        if (t->stride[i] < 0)
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: stride %d: expected 0 or more, got %lld",
+                             weft_op_name(call->op), prefix, info->name, i, (long long)t->stride[i]);
+    if (elements(t) > 0 && extent(t) < 0)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a span below 2^58 elements, got strides beyond it",
+                         weft_op_name(call->op), prefix, info->name);
+    if (elements(t) > 0 && is_output(info) && !writes_once(t))
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "%s: %s%s: expected strides that write each element once, got overlapping ones",
+                         weft_op_name(call->op), prefix, info->name);
+    return WEFT_OK;
+}
+
 static weft_status check_layout(const weft_call *call, const weft_arg_info *info, const weft_tensor *t,
                                 const char *prefix)
 {
-    const char *op = weft_op_name(call->op);
-    for (int i = 0; i < t->ndim; i++)
-        if (t->stride[i] < 0)
-            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: stride %d: expected 0 or more, got %lld", op, prefix,
-                             info->name, i, (long long)t->stride[i]);
-    if (elements(t) == 0) return WEFT_OK;
-    if (extent(t) < 0)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a span below 2^58 elements, got strides beyond it",
-                         op, prefix, info->name);
-    if (is_output(info) && !writes_once(t))
-        return weft_fail(WEFT_ERR_ARGUMENT,
-                         "%s: %s%s: expected strides that write each element once, got overlapping ones", op,
-                         prefix, info->name);
+    if (!is_usual(t)) {
+        WEFT_TRY(check_strides(call, info, t, prefix));
+        if (elements(t) == 0) return WEFT_OK;
+    }
     if (call->query) return WEFT_OK;
     if (t->data == NULL)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer to %lld elements, got NULL", op, prefix,
-                         info->name, (long long)elements(t));
-    if ((uintptr_t)t->data % weft_dtype_size(t->dtype))
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer to %lld elements, got NULL",
+                         weft_op_name(call->op), prefix, info->name, (long long)elements(t));
+    if ((uintptr_t)t->data % weft_element_bytes(t->dtype))
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer aligned to its %d-byte elements, got %p",
-                         op, prefix, info->name, (int)weft_dtype_size(t->dtype), t->data);
+                         weft_op_name(call->op), prefix, info->name, (int)weft_element_bytes(t->dtype), t->data);
 #if WEFT_HAVE_CUDA
-    if (call->exec->backend == WEFT_BACKEND_CUDA) return weft_cuda_check_pointer(call, prefix, info->name, t->data);
+    if (call->exec->backend == WEFT_BACKEND_CUDA && !call->exec->vouched)
+        return weft_cuda_check_pointer(call, prefix, info->name, t->data);
 #endif
     return WEFT_OK;
 }
 
 weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix)
 {
-    const char *op = weft_op_name(call->op);
     bool first = call->tokens < 0 && call->streams < 0 && call->channels < 0 && call->dtype == WEFT_NONE;
     for (int32_t i = 0; i < info->num_args; i++) {
         const weft_arg_info *a = &info->args[i];
         const weft_tensor *t = tensor_of(a, args);
         if (t->dtype == WEFT_NONE) {
             if (a->optional) continue;
-            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a tensor, got none", op, prefix, a->name);
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a tensor, got none", weft_op_name(call->op),
+                             prefix, a->name);
         }
         WEFT_TRY(check_dtype(call, a, t, prefix, first));
         first = false;
         if (t->ndim != a->ndim)
-            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected %d dimensions, got %d", op, prefix, a->name,
-                             (int)a->ndim, (int)t->ndim);
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected %d dimensions, got %d", weft_op_name(call->op),
+                             prefix, a->name, (int)a->ndim, (int)t->ndim);
         for (int d = 0; d < a->ndim; d++) WEFT_TRY(bind_dim(call, a, d, t->shape[d], prefix));
         WEFT_TRY(check_layout(call, a, t, prefix));
         if (a->kind == WEFT_ARG_GRAD) {
             int32_t add = ((const weft_grad *)t)->add;
             if (add != 0 && add != 1)
-                return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s.add: expected 0 or 1, got %d", op, prefix, a->name,
-                                 (int)add);
+                return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s.add: expected 0 or 1, got %d", weft_op_name(call->op),
+                                 prefix, a->name, (int)add);
         }
     }
     if (call->streams > 0) {
@@ -273,7 +297,7 @@ weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const 
         if (__builtin_mul_overflow(call->streams, call->channels > 0 ? call->channels : 1, &all) ||
             all > ((int64_t)1 << 31))
             return weft_fail(WEFT_ERR_ARGUMENT, "%s: streams * channels: expected at most 2^31, got %lld * %lld",
-                             op, (long long)call->streams, (long long)call->channels);
+                             weft_op_name(call->op), (long long)call->streams, (long long)call->channels);
     }
     return WEFT_OK;
 }
@@ -289,7 +313,7 @@ typedef struct reach {
 
 static reach reach_of(const weft_tensor *t)
 {
-    reach r = {.at = (uintptr_t)t->data, .element = (int64_t)weft_dtype_size(t->dtype)};
+    reach r = {.at = (uintptr_t)t->data, .element = (int64_t)weft_element_bytes(t->dtype)};
     for (int i = 0; i < t->ndim; i++) {
         int64_t step = t->stride[i] * r.element;
         if (t->shape[i] == 1 || step == 0) continue;
@@ -326,8 +350,14 @@ typedef struct span {
 
 static span span_of(const weft_tensor *t)
 {
-    if (t->dtype == WEFT_NONE || elements(t) == 0) return (span){0, 0};
-    return (span){(uintptr_t)t->data, (uintptr_t)t->data + (uintptr_t)extent(t)};
+    int64_t last = 0; /* check_layout has seen that it fits */
+    if (t->dtype == WEFT_NONE) return (span){0, 0};
+    for (int i = 0; i < t->ndim; i++) {
+        if (t->shape[i] == 0) return (span){0, 0};
+        last += (t->shape[i] - 1) * t->stride[i];
+    }
+    const uintptr_t begin = (uintptr_t)t->data;
+    return (span){begin, begin + (uintptr_t)(last + 1) * weft_element_bytes(t->dtype)};
 }
 
 /* Two views whose spans meet share an element? Exact for views whose rows lie common strides apart (slices of one padded
@@ -353,28 +383,51 @@ static const char *full_name(char *buffer, size_t size, const weft_arg_group *g,
     return buffer;
 }
 
+/* The tensors of a group that have elements, as spans: nearly every pair is told apart by these alone. */
+typedef struct spans {
+    int32_t count, arg[WEFT_MAX_ARGS];
+    span of[WEFT_MAX_ARGS];
+} spans;
+
+static void list_spans(spans *s, const weft_arg_group *g)
+{
+    s->count = 0;
+    for (int32_t i = 0; i < g->info->num_args; i++) {
+        const span one = span_of(tensor_of(&g->info->args[i], g->args));
+        if (one.begin == one.end) continue;
+        s->arg[s->count] = i;
+        s->of[s->count++] = one;
+    }
+}
+
+/* An output of group a, and a tensor of group b whose span meets its own. */
+static weft_status is_apart(const weft_call *call, const weft_arg_group *ga, const weft_arg_info *a,
+                            const weft_arg_group *gb, const weft_arg_info *b)
+{
+    char na[64], nb[64];
+    const weft_tensor *ta = tensor_of(a, ga->args), *tb = tensor_of(b, gb->args);
+    if (ta == tb || !share_memory(ta, tb)) return WEFT_OK;
+    if (ga == gb && a->in_place && strcmp(a->in_place, b->name) == 0 && same_view(ta, tb)) return WEFT_OK;
+    return weft_fail(WEFT_ERR_OVERLAP, "%s: %s: expected memory of its own%s%s, got memory shared with %s",
+                     weft_op_name(call->op), full_name(na, sizeof na, ga, a),
+                     a->in_place ? " or exactly that of " : "", a->in_place ? a->in_place : "",
+                     full_name(nb, sizeof nb, gb, b));
+}
+
 /* Outputs of group a against everything in group b. */
 static weft_status outputs_apart(const weft_call *call, const weft_arg_group *ga, const weft_arg_group *gb)
 {
-    char na[64], nb[64];
-    span spans[WEFT_MAX_ARGS]; /* of b: nearly every pair is told apart by these alone */
-    for (int32_t j = 0; j < gb->info->num_args; j++) spans[j] = span_of(tensor_of(&gb->info->args[j], gb->args));
-    for (int32_t i = 0; i < ga->info->num_args; i++) {
-        const weft_arg_info *a = &ga->info->args[i];
-        const weft_tensor *ta = tensor_of(a, ga->args);
+    spans first, second;
+    const spans *const from = &first, *const all = ga == gb ? &first : &second;
+    list_spans(&first, ga);
+    if (ga != gb) list_spans(&second, gb);
+    for (int32_t i = 0; i < from->count; i++) {
+        const span mine = from->of[i];
+        const weft_arg_info *a = &ga->info->args[from->arg[i]];
         if (!is_output(a)) continue;
-        const span mine = span_of(ta);
-        for (int32_t j = 0; j < gb->info->num_args; j++) {
-            if (mine.end <= spans[j].begin || spans[j].end <= mine.begin) continue;
-            const weft_arg_info *b = &gb->info->args[j];
-            const weft_tensor *tb = tensor_of(b, gb->args);
-            if (ta == tb || !share_memory(ta, tb)) continue;
-            if (ga == gb && a->in_place && strcmp(a->in_place, b->name) == 0 && same_view(ta, tb)) continue;
-            return weft_fail(WEFT_ERR_OVERLAP, "%s: %s: expected memory of its own%s%s, got memory shared with %s",
-                             weft_op_name(call->op), full_name(na, sizeof na, ga, a),
-                             a->in_place ? " or exactly that of " : "", a->in_place ? a->in_place : "",
-                             full_name(nb, sizeof nb, gb, b));
-        }
+        for (int32_t j = 0; j < all->count; j++)
+            if (mine.begin < all->of[j].end && all->of[j].begin < mine.end)
+                WEFT_TRY(is_apart(call, ga, a, gb, &gb->info->args[all->arg[j]]));
     }
     return WEFT_OK;
 }
@@ -392,7 +445,7 @@ static int64_t large_bytes(const weft_arg_info *info, const weft_tensor *t)
 {
     if (!is_output(info) || !weft_has(t)) return 0;
     int64_t bytes = extent(t);
-    return bytes >= WEFT_LARGE_BYTES && bytes == elements(t) * (int64_t)weft_dtype_size(t->dtype) ? bytes : 0;
+    return bytes >= WEFT_LARGE_BYTES && bytes == elements(t) * (int64_t)weft_element_bytes(t->dtype) ? bytes : 0;
 }
 
 void weft_outputs_ask(const weft_op_info *info, const void *args)
