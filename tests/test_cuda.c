@@ -326,6 +326,28 @@ static void vouched_calls_are_the_same(void **state)
     test_verdict();
 }
 
+/* What was asked of the device before, permits for shared memory and clusters among it, holds for the contexts that come later.
+ * Kernels that need such permits: the projection, and the single pass of a wide pre. */
+static void a_reset_of_the_device(void **state)
+{
+    (void)state;
+    need_gpu();
+    static const char *const ops[] = {"mhc_project_fwd", "mhc_pre_fwd", "mhc_coef_bwd"};
+    for (size_t k = 0; k < sizeof ops / sizeof *ops; k++) {
+        spec s = {.op = ops[k], .tokens = 300, .streams = 4, .channels = 4096, .act = WEFT_BF16, .wide = WEFT_BF16};
+        weft_mhc_preset_numerics(WEFT_PRESET_DEEPSEEK_V4, &s.numerics);
+        problem *p = problem_make(&s);
+        pack want = run_pack(p, on_cuda(0));
+        must(cudaDeviceReset(), "reset");
+        pack got = run_pack(p, on_cuda(0));
+        pack_expect_same(p, &got, &want, "after a reset of the device");
+        pack_free(&got);
+        pack_free(&want);
+        problem_free(p);
+    }
+    test_verdict();
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -336,6 +358,7 @@ int main(void)
         cmocka_unit_test(projection_plans),
         cmocka_unit_test(tf32),
         cmocka_unit_test(vouched_calls_are_the_same),
+        cmocka_unit_test(a_reset_of_the_device), /* last: nothing of the others is left */
     };
     return suite_run("cuda", tests);
 }

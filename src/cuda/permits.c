@@ -22,22 +22,21 @@ static cudaError_t ask(const void *kernel, int device, weft_permit what)
                                 most - (int)code.sharedSizeBytes);
 }
 
-static cudaError_t permit(const void *kernel, int device, weft_permit what, bool again)
+static cudaError_t permit(const void *kernel, int device, weft_permit what)
 {
     static weft_permits known;
     const uint64_t word = weft_permit_word(kernel, device, what);
-    if (!again && weft_permit_kept(&known, word)) return cudaSuccess;
+    if (weft_permit_kept(&known, word)) return cudaSuccess;
     const cudaError_t error = ask(kernel, device, what);
     if (error == cudaSuccess) weft_permit_keep(&known, word);
     return error;
 }
 
-cudaError_t weft_cuda_permit(const weft_call *call, const void *kernel, size_t shared, unsigned cluster, bool again)
+cudaError_t weft_cuda_permit_more(const weft_call *call, const void *kernel, size_t shared, unsigned cluster)
 {
     const int device = call->exec->device;
     cudaError_t error = cudaSuccess;
-    if (shared > WEFT_GRANTED_SHARED) error = permit(kernel, device, WEFT_PERMIT_SHARED, again);
-    if (error == cudaSuccess && cluster > WEFT_GRANTED_CLUSTER)
-        error = permit(kernel, device, WEFT_PERMIT_CLUSTER, again);
+    if (shared > WEFT_GRANTED_SHARED) error = permit(kernel, device, WEFT_PERMIT_SHARED);
+    if (error == cudaSuccess && cluster > WEFT_GRANTED_CLUSTER) error = permit(kernel, device, WEFT_PERMIT_CLUSTER);
     return error;
 }

@@ -76,15 +76,8 @@ static weft_status launch(const weft_call *call, const char *what, void (*kernel
         attribute[config.numAttrs++].val.sharedMemCarveout = percent < 100 ? (unsigned)percent : 100;
     }
 #endif
-    const bool more = s.shared > WEFT_GRANTED_SHARED || s.cluster > WEFT_GRANTED_CLUSTER;
-    if (more) CUDA_TRY(call, what, weft_cuda_permit(call, (const void *)kernel, s.shared, s.cluster, false));
-    cudaError_t error = cudaLaunchKernelExC(&config, (const void *)kernel, at);
-    if (more && error == cudaErrorInvalidValue) { /* a context that came later knows of no permit */
-        (void)cudaGetLastError();
-        CUDA_TRY(call, what, weft_cuda_permit(call, (const void *)kernel, s.shared, s.cluster, true));
-        error = cudaLaunchKernelExC(&config, (const void *)kernel, at);
-    }
-    return weft_cuda_status(call, what, error);
+    CUDA_TRY(call, what, weft_cuda_permit(call, (const void *)kernel, s.shared, s.cluster));
+    return weft_cuda_status(call, what, cudaLaunchKernelExC(&config, (const void *)kernel, at));
 }
 
 /* Dynamic shared memory that a block may have beside up to 4 KiB that its kernel declares. */
@@ -98,7 +91,7 @@ static inline weft_status keep_together(const weft_call *call, const char *what,
                                         launch_shape *s)
 {
     int per_sm = 0;
-    CUDA_TRY(call, what, weft_cuda_permit(call, kernel, s->shared, s->cluster, false));
+    CUDA_TRY(call, what, weft_cuda_permit(call, kernel, s->shared, s->cluster));
     CUDA_TRY(call, what, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, (int)s->block, s->shared));
     const int sms = call->sms < call->device_sms ? call->sms : call->device_sms;
     const int64_t most = (int64_t)per_sm * sms;
