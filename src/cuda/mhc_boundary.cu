@@ -9,12 +9,7 @@
 #include "cuda/mhc_boundary_bwd.h"
 #include "cuda/mhc_pre.h"
 #include "cuda/mhc_project.cuh"
-#include "cuda/single_pass.h"
-
-static size_t larger(size_t a, size_t b)
-{
-    return a > b ? a : b;
-}
+#include "cuda/single_or_chain.h"
 
 /* ---- forward ------------------------------------------------------------------------------------------------------------ */
 
@@ -34,10 +29,10 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
     const weft_mhc_boundary_fwd_args *a = (const weft_mhc_boundary_fwd_args *)args;
     const weft_mhc_post_fwd_args post = weft_boundary_post_fwd(a);
     const weft_mhc_pre_fwd_args pre = weft_boundary_pre_fwd(a);
-    size_t site;
-    if (weft_cuda_site_fwd_bytes(call, &post, &pre, &site)) return site;
-    return larger(site, larger(chain_bytes(call, weft_cuda_mhc_post_fwd, &post),
-                               chain_bytes(call, weft_cuda_mhc_pre_fwd, &pre)));
+    return single_or_chain_bytes(call, &post, &pre, [&] {
+        return larger(chain_bytes(call, weft_cuda_mhc_post_fwd, &post),
+                      chain_bytes(call, weft_cuda_mhc_pre_fwd, &pre));
+    });
 }
 
 const char *weft_cuda_mhc_boundary_fwd_plan(const weft_call *call, const void *args)

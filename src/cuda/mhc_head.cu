@@ -5,12 +5,7 @@
 #include "cuda/common/chain.h"
 #include "cuda/head_gates.h"
 #include "cuda/mhc_project.cuh"
-#include "cuda/single_pass.h"
-
-static size_t larger(size_t a, size_t b)
-{
-    return a > b ? a : b;
-}
+#include "cuda/single_or_chain.h"
 
 /* The projection of the head has n rows. */
 static weft_call with_rows(const weft_call *call)
@@ -76,11 +71,11 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
 {
     const weft_mhc_head_fwd_args *a = (const weft_mhc_head_fwd_args *)args;
     const weft_mhc_pre_fwd_args pre = as_pre(a);
-    size_t site;
-    if (weft_cuda_site_fwd_bytes(call, NULL, &pre, &site)) return site;
-    weft_arena arena = cuda_arena(call);
-    fwd_lay_out(&arena, call, a);
-    return larger(site, weft_arena_bytes(&arena));
+    return single_or_chain_bytes(call, NULL, &pre, [&] {
+        weft_arena arena = cuda_arena(call);
+        fwd_lay_out(&arena, call, a);
+        return weft_arena_bytes(&arena);
+    });
 }
 
 const char *weft_cuda_mhc_head_fwd_plan(const weft_call *call, const void *args)
