@@ -22,6 +22,25 @@ struct gates_fwd_params {
     int64_t room;
 };
 
+/* A token's coefficients. h: its projection, overwritten. param: beta, alpha (stage_params). */
+template <int N, bool SINKHORN>
+static __device__ __forceinline__ void gates_fwd_token(const gates_fwd_params &p, const float *param, int64_t token,
+                                                       float (&h)[2 * N + N * N], float ms)
+{
+    constexpr int R = 2 * N + N * N;
+    const float inv = mm_inv_rms(ms, p.numbers.rms_eps, p.numbers.rms_eps_kind);
+#pragma unroll
+    for (int j = 0; j < R; j++) {
+        const int g = j < N ? 0 : j < 2 * N ? 1 : 2;
+        h[j] = gate_fwd(h[j], inv, param[R + g], param[j], g, p.numbers);
+    }
+    if (has(p.pre.v)) store_row<N>(p.pre, token, h);
+    if (has(p.post.v)) store_row<N>(p.post, token, h + N);
+    if (!has(p.third.v)) return;
+    if constexpr (SINKHORN) sinkhorn_fwd<N>(h + 2 * N, p.numbers);
+    store_row<N * N, N>(p.third, token, h + 2 * N);
+}
+
 template <int N, bool SINKHORN>
 static __global__ void __launch_bounds__(COEF_THREADS) gates_fwd_small(gates_fwd_params p)
 {
@@ -39,18 +58,7 @@ static __global__ void __launch_bounds__(COEF_THREADS) gates_fwd_small(gates_fwd
     stage_params(param, p.alpha, p.beta, R, 3);
     __syncthreads();
     while (token < p.tokens) {
-        const float inv = mm_inv_rms(ms, p.numbers.rms_eps, p.numbers.rms_eps_kind);
-#pragma unroll
-        for (int j = 0; j < R; j++) {
-            const int g = j < N ? 0 : j < 2 * N ? 1 : 2;
-            h[j] = gate_fwd(h[j], inv, param[R + g], param[j], g, p.numbers);
-        }
-        if (has(p.pre.v)) store_row<N>(p.pre, token, h);
-        if (has(p.post.v)) store_row<N>(p.post, token, h + N);
-        if (has(p.third.v)) {
-            if constexpr (SINKHORN) sinkhorn_fwd<N>(h + 2 * N, p.numbers);
-            store_row<N * N, N>(p.third, token, h + 2 * N);
-        }
+        gates_fwd_token<N, SINKHORN>(p, param, token, h, ms);
         token += step;
         if (token < p.tokens) {
             load_row<R>(h, p.h, token);

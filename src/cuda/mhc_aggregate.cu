@@ -4,6 +4,7 @@
  * Forward has no sums over channels: teams take segments of rows. Backward: a team owns a token, for d_pre's sake. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/rows.cuh"
+#include "cuda/mhc_aggregate.cuh"
 
 /* ---- forward ------------------------------------------------------------------------------------------------------ */
 
@@ -41,12 +42,7 @@ template <class T, int N, stream_layout L> static __global__ void __launch_bound
             float v[N][W], sum[W];
             if (c + j * step >= channels) continue;
             unpack_tile(v, r[j]);
-#pragma unroll
-            for (int k = 0; k < W; k++) {
-                sum[k] = pre[0] * v[0][k];
-#pragma unroll
-                for (int i = 1; i < N; i++) sum[k] = fmaf(pre[i], v[i][k], sum[k]);
-            }
+            aggregate(sum, pre, v);
             store<T, W>(u + c + j * step, sum);
         }
     }

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Everything in front of a sub-layer [M10]. Forward is a single pass where the plan allows it, backward takes the single pass
- * of boundary's backward where it can; else both are chains of launches: projection, coefficients, aggregate, norm. What one
- * link hands to the next and the caller does not ask for lies in the workspace. */
+ * of boundary's backward where it can; else both are chains of launches: projection, coefficients, aggregate, norm. For a few
+ * fp32 tokens the first three are one launch (mhc_pre_one.cu). What one link hands to the next and the caller does not ask for
+ * lies in the workspace. */
 #include "cuda/mhc_pre.h"
 
 #include "core/mhc_parts.h"
@@ -10,51 +11,75 @@
 #include "cuda/convert.h"
 #include "cuda/mhc_boundary_bwd.h"
 #include "cuda/mhc_project.cuh"
-#include "cuda/single_pass.h"
+#include "cuda/single_or_chain.h"
 
 /* ---- forward ------------------------------------------------------------------------------------------------------------ */
+
+/* The links around the aggregate: u, and v from it. */
+struct fwd_ends {
+    weft_tensor u; /* absent: neither is wanted */
+    weft_rmsnorm_fwd_args norm;
+    bool wants_v;
+};
+
+static fwd_ends fwd_take_u(weft_arena *arena, const weft_call *call, const weft_mhc_pre_fwd_args *a)
+{
+    fwd_ends e = {.u = a->u, .norm = {}, .wants_v = weft_has(&a->v)};
+    if (!e.wants_v) return e;
+    if (!weft_has(&e.u))
+        e.u = weft_dense2(
+            weft_arena_take(arena, (size_t)(call->tokens * call->channels) * weft_dtype_size(call->dtype)),
+            call->dtype, call->tokens, call->channels);
+    e.norm.eps = a->sub_eps;
+    e.norm.u = e.u, e.norm.weight = a->sub_weight, e.norm.v = a->v;
+    return e;
+}
 
 struct fwd_chain {
     weft_mhc_project_fwd_args project;
     weft_mhc_coef_fwd_args coef;
     weft_mhc_aggregate_fwd_args aggregate;
-    weft_rmsnorm_fwd_args norm;
-    bool wants_coef, wants_u, wants_v;
+    bool wants_coef;
     void *room;
 };
 
-static fwd_chain fwd_lay_out(weft_arena *arena, const weft_call *call, const weft_mhc_pre_fwd_args *a)
+static fwd_chain fwd_lay_out(weft_arena *arena, const weft_call *call, const weft_mhc_pre_fwd_args *a,
+                             const fwd_ends *ends)
 {
     const int64_t tokens = call->tokens;
     fwd_chain c = {};
-    c.wants_v = weft_has(&a->v);
-    c.wants_u = c.wants_v || weft_has(&a->u);
-    weft_tensor h = a->h, ms = a->ms, pre = a->pre, u = a->u;
+    weft_tensor h = a->h, ms = a->ms, pre = a->pre;
     if (!weft_has(&h))
         h = weft_dense2(weft_arena_take(arena, (size_t)(tokens * call->rows) * 4), WEFT_F32, tokens, call->rows);
     if (!weft_has(&ms)) ms = weft_dense1(weft_arena_take(arena, (size_t)tokens * 4), WEFT_F32, tokens);
-    if (!weft_has(&pre) && c.wants_u && !weft_has(&a->pre_in))
+    if (!weft_has(&pre) && weft_has(&ends->u) && !weft_has(&a->pre_in))
         pre = weft_dense2(weft_arena_take(arena, (size_t)(tokens * call->streams) * 4), WEFT_F32, tokens,
                           call->streams);
-    if (!weft_has(&u) && c.wants_u)
-        u = weft_dense2(weft_arena_take(arena, (size_t)(tokens * call->channels) * weft_dtype_size(call->dtype)),
-                        call->dtype, tokens, call->channels);
     c.project.x = a->x, c.project.phi = a->phi, c.project.norm_weight = a->norm_weight;
     c.project.h = h, c.project.ms = ms;
     c.coef.numerics = a->numerics;
     c.coef.h = h, c.coef.ms = ms, c.coef.alpha = a->alpha, c.coef.beta = a->beta;
     c.coef.pre = pre, c.coef.post = a->post, c.coef.res = a->res;
     c.wants_coef = weft_has(&pre) || weft_has(&a->post) || weft_has(&a->res);
-    c.aggregate.x = a->x, c.aggregate.pre = weft_has(&a->pre_in) ? a->pre_in : pre, c.aggregate.u = u;
-    c.norm.eps = a->sub_eps;
-    c.norm.u = u, c.norm.weight = a->sub_weight, c.norm.v = a->v;
+    c.aggregate.x = a->x, c.aggregate.pre = weft_has(&a->pre_in) ? a->pre_in : pre, c.aggregate.u = ends->u;
     /* The links run one after the other and may share. */
-    size_t most = chain_bytes(call, weft_cuda_mhc_project_fwd, &c.project), more;
-    more = chain_bytes(call, weft_cuda_mhc_coef_fwd, &c.coef), most = more > most ? more : most;
-    more = chain_bytes(call, weft_cuda_mhc_aggregate_fwd, &c.aggregate), most = more > most ? more : most;
-    more = chain_bytes(call, weft_cuda_rmsnorm_fwd, &c.norm), most = more > most ? more : most;
+    size_t most = chain_bytes(call, weft_cuda_mhc_project_fwd, &c.project);
+    most = larger(most, chain_bytes(call, weft_cuda_mhc_coef_fwd, &c.coef));
+    most = larger(most, chain_bytes(call, weft_cuda_mhc_aggregate_fwd, &c.aggregate));
+    most = larger(most, chain_bytes(call, weft_cuda_rmsnorm_fwd, &ends->norm));
     c.room = weft_arena_take(arena, most);
     return c;
+}
+
+static weft_status fwd_by_links(const weft_call *call, weft_arena *arena, const weft_mhc_pre_fwd_args *a,
+                                const fwd_ends *ends)
+{
+    const fwd_chain c = fwd_lay_out(arena, call, a, ends);
+    WEFT_TRY(chain_run(call, weft_cuda_mhc_project_fwd, &c.project, c.room));
+    if (c.wants_coef) WEFT_TRY(chain_run(call, weft_cuda_mhc_coef_fwd, &c.coef, c.room));
+    if (weft_has(&ends->u)) WEFT_TRY(chain_run(call, weft_cuda_mhc_aggregate_fwd, &c.aggregate, c.room));
+    if (!ends->wants_v) return WEFT_OK;
+    return chain_run(call, weft_cuda_rmsnorm_fwd, &ends->norm, c.room);
 }
 
 static weft_status fwd(const weft_call *call, const void *args)
@@ -63,28 +88,39 @@ static weft_status fwd(const weft_call *call, const void *args)
     const weft_site_plan site = weft_cuda_site_fwd_plan(call, NULL, a);
     if (site.path == WEFT_SITE_SINGLE_PASS) return weft_cuda_site_fwd(call, &site, NULL, a);
     weft_arena arena = cuda_arena(call);
-    const fwd_chain c = fwd_lay_out(&arena, call, a);
-    WEFT_TRY(chain_run(call, weft_cuda_mhc_project_fwd, &c.project, c.room));
-    if (c.wants_coef) WEFT_TRY(chain_run(call, weft_cuda_mhc_coef_fwd, &c.coef, c.room));
-    if (c.wants_u) WEFT_TRY(chain_run(call, weft_cuda_mhc_aggregate_fwd, &c.aggregate, c.room));
-    if (c.wants_v) WEFT_TRY(chain_run(call, weft_cuda_rmsnorm_fwd, &c.norm, c.room));
-    return WEFT_OK;
+    const fwd_ends ends = fwd_take_u(&arena, call, a);
+    const weft_pre_plan plan = weft_cuda_pre_one_plan(call, a, &ends.u);
+    if (plan.path != WEFT_PRE_ONE_LAUNCH) return fwd_by_links(call, &arena, a, &ends);
+    WEFT_TRY(weft_cuda_pre_one(call, &plan, a, &ends.u));
+    if (!ends.wants_v) return WEFT_OK;
+    const size_t room = chain_bytes(call, weft_cuda_rmsnorm_fwd, &ends.norm);
+    return chain_run(call, weft_cuda_rmsnorm_fwd, &ends.norm, weft_arena_take(&arena, room));
 }
 
 static size_t fwd_workspace(const weft_call *call, const void *args)
 {
     const weft_mhc_pre_fwd_args *a = (const weft_mhc_pre_fwd_args *)args;
-    size_t site;
-    if (weft_cuda_site_fwd_bytes(call, NULL, a, &site)) return site;
-    weft_arena arena = cuda_arena(call);
-    fwd_lay_out(&arena, call, a);
-    const size_t chain = weft_arena_bytes(&arena);
-    return chain > site ? chain : site;
+    return single_or_chain_bytes(call, NULL, a, [&] {
+        weft_arena arena = cuda_arena(call);
+        const fwd_ends ends = fwd_take_u(&arena, call, a);
+        /* One launch takes less, but at other addresses it may not be one. */
+        if (call->exact && weft_cuda_pre_one_plan(call, a, &ends.u).path == WEFT_PRE_ONE_LAUNCH)
+            (void)weft_arena_take(&arena, ends.wants_v ? chain_bytes(call, weft_cuda_rmsnorm_fwd, &ends.norm) : 0);
+        else
+            fwd_lay_out(&arena, call, a, &ends);
+        return weft_arena_bytes(&arena);
+    });
 }
 
 const char *weft_cuda_mhc_pre_fwd_plan(const weft_call *call, const void *args)
 {
-    return weft_cuda_site_reason(weft_cuda_site_fwd_plan(call, NULL, (const weft_mhc_pre_fwd_args *)args).path);
+    const weft_mhc_pre_fwd_args *a = (const weft_mhc_pre_fwd_args *)args;
+    const weft_site_path site = weft_cuda_site_fwd_plan(call, NULL, a).path;
+    if (site == WEFT_SITE_SINGLE_PASS) return weft_cuda_site_reason(site);
+    weft_arena arena = cuda_arena(call);
+    const fwd_ends ends = fwd_take_u(&arena, call, a);
+    const weft_pre_path one = weft_cuda_pre_one_plan(call, a, &ends.u).path;
+    return one == WEFT_PRE_DTYPE ? weft_cuda_site_reason(site) : weft_cuda_pre_reason(one);
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------------------ */
@@ -143,11 +179,10 @@ static bwd_chain bwd_lay_out(weft_arena *arena, const weft_call *call, const wef
     c.d_project.d_h = c.d_coef.d_h.to, c.d_project.d_ms = c.d_coef.d_ms.to;
     c.d_project.d_x = a->d_x, c.d_project.d_phi = a->d_phi, c.d_project.d_norm_weight = a->d_norm_weight;
 
-    size_t most = weft_cuda_project_bwd_bytes(call, &c.d_project), more;
-    more = chain_bytes(call, weft_cuda_mhc_coef_bwd, &c.d_coef), most = more > most ? more : most;
-    if (has_v) more = chain_bytes(call, weft_cuda_rmsnorm_bwd, &c.norm), most = more > most ? more : most;
-    if (has_du)
-        more = chain_bytes(call, weft_cuda_mhc_aggregate_bwd, &c.d_aggregate), most = more > most ? more : most;
+    size_t most = weft_cuda_project_bwd_bytes(call, &c.d_project);
+    most = larger(most, chain_bytes(call, weft_cuda_mhc_coef_bwd, &c.d_coef));
+    if (has_v) most = larger(most, chain_bytes(call, weft_cuda_rmsnorm_bwd, &c.norm));
+    if (has_du) most = larger(most, chain_bytes(call, weft_cuda_mhc_aggregate_bwd, &c.d_aggregate));
     c.room = weft_arena_take(arena, most);
     return c;
 }

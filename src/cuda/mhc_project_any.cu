@@ -3,71 +3,41 @@
  * The projection [M1] in plain fp32, for everything that the tensor-core kernels do not take: f32 activations (fp32
  * accuracy throughout), sizes that are no multiple of eight, loose strides, more than 80 rows. Columns are taken in the
  * order stream, channel whatever the layout. */
-#include "cuda/common/reduce.cuh"
-#include "cuda/mhc_project.cuh"
+#include "cuda/mhc_project_any.cuh"
 
-enum { THREADS = 256, TOKENS = 8, ROWS = 8 };
+enum { THREADS = ANY_THREADS, TOKENS = ANY_TOKENS, ROWS = ANY_ROWS };
 
 /* ---- forward ------------------------------------------------------------------------------------------------------------ */
 
-/* A block sums TOKENS x ROWS products over all columns: a register tile, so that a load serves eight products. The rows
- * of the first tile carry the squares with them. */
-__global__ void __launch_bounds__(THREADS)
-    any_fwd_kernel(view x, weights w, columns k, view h, view ms, int64_t tokens, float mean)
+template <bool PAIRS>
+static __global__ void __launch_bounds__(THREADS, 2)
+    any_fwd_kernel(const any_operands p, view h, view ms, float mean)
 {
     wait_for_previous();
-    __shared__ float room[THREADS / 32 * 32];
-    const int tiles = (w.rows + ROWS - 1) / ROWS;
-    const int64_t items = (tokens + TOKENS - 1) / TOKENS * tiles;
-    for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-        const int64_t token0 = item / tiles * TOKENS;
-        const int row0 = (int)(item % tiles) * ROWS;
-        float acc[TOKENS][ROWS] = {}, sq[TOKENS] = {};
-        for (uint32_t column = threadIdx.x; column < k.count; column += THREADS) {
-            uint32_t stream = column / k.channels, channel = column % k.channels;
-            float psi[ROWS];
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) psi[r] = row0 + r < w.rows ? psi_at(w, row0 + r, stream, channel) : 0.0f;
-#pragma unroll
-            for (int m = 0; m < TOKENS; m++) {
-                const int64_t token = token0 + m;
-                if (token >= tokens) break;
-                const float v = get(x, token * x.stride[0] + stream * x.stride[1] + channel * x.stride[2]);
-                sq[m] = fmaf(v, v, sq[m]);
-#pragma unroll
-                for (int r = 0; r < ROWS; r++) acc[m][r] = fmaf(v, psi[r], acc[m][r]);
-            }
-        }
-#pragma unroll
-        for (int m = 0; m < TOKENS; m += 4) { /* 32 sums at a time */
-            float part[32];
-#pragma unroll
-            for (int e = 0; e < 32; e++) part[e] = acc[m + e / ROWS][e % ROWS];
-            block_sums<32>(part, room, THREADS / 32);
-            if (threadIdx.x < 32) {
-                const int64_t token = token0 + m + threadIdx.x / ROWS;
-                const int row = row0 + threadIdx.x % ROWS;
-                if (token < tokens && row < w.rows)
-                    put(h, token * h.stride[0] + row * h.stride[1], room[threadIdx.x]);
-            }
-            __syncthreads();
-        }
-        if (row0 > 0 || !has(ms)) continue;
-        block_sums<TOKENS>(sq, room, THREADS / 32);
-        if (threadIdx.x < TOKENS && token0 + threadIdx.x < tokens)
-            put(ms, (token0 + threadIdx.x) * ms.stride[0], room[threadIdx.x] * mean);
-        __syncthreads();
-    }
+    __shared__ float room[THREADS];
+    const int tiles = (p.w.rows + ROWS - 1) / ROWS;
+    const int64_t items = (p.tokens + TOKENS - 1) / TOKENS * tiles;
+    for (int64_t item = blockIdx.x; item < items; item += gridDim.x)
+        any_sums<PAIRS>(p, item / tiles * TOKENS, (int)(item % tiles) * ROWS, room,
+                        [&](int64_t token, int row, float sum) {
+                            if (row < p.w.rows)
+                                put(h, token * h.stride[0] + row * h.stride[1], sum);
+                            else if (has(ms))
+                                put(ms, token * ms.stride[0], sum * mean);
+                        });
 }
 
 weft_status weft_cuda_project_any_fwd(const weft_call *call, const weft_mhc_project_fwd_args *a)
 {
-    const weights w = {view_of(&a->phi), view_of(&a->norm_weight), (int32_t)call->rows};
-    const columns k = columns_of(call, LAYOUT_NC);
+    const any_operands p = {view_of(&a->x),
+                            {view_of(&a->phi), view_of(&a->norm_weight), (int32_t)call->rows},
+                            columns_of(call, LAYOUT_NC),
+                            call->tokens};
     const int64_t items = (call->tokens + TOKENS - 1) / TOKENS * ((call->rows + ROWS - 1) / ROWS);
     const launch_shape shape = {.grid = grid_of(items), .block = THREADS, .shared = 0, .order = OVERLAP};
-    return launch(call, "projection", any_fwd_kernel, shape, view_of(&a->x), w, k, view_of(&a->h), view_of(&a->ms),
-                  call->tokens, 1.0f / (float)k.count);
+    const bool pairs = any_in_pairs(&a->x, &a->phi, &a->norm_weight);
+    return launch(call, "projection", pairs ? any_fwd_kernel<true> : any_fwd_kernel<false>, shape, p,
+                  view_of(&a->h), view_of(&a->ms), 1.0f / (float)p.k.count);
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------------------ */

@@ -16,6 +16,13 @@ static __device__ __forceinline__ uint32_t cluster_rank()
     return rank;
 }
 
+static __device__ __forceinline__ uint32_t cluster_blocks()
+{
+    uint32_t blocks;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+    return blocks;
+}
+
 static __device__ __forceinline__ uint32_t cluster_index()
 {
     uint32_t index;
@@ -36,12 +43,23 @@ static __device__ __forceinline__ void cluster_wait_for_all()
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+/* The same for what is handed on in plain stores: whoever waits sees what all threads stored before they arrived here. */
+static __device__ __forceinline__ void cluster_publish()
+{
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
 /* The address of the same place in the shared memory of another block. */
 static __device__ __forceinline__ uint32_t cluster_address(uint32_t own, uint32_t rank)
 {
     uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(rank));
     return there;
+}
+
+static __device__ __forceinline__ void cluster_store(uint32_t to, float v)
+{
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
 }
 
 /* Both addresses in the same block. */
