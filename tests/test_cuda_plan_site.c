@@ -95,11 +95,12 @@ static void one_plan(const weft_site_facts *f)
     assert_true((int64_t)p.slots * p.cluster >= (int64_t)p.stages * SITE_TILE);
     assert_int_equal(r->stage, p.boxes * (f->streams + f->post) * SITE_TILE * SITE_BOX * 2);
     assert_true(r->stage % 1024 == 0 && r->psi == p.stages * r->stage);
-    /* psi comes to where no tile is yet, and ends where the tiles end */
+    /* psi comes to where no tile is yet, and ends where the tiles end, or, all at once, where its operands will */
+    const int32_t end = p.pairs <= SITE_ONCE_PAIRS ? r->coef : r->psi;
     if (p.pairs <= SITE_ONCE_PAIRS) assert_int_equal(p.psi_boxes, p.boxes); /* kernels count on it */
     assert_true(p.psi_boxes >= 1 && p.psi_boxes <= p.boxes && r->first_psi % 1024 == 0);
     assert_true(p.early >= 1 && p.early * r->stage <= r->first_psi);
-    assert_true(r->first_psi + p.psi_boxes * 2 * f->rows * f->streams * 128 <= r->psi);
+    assert_true(r->first_psi + p.psi_boxes * 2 * f->rows * f->streams * 128 <= end);
     const int32_t at[] = {r->psi,     r->coef,  r->pre,    r->sums,     r->received, r->squares,
                           r->inverse, r->aside, r->logits, r->barriers, r->bytes};
     for (size_t i = 1; i < sizeof at / sizeof *at; i++) assert_true(at[i] % 16 == 0 && at[i] >= at[i - 1]);

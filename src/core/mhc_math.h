@@ -13,6 +13,7 @@
  * and where the defaults below do not serve:
  *     MM_RECIPROCAL(x)        1/x where x is a positive normal number far from infinity, or NaN
  *     MM_UNROLL               in front of loops over a matrix: unroll it, so that its elements can be registers
+ *     MM_SHARED_DIVISION      1: four divisors of Sinkhorn share a division (see sk_reciprocals); 0: each has its own
  *     MM_WALK_BACK            1: Sinkhorn's backward keeps divisors instead of matrices (see sk_walks); 0 by default
  *     MM_HISTORY              handle of the memory in which Sinkhorn's backward keeps its steps: a real *
  *     MM_AT(h, i)             its i-th real, an lvalue;    MM_FROM(h, i)   the handle of what begins there
@@ -29,6 +30,9 @@
 #endif
 #ifndef MM_UNROLL
 #define MM_UNROLL
+#endif
+#ifndef MM_SHARED_DIVISION
+#define MM_SHARED_DIVISION 1
 #endif
 #ifndef MM_WALK_BACK
 #define MM_WALK_BACK 0
@@ -103,10 +107,11 @@ MM_FN real MM(sk_divisor)(real s, scalar eps, int rule)
     return rule == WEFT_SINKHORN_THRESHOLD || rule == MM_LOG_NEAR ? s : s + eps;
 }
 
-/* r[k] = 1/D[k]. Divisions are what a half-step waits for, so with `shared`, a constant, four divisors share one:
- * 1/a = b (cd) / (abcd). */
-MM_FN void MM(sk_reciprocals)(real *r, const real *d, int n, scalar eps, int rule, bool shared)
+/* r[k] = 1/D[k]. Where divisions are what a half-step waits for, four divisors share one: 1/a = b (cd) / (abcd). For that
+ * they must be `bounded`, a constant. */
+MM_FN void MM(sk_reciprocals)(real *r, const real *d, int n, scalar eps, int rule, bool bounded)
 {
+    bool shared = MM_SHARED_DIVISION && bounded, normal = bounded || rule == MM_LOG_NEAR;
     MM_UNROLL for (int k = 0; k < (shared ? n / 4 * 4 : 0); k += 4)
     {
         real ab = d[k] * d[k + 1], cd = d[k + 2] * d[k + 3], all = MM_RECIPROCAL(ab * cd);
@@ -118,7 +123,7 @@ MM_FN void MM(sk_reciprocals)(real *r, const real *d, int n, scalar eps, int rul
     }
     MM_UNROLL for (int k = shared ? n / 4 * 4 : 0; k < n; k++)
     {
-        r[k] = rule == MM_LOG_NEAR ? MM_RECIPROCAL(d[k]) : (scalar)1 / d[k];
+        r[k] = normal ? MM_RECIPROCAL(d[k]) : (scalar)1 / d[k];
         if (rule == WEFT_SINKHORN_THRESHOLD) r[k] = MM_GT(d[k], MM_SET(eps), r[k], MM_SET(0));
     }
 }
@@ -133,11 +138,11 @@ MM_FN real MM(line_sum)(const real *a, int n, int axis, int k)
 }
 
 /* One half-step: axis 1 divides rows (sums over b), axis 0 columns. d[n] receives the divisors. */
-MM_FN void MM(sk_half)(real *a, real *d, int n, int axis, scalar eps, int rule, bool shared)
+MM_FN void MM(sk_half)(real *a, real *d, int n, int axis, scalar eps, int rule, bool bounded)
 {
     real r[WEFT_MAX_STREAMS];
     MM_UNROLL for (int k = 0; k < n; k++) d[k] = MM(sk_divisor)(MM(line_sum)(a, n, axis, k), eps, rule);
-    MM(sk_reciprocals)(r, d, n, eps, rule, shared);
+    MM(sk_reciprocals)(r, d, n, eps, rule, bounded);
     MM_UNROLL for (int k = 0; k < n; k++)
     {
         MM_UNROLL for (int l = 0; l < n; l++)
@@ -229,9 +234,9 @@ MM_FN real MM(neg_lse)(const real *z, const real *other, int first, int stride, 
 
 /* One half-step of a linear rule, and its place in the history where one is kept. */
 MM_FN void MM(sk_step)(real *a, real *d, MM_HISTORY *hist, bool keep, int n, int axis, scalar eps, int rule,
-                       bool shared)
+                       bool bounded)
 {
-    MM(sk_half)(a, d, n, axis, eps, rule, shared);
+    MM(sk_half)(a, d, n, axis, eps, rule, bounded);
     if (keep) {
         int size = MM(sk_walks)(rule) ? 0 : n * n, kept = MM(sk_kept)(n, rule);
         MM_UNROLL for (int i = 0; i < size; i++) MM_AT(*hist, i) = a[i];
@@ -240,22 +245,29 @@ MM_FN void MM(sk_step)(real *a, real *d, MM_HISTORY *hist, bool keep, int n, int
     }
 }
 
+/* Is every divisor, and the product of four, a normal number? Divisors are at least eps and at most n + eps, except where
+ * threshold has none at all; between 1/n and n in the log rule. */
+MM_FN bool MM(sk_bounded)(scalar eps, int rule)
+{
+    return rule == MM_LOG_NEAR || (rule != WEFT_SINKHORN_THRESHOLD && eps >= (scalar)1e-9 && eps <= (scalar)1e6);
+}
+
 /* All half-steps of a linear rule. */
-MM_FN void MM(sk_rounds)(real *z, MM_HISTORY hist, bool keep, int n, int iters, scalar eps, int rule, bool shared)
+MM_FN void MM(sk_rounds)(real *z, MM_HISTORY hist, bool keep, int n, int iters, scalar eps, int rule, bool bounded)
 {
     real d[WEFT_MAX_STREAMS];
     int softmax = rule == WEFT_SINKHORN_SOFTMAX_EPS, near = rule == MM_LOG_NEAR;
     if (softmax) {
         MM_UNROLL for (int i = 0; i < n * n; i++) z[i] = z[i] + eps;
-        MM(sk_step)(z, d, &hist, keep, n, 0, eps, rule, shared);
+        MM(sk_step)(z, d, &hist, keep, n, 0, eps, rule, bounded);
     }
     if (near) { /* four of the first columns' sums may have a product that underflows */
-        MM(sk_step)(z, d, &hist, keep, n, 1, eps, rule, shared);
+        MM(sk_step)(z, d, &hist, keep, n, 1, eps, rule, bounded);
         MM(sk_step)(z, d, &hist, keep, n, 0, eps, rule, false);
     }
     for (int t = softmax || near; t < iters; t++) {
-        MM(sk_step)(z, d, &hist, keep, n, 1, eps, rule, shared);
-        MM(sk_step)(z, d, &hist, keep, n, 0, eps, rule, shared);
+        MM(sk_step)(z, d, &hist, keep, n, 1, eps, rule, bounded);
+        MM(sk_step)(z, d, &hist, keep, n, 0, eps, rule, bounded);
     }
 }
 
@@ -305,11 +317,7 @@ MM_FN void MM(sinkhorn_fwd)(real *z, MM_HISTORY hist, bool keep, int n, int iter
         MM_UNROLL for (int i = 0; i < nn; i++) MM_AT(hist, i) = z[i];
     }
     if (keep) hist = MM_FROM(hist, MM(sk_head)(n, rule));
-    /* Sharing a division needs the product of four divisors to stay a normal number. They are at least eps and at most
-     * n + eps, except where threshold has no divisor at all; between 1/n and n in the log rule. */
-    bool bounded =
-        rule == MM_LOG_NEAR || (rule != WEFT_SINKHORN_THRESHOLD && eps >= (scalar)1e-9 && eps <= (scalar)1e6);
-    if (n >= 4 && bounded)
+    if (MM(sk_bounded)(eps, rule))
         MM(sk_rounds)(z, hist, keep, n, iters, eps, rule, true);
     else
         MM(sk_rounds)(z, hist, keep, n, iters, eps, rule, false);

@@ -28,12 +28,6 @@ struct one_args {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-/* What a store of v in `to` leaves behind. */
-static __device__ __forceinline__ float as_stored(const view &to, float v)
-{
-    return to.dtype == WEFT_BF16 ? rounded<bf16>(v) : to.dtype == WEFT_F16 ? rounded<f16>(v) : v;
-}
-
 template <int N> struct one_room {
     static constexpr int rows = 2 * N + N * N;
     float sums[ANY_TOKENS][rows + 1]; /* h, ms */

@@ -16,7 +16,7 @@
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
 /* One warp. Every lane of a warp arrives for itself, behind what it did itself. */
-template <int N, site_kind KIND>
+template <int N, site_kind KIND, bool ONCE>
 static __device__ __forceinline__ void init_barriers(const site_args &p, const site_barriers &b, int lane)
 {
     const bool coefs_too = KIND == SITE_BOUNDARY || has(p.pre_in);
@@ -30,7 +30,8 @@ static __device__ __forceinline__ void init_barriers(const site_args &p, const s
     if (lane < 2)
         barrier_init(b.logits_full + lane * 8, SITE_TILE * 32), barrier_init(b.logits_empty + lane * 8, 32);
     if (lane < 2) barrier_init(b.left_full + lane * 8, PROJECTORS * 32), barrier_init(b.left_empty + lane * 8, 32);
-    if (lane == 2) barrier_init(b.psi_full, 1), barrier_init(b.psi_empty, PROJECTORS * 32);
+    if (lane == 2) barrier_init(b.psi_empty, PROJECTORS * 32);
+    if (lane < (ONCE ? p.psi_boxes : 1)) barrier_init(b.psi_full + lane * 8, 1);
 #pragma unroll 1
     for (int i = lane; i < p.slots; i += 32) {
         barrier_init(b.sums + i * 8, 1);
@@ -62,11 +63,11 @@ static __device__ __forceinline__ void site(const site_args &p)
                    logits = sums + 16 * p.slots;
     site_block b = {shared,
                     {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, sums, sums + 8 * p.slots, logits, logits + 16,
-                     logits + 32, logits + 40, logits + 48, logits + 64}};
+                     logits + 32, logits + 40, logits + 56, logits + 72}};
     b.rank = cluster_rank(), b.cluster = cluster_index(), b.lane = lane;
     b.count = (p.tiles - (int)b.cluster + p.clusters - 1) / p.clusters;
     b.first_channel = (int)b.rank * p.boxes * SITE_BOX;
-    if (warp == 0) init_barriers<N, KIND>(p, b.at, lane);
+    if (warp == 0) init_barriers<N, KIND, site_once<N, KIND, PAIRS>()>(p, b.at, lane);
     if (warp == BRINGER && lane < (KIND == SITE_BOUNDARY ? 3 : 2))
         tma_prefetch(lane == 0 ? &p.x : lane == 1 ? &p.psi : &p.f);
     __syncthreads();
@@ -84,7 +85,7 @@ static __device__ __forceinline__ void site(const site_args &p)
     } else {
         set_registers<SERVER_REGISTERS, false>();
         if (warp == BRINGER) {
-            bring<N, KIND>(p, b);
+            bring<N, KIND, site_once<N, KIND, PAIRS>()>(p, b);
         } else {
             cluster_wait_for_all();
             if (warp == OWNER) own<N, KIND>(p, b);
@@ -304,16 +305,14 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
     }
     tma_encode *encode;
     const tma_tensor streams = {x->data, call->tokens, call->streams, call->channels, x->stride[0], x->stride[1]};
-    p.rows = tma_in_rows(&streams, 2);
-    p.psi_rows = tma_in_rows(&psi, 4);
-    p.psi_loads = p.psi_rows && psi.tokens * psi.streams * TMA_ROW % TMA_ALIGN == 0 ? 1 : 2;
+    p.rows = tma_in_rows(&streams), p.psi_rows = tma_in_rows(&psi, TMA_ROW / 4);
     WEFT_TRY(tma_open(call, &encode));
-    WEFT_TRY(tma_map_rows(call, encode, &p.x, &streams, 2, SITE_TILE, plan->boxes));
-    WEFT_TRY(tma_map_rows(call, encode, &p.psi, &psi, 4, (int)psi.tokens, p.psi_loads == 1 ? 2 : 1));
+    WEFT_TRY(tma_map_rows(call, encode, &p.x, &streams, SITE_TILE, plan->boxes));
+    WEFT_TRY(tma_map_fp32(call, encode, &p.psi, &psi, 2));
     p.res_lines = weft_has(&pre->res) && pre->res.dtype == WEFT_F32 && in_lines(&pre->res);
     if (post) {
         const tma_tensor f = {post->f.data, call->tokens, 1, call->channels, post->f.stride[0], 0};
-        WEFT_TRY(tma_map_rows(call, encode, &p.f, &f, 2, SITE_TILE, plan->boxes));
+        WEFT_TRY(tma_map_rows(call, encode, &p.f, &f, SITE_TILE, plan->boxes));
         p.bias = view_of(&post->bias), p.post = view_of(&post->post), p.res = view_of(&post->res);
         p.dropout = post->dropout;
         p.coef_lines = in_lines(&post->post) && in_lines(&post->res);

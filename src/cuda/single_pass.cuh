@@ -64,8 +64,7 @@ struct site_args {
     float mean; /* 1 / nC */
     int64_t tokens;
     int32_t channels, cluster, cluster_log, boxes, pairs, stages, psi_boxes, early, slots, tiles, clusters;
-    int32_t psi_loads;                /* for 64 channels: one, or two */
-    bool rows, psi_rows;              /* of whole boxes: a tile of a block is one load, psi of 64 channels may be */
+    bool rows, psi_rows;              /* of whole boxes: a tile of a block is one load, psi of 64 channels is */
     bool norm, coef_lines, res_lines; /* norm: v is wanted; lines: coefficients can be moved N floats at a time */
     weft_site_room at;
 };
@@ -79,13 +78,21 @@ template <int PAIRS> static __host__ __device__ constexpr int site_most()
     return PAIRS ? PAIRS : SITE_MANY_PAIRS;
 }
 
+/* Is all of psi there at once, and are its operands, as long as its rows, made in place? Then each 64 channels of it have a
+ * barrier: operands are made of the ones while the next ones come. */
+template <int N, site_kind KIND, int PAIRS> static __host__ __device__ constexpr bool site_once()
+{
+    return PAIRS && PAIRS <= SITE_ONCE_PAIRS && KIND != SITE_HEAD;
+}
+
 /* Rows of the projection on tensor cores, psi on the side of 16: hi and lo of a row are both rows there, and D adds up
  * what belongs together. 24 rows: hi of 0-15 | lo of 0-15 | hi, lo of 16-23. Up to 8 rows: hi, lo. */
 template <int N, site_kind KIND> struct site_shape {
     static constexpr int rows = KIND == SITE_HEAD ? N : 2 * N + N * N, tiles = rows > 8 ? 3 : 1;
     /* sums of a token: the rows, and the square; in shared memory fours of them, of which the last may be filled up */
     static constexpr int width = rows + 1, fours = (width + 3) / 4;
-    static constexpr int psi_box = rows * N * TMA_ROW, psi_place = (psi_box + 1023) / 1024 * 1024; /* 32 channels */
+    /* bytes of psi of a pair of steps, which is 32 channels of a stream, and of 64 channels of all of them */
+    static constexpr int psi_pair = rows * TMA_ROW, psi_box = 2 * N * psi_pair;
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
@@ -94,8 +101,8 @@ template <int N, site_kind KIND> struct site_shape {
  * factors have come. By slot: sums, squares of a token have come. Logits: a batch is there, is taken. psi: some of it is
  * there, is taken. Left: the projectors' sums of a tile are there, are taken. */
 struct site_barriers {
-    uint32_t full, mixed, empty, pre, inverse, sums, squares, logits_full, logits_empty, psi_full, psi_empty,
-        left_full, left_empty;
+    uint32_t full, mixed, empty, pre, inverse, sums, squares, logits_full, logits_empty, psi_empty, left_full,
+        left_empty, psi_full;
 };
 
 /* What every warp knows. */

@@ -86,25 +86,31 @@ static __device__ __forceinline__ void bring_rows(const site_args &p, const site
 }
 
 /* One lane: psi of boxes of 64 channels from `box` on, as many as have room. */
-template <int N, site_kind KIND>
+template <int N, site_kind KIND, bool ONCE>
 static __device__ __forceinline__ void bring_psi(const site_args &p, const site_block &b, int box)
 {
     typedef site_shape<N, KIND> shape;
     const int count = p.boxes - box < p.psi_boxes ? p.boxes - box : p.psi_boxes;
     uint32_t to = shared_address(b.shared) + p.at.first_psi;
-    tma_expect(b.at.psi_full, (uint32_t)(count * 2 * shape::psi_box));
+    if (!ONCE) tma_expect(b.at.psi_full, (uint32_t)(count * shape::psi_box));
 #pragma unroll 1
-    for (int k = 0; k < count; k++, to += 2 * shape::psi_place) {
+    for (int k = 0; k < count; k++, to += shape::psi_box) {
         const int at = 2 * ((int)b.rank * p.boxes + box + k); /* of 32 channels */
+        const uint32_t barrier = b.at.psi_full + (ONCE ? k * 8 : 0);
+        if (ONCE) tma_expect(barrier, shape::psi_box);
+        if (p.psi_rows) {
+            tma_load4(to, &p.psi, 0, 0, at, 0, barrier);
+            continue;
+        }
 #pragma unroll 1
-        for (int half = 0; half < p.psi_loads; half++)
-            tma_load_row(to + half * shape::psi_place, &p.psi, p.psi_rows ? 0 : (at + half) * (TMA_ROW / 4), 0,
-                         p.psi_rows ? at + half : 0, b.at.psi_full);
+        for (int pair = 0; pair < 2 * N; pair++)
+            tma_load4(to + pair * shape::psi_pair, &p.psi, (at + (pair & 1)) * (TMA_ROW / 4), 0, 0, pair >> 1,
+                      barrier);
     }
 }
 
 /* The rest of psi; afterwards its place is free. */
-template <int N, site_kind KIND>
+template <int N, site_kind KIND, bool ONCE>
 static __device__ __forceinline__ void bring_rest(const site_args &p, const site_block &b)
 {
     uint32_t parity = 0;
@@ -113,7 +119,7 @@ static __device__ __forceinline__ void bring_rest(const site_args &p, const site
         barrier_wait(b.at.psi_empty, parity);
         if (b.lane == 0) {
             tma_publish(); /* operands were made there */
-            bring_psi<N, KIND>(p, b, box);
+            bring_psi<N, KIND, ONCE>(p, b, box);
         }
         __syncwarp();
     }
@@ -121,7 +127,7 @@ static __device__ __forceinline__ void bring_rest(const site_args &p, const site
 }
 
 /* Barriers for what comes back of a tile are armed before the tile is there. */
-template <int N, site_kind KIND>
+template <int N, site_kind KIND, bool ONCE>
 static __device__ __forceinline__ void bring(const site_args &p, const site_block &b)
 {
     constexpr bool POST = KIND == SITE_BOUNDARY;
@@ -129,16 +135,15 @@ static __device__ __forceinline__ void bring(const site_args &p, const site_bloc
     const uint32_t pre = shared_address(b.shared + p.at.pre) + b.lane * 4;
     site_lines<N> lines;
     site_cursor c;
-    wait_for_previous(); /* what others read or write of memory they do when something has come */
 #pragma unroll 1
     for (int i = 0; i < b.count; i++, c.next(p.stages)) {
         const uint32_t barrier = b.at.full + c.stage * 8;
         const int64_t token = site_token(p, b, i, 0);
-        if (i == p.early) bring_rest<N, KIND>(p, b);
+        if (i == p.early) bring_rest<N, KIND, ONCE>(p, b);
         barrier_wait(b.at.empty + c.stage * 8, c.parity ^ 1);
+        if (i == 0) wait_for_previous(); /* what others read or write of memory they do when something has come */
         if (b.lane == 0) {
             const uint32_t to = tiles + c.stage * p.at.stage;
-            if (i == 0) bring_psi<N, KIND>(p, b, 0); /* first: it is more than a tile, and has further to go */
             tma_publish(); /* what the mixers wrote here comes before what the copy engine writes */
             tma_expect(barrier, (uint32_t)p.boxes * (N + POST) * BOX_BYTES);
             bring_rows<N>(p, b, to, &p.x, (int)token, barrier);
@@ -162,9 +167,13 @@ static __device__ __forceinline__ void bring(const site_args &p, const site_bloc
             if (row < SITE_TILE) copy_line<4>(pre + c.stage * (SITE_TILE * N * 4), p.pre_in.data + at * 4, valid);
         }
         if (POST || has(p.pre_in)) copy_arrive(barrier);
-        if (i == 0) cluster_wait_for_all();
+        if (i == 0) { /* a tile is mixed for the first time while psi comes */
+            if (b.lane == 0) bring_psi<N, KIND, ONCE>(p, b, 0);
+            __syncwarp();
+            cluster_wait_for_all();
+        }
     }
-    if (b.count <= p.early) bring_rest<N, KIND>(p, b);
+    if (b.count <= p.early) bring_rest<N, KIND, ONCE>(p, b);
 }
 
 #endif

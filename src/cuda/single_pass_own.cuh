@@ -17,12 +17,6 @@ static __device__ __forceinline__ int64_t site_live(const site_args &p, const si
     return (int64_t)b.count * SITE_TILE - (cut > 0 ? cut : 0);
 }
 
-/* What a tensor keeps of v. */
-static __device__ __forceinline__ float as_stored(const view &to, float v)
-{
-    return to.dtype == WEFT_BF16 ? rounded<bf16>(v) : to.dtype == WEFT_F16 ? rounded<f16>(v) : v;
-}
-
 /* Notes of a token that are not all fp32. */
 template <int N, int R>
 static __device__ __noinline__ void write_loose(const site_args &p, int64_t token, int lane, float h, float ms,

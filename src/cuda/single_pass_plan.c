@@ -37,25 +37,30 @@ static int32_t take(int32_t *at, int64_t bytes)
 }
 
 /* psi of 64 channels as it comes from memory: two boxes of 32 fp32 channels, all rows and streams. */
-static int64_t psi_bytes(const weft_site_facts *f)
+static int32_t psi_bytes(const weft_site_facts *f)
 {
-    return 2 * ceil_div(f->rows * f->streams * 128, 1024) * 1024;
+    return (int32_t)(2 * f->rows * f->streams * 128);
 }
 
 static void lay_out(weft_site_plan *p, const weft_site_facts *f)
 {
     const int64_t n = f->streams, operands = 2 * p->pairs * (f->rows > 8 ? 3 : 1), tile = SITE_TILE;
+    const int64_t spare = (operands > SITE_KEPT ? operands - SITE_KEPT : 0) * tile * 32 * 16;
+    const bool once = p->pairs <= SITE_ONCE_PAIRS;
     weft_site_room *r = &p->room;
-    int32_t at;
+    int32_t at, end;
     p->slots = (int32_t)ceil_div(p->stages * tile, p->cluster);
     r->stage = (int32_t)(p->boxes * (n + f->post) * SITE_TILE * SITE_BOX * 2);
     at = p->stages * r->stage;
-    p->psi_boxes = (int32_t)((at - r->stage) / psi_bytes(f));
+    r->psi = end = at;
+    at += (int32_t)spare;
+    /* Taken at once, psi may lie where some of its operands will: one tile more has room beside it. */
+    if (once) end = at;
+    p->psi_boxes = (end - r->stage) / psi_bytes(f);
     if (p->psi_boxes > p->boxes) p->psi_boxes = p->boxes;
-    r->first_psi = at - p->psi_boxes * (int32_t)psi_bytes(f);
+    r->first_psi = end - p->psi_boxes * psi_bytes(f);
     p->early = r->first_psi / r->stage;
-    r->psi = take(&at, (operands > SITE_KEPT ? operands - SITE_KEPT : 0) * tile * 32 * 16);
-    r->coef = take(&at, p->stages * tile * (n + n * n) * 4);
+    r->coef = take(&at, f->post ? p->stages * tile * (n + n * n) * 4 : 0);
     r->pre = take(&at, p->stages * tile * n * 4);
     r->sums = take(&at, (p->pairs == SITE_FEW_PAIRS ? 2 : 1) * tile * tile * ceil_div(f->rows + 1, 4) * 16);
     r->received = take(&at, (int64_t)p->slots * p->cluster * SITE_ROW * 4);
@@ -63,7 +68,7 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     r->inverse = take(&at, p->stages * tile * 4);
     r->aside = take(&at, n * 4);
     r->logits = take(&at, 2 * tile * n * n * 4);
-    r->barriers = take(&at, (5 * p->stages + 2 * p->slots + 10) * 8);
+    r->barriers = take(&at, (5 * p->stages + 2 * p->slots + 9 + (once ? p->psi_boxes : 1)) * 8);
     r->bytes = at;
 }
 

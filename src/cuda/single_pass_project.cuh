@@ -18,10 +18,16 @@ static __device__ __forceinline__ float2 take_two(uint32_t from)
     return v;
 }
 
-/* psi for the 32 columns of a pair of steps, which are a box of 32 channels of one stream, as operands of the tensor cores.
- * from: rows of the stream in that box; first: the first one's number in the box. */
+/* Row of psi that is row g of eight in an operand: in this order the 8-byte reads of half a warp touch every bank once. */
+static __device__ __forceinline__ int psi_row(int g)
+{
+    return (g << 1 & 6) | g >> 2;
+}
+
+/* psi for the 32 columns of a pair of steps, which are 32 channels of one stream, as operands of the tensor cores. from: rows of
+ * pair 0. */
 template <int ROWS, int TILES>
-static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t from, int first, int lane)
+static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t from, int pair, int lane)
 {
     const int g = lane >> 2, t = lane & 3;
 #pragma unroll
@@ -32,7 +38,7 @@ static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t
             float2 v[2] = {};
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                const int row = first + g + 8 * q;
+                const int row = pair * ROWS + (ROWS % 8 == 0 ? psi_row(g) : g) + 8 * q;
                 if (ROWS % 8 == 0 || g < ROWS)
                     v[k] = take_two(from + tma_piece(row, 4 * s + 2 * k + (t >> 1)) + (t & 1) * 8);
             }
@@ -74,16 +80,16 @@ static __device__ __forceinline__ void leave_sums(float *to, const site_sums<sit
                                                   int lane)
 {
     typedef site_shape<N, KIND> shape;
-    const int g = lane >> 2, t = lane & 3;
+    const int g = lane >> 2, t = lane & 3, r = shape::rows % 8 == 0 ? psi_row(g) : g;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         float *const row = to + (2 * t + e) * (shape::fours * 4);
         if constexpr (shape::tiles == 3) {
-            row[g] = s.d[0][e];
-            row[g + 8] = s.d[0][2 + e];
-            row[g + 16] = s.d[1][e] + s.d[1][2 + e];
+            row[r] = s.d[0][e];
+            row[r + 8] = s.d[0][2 + e];
+            row[r + 16] = s.d[1][e] + s.d[1][2 + e];
         } else {
-            if (g < shape::rows) row[g] = s.d[0][e] + s.d[0][2 + e];
+            if (g < shape::rows) row[r] = s.d[0][e] + s.d[0][2 + e];
         }
     }
     if (t == g >> 1) to[g * (shape::fours * 4) + shape::rows] = g & 1 ? s.squares[1] : s.squares[0];
@@ -96,23 +102,8 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
     static constexpr int T = shape::tiles, most = site_most<PAIRS>(), all = most * 2 * T;
     static constexpr int count = all < SITE_KEPT ? all : SITE_KEPT, spare = all - count;
     static constexpr bool in_place = shape::rows % 8 == 0; /* the operands of a pair are as long as its rows */
-    static constexpr bool once = PAIRS && PAIRS <= SITE_ONCE_PAIRS; /* all of it is there at once */
     uint4 kept[count];
     const uint4 *rest;
-
-    /* Where a pair lies among the boxes that are there. */
-    struct site_psi_place {
-        uint32_t box;
-        int stream;
-        bool here;
-
-        __device__ __forceinline__ site_psi_place(const site_args &p, int pair, int first)
-        {
-            const int at = (pair >> 1) / N - first;
-            stream = (pair >> 1) % N, here = once || (at >= 0 && at < p.psi_boxes);
-            box = (2 * at + (pair & 1)) * shape::psi_place;
-        }
-    };
 
     /* Operands in shared memory before operand k. */
     static __host__ __device__ constexpr int before(int k)
@@ -128,64 +119,94 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
         return is_kept(k) ? k - before(k) : before(k);
     }
 
-    /* Takes what the bringer brings, some boxes at a time. */
+    /* Takes what the bringer brings. */
     __device__ __forceinline__ site_psi(const site_args &p, const site_block &b, int warp)
     {
-        uint32_t parity = 0;
         rest = (const uint4 *)(b.shared + p.at.psi) + warp * 32 + b.lane;
-        if constexpr (once) {
-            take(p, b, warp, 0, 0);
-        } else {
-#pragma unroll
-            for (int k = 0; k < count; k++) kept[k] = make_uint4(0, 0, 0, 0);
-#pragma unroll 1
-            for (int first = 0; first < p.boxes; first += p.psi_boxes, parity ^= 1) take(p, b, warp, first, parity);
-        }
+        if constexpr (site_once<N, KIND, PAIRS>())
+            take_all(p, b, warp);
+        else
+            take_some(p, b, warp);
     }
-    /* Makes operands in place, then takes them. Into registers they can only be taken one by one, but made they are in a loop: a
-     * fifth of the instructions, which have to come from memory, too. */
-    __device__ __forceinline__ void take(const site_args &p, const site_block &b, int warp, int first,
-                                         uint32_t parity)
+    /* Pair k of those that are there: makes its operands in place. */
+    __device__ __forceinline__ static void make(uint32_t from, int k, int lane)
     {
-        uint4 *const more = (uint4 *)rest;
+        uint4 a[2 * T];
+        take_psi<shape::rows, T>(a, from, k, lane);
+        __syncwarp();
+#pragma unroll
+        for (int e = 0; e < 2 * T; e++) put_four(from + k * shape::psi_pair + e * 512 + lane * 16, a[e]);
+    }
+    __device__ __forceinline__ static void together()
+    {
+        asm volatile("bar.sync 1, %0;" ::"n"(PROJECTORS * 32) : "memory");
+    }
+    /* Box after box as they come, the warps make operands, whoever will want them; in a loop, for it is a fifth of the instructions,
+     * which have to come from memory, too. Then each takes its own. Those for shared memory go where some still lie. */
+    __device__ __forceinline__ void take_all(const site_args &p, const site_block &b, int warp)
+    {
         const uint32_t from = shared_address(b.shared) + p.at.first_psi;
-        const int pairs = PAIRS ? PAIRS : p.pairs;
-        barrier_wait(b.at.psi_full, parity);
-        if constexpr (in_place) {
+        const uint32_t mine = from + warp * (PAIRS * shape::psi_pair) + b.lane * 16;
+        uint4 *const more = (uint4 *)rest, aside[spare > 0 ? spare : 1];
 #pragma unroll 1
-            for (int j = 0; j < pairs; j++) {
-                const site_psi_place at(p, warp * pairs + j, first);
-                const uint32_t operands = from + at.box + at.stream * (shape::rows * TMA_ROW) + b.lane * 16;
-                uint4 a[2 * T];
-                if (!at.here) continue;
-                take_psi<shape::rows, T>(a, from + at.box, at.stream * shape::rows, b.lane);
-                __syncwarp();
-#pragma unroll
-                for (int e = 0; e < 2 * T; e++) put_four(operands + e * 512, a[e]);
-            }
+        for (int k = warp; k < PAIRS * PROJECTORS; k += PROJECTORS) {
+            barrier_wait(b.at.psi_full + k / (2 * N) * 8, 0);
+            make(from, k, b.lane);
         }
+        together();
 #pragma unroll
-        for (int j = 0; j < most; j++) {
-            uint4 a[2 * T];
-            if (!PAIRS && j >= pairs) continue;
-            const site_psi_place at(p, warp * pairs + j, first);
-            if (!at.here) continue;
-            if constexpr (in_place)
-#pragma unroll
-                for (int e = 0; e < 2 * T; e++)
-                    a[e] = take_four(from + at.box + at.stream * (shape::rows * TMA_ROW) + e * 512 + b.lane * 16);
+        for (int k = 0; k < all; k++) {
+            if (is_kept(k))
+                kept[is_kept(k) ? place(k) : 0] = take_four(mine + k * 512);
             else
-                take_psi<shape::rows, T>(a, from + at.box, at.stream * shape::rows, b.lane);
+                aside[is_kept(k) ? 0 : place(k)] = take_four(mine + k * 512);
+        }
+        if constexpr (spare > 0) {
+            together();
 #pragma unroll
-            for (int e = 0; e < 2 * T; e++) {
-                const int k = j * 2 * T + e;
-                if (is_kept(k))
-                    kept[is_kept(k) ? place(k) : 0] = a[e];
-                else
-                    more[place(k) * (PROJECTORS * 32)] = a[e];
-            }
+            for (int k = 0; k < spare; k++) more[k * (PROJECTORS * 32)] = aside[k];
         }
         barrier_arrive(b.at.psi_empty);
+    }
+    /* Some boxes at a time. */
+    __device__ __forceinline__ void take_some(const site_args &p, const site_block &b, int warp)
+    {
+        const uint32_t from = shared_address(b.shared) + p.at.first_psi;
+        const int pairs = PAIRS ? PAIRS : p.pairs, there = p.psi_boxes * 2 * N;
+        uint4 *const more = (uint4 *)rest;
+        uint32_t parity = 0;
+#pragma unroll
+        for (int k = 0; k < count; k++) kept[k] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+        for (int first = 0; first < p.boxes; first += p.psi_boxes, parity ^= 1) {
+            const int mine = warp * pairs - first * 2 * N;
+            barrier_wait(b.at.psi_full, parity);
+            if constexpr (in_place)
+#pragma unroll 1
+                for (int k = mine; k < mine + pairs; k++)
+                    if (k >= 0 && k < there) make(from, k, b.lane);
+#pragma unroll
+            for (int j = 0; j < most; j++) {
+                uint4 a[2 * T];
+                if (!PAIRS && j >= pairs) continue;
+                if (mine + j < 0 || mine + j >= there) continue;
+                if constexpr (in_place)
+#pragma unroll
+                    for (int e = 0; e < 2 * T; e++)
+                        a[e] = take_four(from + (mine + j) * shape::psi_pair + e * 512 + b.lane * 16);
+                else
+                    take_psi<shape::rows, T>(a, from, mine + j, b.lane);
+#pragma unroll
+                for (int e = 0; e < 2 * T; e++) {
+                    const int k = j * 2 * T + e;
+                    if (is_kept(k))
+                        kept[is_kept(k) ? place(k) : 0] = a[e];
+                    else
+                        more[place(k) * (PROJECTORS * 32)] = a[e];
+                }
+            }
+            barrier_arrive(b.at.psi_empty);
+        }
     }
     /* Operands of step s. */
     __device__ __forceinline__ void step(uint4 (&a)[T], int s) const

@@ -90,25 +90,38 @@ static inline weft_status tma_map(const weft_call *call, tma_encode *encode, CUt
 
 /* A tensor as rows of boxes. Where a row of channels is made of whole boxes, `boxes` of them that lie side by side are one box of
  * the engine, box[box][stream][token][channel] in shared memory, and one load. Otherwise the engine must know where a row
- * ends: a load for each. bytes: of an element, 2 (bf16) or 4 (fp32: half as many channels a box). */
-static inline bool tma_in_rows(const tma_tensor *t, int bytes)
+ * ends: a load for each. */
+static inline bool tma_in_rows(const tma_tensor *t, int64_t width = TMA_CHANNELS)
 {
-    return t->channels % (TMA_ROW / bytes) == 0;
+    return t->channels % width == 0;
 }
 
 static inline weft_status tma_map_rows(const weft_call *call, tma_encode *encode, CUtensorMap *map,
-                                       const tma_tensor *t, int bytes, int tokens_of_box, int boxes)
+                                       const tma_tensor *t, int tokens_of_box, int boxes)
 {
-    const bool rows = tma_in_rows(t, bytes);
-    const int64_t width = TMA_ROW / bytes;
-    const cuuint64_t size[4] = {(cuuint64_t)(rows ? width : t->channels), (cuuint64_t)t->tokens,
-                                (cuuint64_t)t->streams, (cuuint64_t)(rows ? t->channels / width : 1)};
-    const cuuint64_t stride[3] = {(cuuint64_t)(t->token_stride * bytes),
-                                  (cuuint64_t)((t->streams > 1 ? t->stream_stride : t->token_stride) * bytes),
-                                  TMA_ROW};
-    const cuuint32_t box[4] = {(cuuint32_t)width, (cuuint32_t)tokens_of_box, (cuuint32_t)t->streams,
+    const bool rows = tma_in_rows(t);
+    const cuuint64_t size[4] = {(cuuint64_t)(rows ? TMA_CHANNELS : t->channels), (cuuint64_t)t->tokens,
+                                (cuuint64_t)t->streams, (cuuint64_t)(rows ? t->channels / TMA_CHANNELS : 1)};
+    const cuuint64_t stride[3] = {(cuuint64_t)(t->token_stride * 2),
+                                  (cuuint64_t)((t->streams > 1 ? t->stream_stride : t->token_stride) * 2), TMA_ROW};
+    const cuuint32_t box[4] = {TMA_CHANNELS, (cuuint32_t)tokens_of_box, (cuuint32_t)t->streams,
                                (cuuint32_t)(rows ? boxes : 1)};
-    return tma_map_of(call, encode, map, t, bytes, 4, size, stride, box);
+    return tma_map_of(call, encode, map, t, 2, 4, size, stride, box);
+}
+
+/* An fp32 tensor of few tokens: `boxes` boxes of 32 channels of all tokens and streams are one load,
+ * box[stream][box][token][channel] in shared memory; where a row does not end with a box, one box of one stream is. */
+static inline weft_status tma_map_fp32(const weft_call *call, tma_encode *encode, CUtensorMap *map,
+                                       const tma_tensor *t, int boxes)
+{
+    const int64_t width = TMA_ROW / 4;
+    const bool rows = tma_in_rows(t, width);
+    const cuuint64_t size[4] = {(cuuint64_t)(rows ? width : t->channels), (cuuint64_t)t->tokens,
+                                (cuuint64_t)(rows ? t->channels / width : 1), (cuuint64_t)t->streams};
+    const cuuint64_t stride[3] = {(cuuint64_t)(t->token_stride * 4), TMA_ROW, (cuuint64_t)(t->stream_stride * 4)};
+    const cuuint32_t box[4] = {(cuuint32_t)width, (cuuint32_t)t->tokens, (cuuint32_t)(rows ? boxes : 1),
+                               (cuuint32_t)(rows ? t->streams : 1)};
+    return tma_map_of(call, encode, map, t, 4, 4, size, stride, box);
 }
 
 /* ---- device --------------------------------------------------------------------------------------------------------- */
@@ -148,14 +161,21 @@ static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap *
                  : "memory");
 }
 
+/* Of a map of four dimensions. */
+static __device__ __forceinline__ void tma_load4(uint32_t to, const CUtensorMap *map, int channel, int token,
+                                                 int c2, int c3, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(channel), "r"(token), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
 /* Of a map of rows. Rows of boxes: the first box's number; otherwise: the box's first channel. */
 static __device__ __forceinline__ void tma_load_row(uint32_t to, const CUtensorMap *map, int channel, int token,
                                                     int box, uint32_t barrier)
 {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-                 "[%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
-                 "l"(map), "r"(barrier), "r"(channel), "r"(token), "r"(0), "r"(box)
-                 : "memory");
+    tma_load4(to, map, channel, token, 0, box, barrier);
 }
 
 /* bytes: a multiple of 16; both addresses too. */

@@ -257,6 +257,12 @@ static __device__ __forceinline__ void put(const view &v, int64_t i, float value
         ((f16 *)v.data)[i] = narrow<f16>(value);
 }
 
+/* What a tensor keeps of a value. */
+static __device__ __forceinline__ float as_stored(const view &to, float v)
+{
+    return to.dtype == WEFT_BF16 ? rounded<bf16>(v) : to.dtype == WEFT_F16 ? rounded<f16>(v) : v;
+}
+
 /* W neighbouring elements of a dtype known at run time: act (T) or f32. p counts elements. */
 template <class T, int W>
 static __device__ __forceinline__ void get_wide(float (&v)[W], const view &from, int64_t i)
