@@ -18,12 +18,6 @@ static __device__ __forceinline__ float2 take_two(uint32_t from)
     return v;
 }
 
-/* Row of psi that is row g of eight in an operand: in this order the 8-byte reads of half a warp touch every bank once. */
-static __device__ __forceinline__ int psi_row(int g)
-{
-    return (g << 1 & 6) | g >> 2;
-}
-
 /* psi for the 32 columns of a pair of steps, which are 32 channels of one stream, as operands of the tensor cores. from: rows of
  * pair 0. */
 template <int ROWS, int TILES>
@@ -38,7 +32,7 @@ static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t
             float2 v[2] = {};
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                const int row = pair * ROWS + (ROWS % 8 == 0 ? psi_row(g) : g) + 8 * q;
+                const int row = pair * ROWS + g + 8 * q;
                 if (ROWS % 8 == 0 || g < ROWS)
                     v[k] = take_two(from + tma_piece(row, 4 * s + 2 * k + (t >> 1)) + (t & 1) * 8);
             }
@@ -80,16 +74,16 @@ static __device__ __forceinline__ void leave_sums(float *to, const site_sums<sit
                                                   int lane)
 {
     typedef site_shape<N, KIND> shape;
-    const int g = lane >> 2, t = lane & 3, r = shape::rows % 8 == 0 ? psi_row(g) : g;
+    const int g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         float *const row = to + (2 * t + e) * (shape::fours * 4);
         if constexpr (shape::tiles == 3) {
-            row[r] = s.d[0][e];
-            row[r + 8] = s.d[0][2 + e];
-            row[r + 16] = s.d[1][e] + s.d[1][2 + e];
+            row[g] = s.d[0][e];
+            row[g + 8] = s.d[0][2 + e];
+            row[g + 16] = s.d[1][e] + s.d[1][2 + e];
         } else {
-            if (g < shape::rows) row[r] = s.d[0][e] + s.d[0][2 + e];
+            if (g < shape::rows) row[g] = s.d[0][e] + s.d[0][2 + e];
         }
     }
     if (t == g >> 1) to[g * (shape::fours * 4) + shape::rows] = g & 1 ? s.squares[1] : s.squares[0];
