@@ -272,7 +272,7 @@ def bad_luck():
     say("a full disk", code == 2 and "full/" in err and not list((WORK / "full").glob("*step*")), f"exit {code}: {err}")
     train("nearly", "--steps", 2, "--save-every", 1)
     before = checkpoint("nearly", 2)
-    code, _, err = train("nearly", "--resume", "--keep", 1, limit=1000)
+    code, _, err = train("nearly", "--resume", "--steps", 4, "--save-every", 1, "--keep", 1, limit=200000)
     say("an older checkpoint outlives a full disk", code == 2 and checkpoint("nearly", 2) == before, f"exit {code}: {err}")
     if os.geteuid() != 0:
         (WORK / "locked").mkdir(mode=0o500)
