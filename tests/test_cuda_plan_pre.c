@@ -71,7 +71,7 @@ static void every_token_once(void **state)
             assert_true((int64_t)p.clusters * PRE_ONE_TOKENS >= tokens);
             assert_true((int64_t)(p.clusters - 1) * PRE_ONE_TOKENS < tokens);
             assert_int_equal(p.cluster, streams == 4 ? 3 : 1);
-            assert_true(p.cluster * 8 >= f.rows || p.cluster == PRE_ONE_CLUSTER);
+            assert_true(p.cluster * PRE_ONE_ROWS >= f.rows || p.cluster == PRE_ONE_CLUSTER);
         }
 }
 

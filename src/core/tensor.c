@@ -145,7 +145,6 @@ static weft_status bind_dim(weft_call *call, const weft_arg_info *info, int axis
     int64_t want;
     if (size >= 0 && size < (int32_t)(sizeof sizes / sizeof *sizes) && sizes[size].name)
         return bind_size(call, info, axis, got, prefix, &sizes[size]);
-    if (dim < WEFT_DIM_TOKENS && got == dim) return WEFT_OK;
     switch (dim) {
     case WEFT_DIM_CONV:
         want = 2 * call->key_heads * call->key_dim + call->value_heads * call->value_dim;
@@ -193,12 +192,6 @@ static int64_t extent(const weft_tensor *t)
 /* No two indices reach the same element: each stride steps over everything that smaller strides can reach. */
 static bool writes_once(const weft_tensor *t)
 {
-    /* Nearly always the strides fall from the first to the last. */
-    int64_t inner = 1;
-    int last = t->ndim - 1;
-    for (; last >= 0 && (t->shape[last] == 1 || t->stride[last] >= inner); last--)
-        if (t->shape[last] > 1) inner += t->stride[last] * (t->shape[last] - 1);
-    if (last < 0) return true;
     bool used[WEFT_MAX_DIMS] = {false};
     int64_t reach = 1;
     for (int k = 0; k < t->ndim; k++) {

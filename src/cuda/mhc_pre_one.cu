@@ -17,7 +17,8 @@
 #include "cuda/mhc_project_any.cuh"
 
 enum { WARPS = ANY_THREADS / 32 };
-static_assert((int)PRE_ONE_TOKENS == (int)ANY_TOKENS, "a cluster takes the tokens of a tile");
+static_assert((int)PRE_ONE_TOKENS == (int)ANY_TOKENS && (int)PRE_ONE_ROWS == (int)ANY_ROWS,
+              "a cluster takes the tokens of a tile, a block its rows");
 
 struct one_args {
     any_operands project;

@@ -4,7 +4,8 @@
 weft_pre_plan weft_cuda_pre_plan(const weft_pre_facts *f)
 {
     weft_pre_plan p = {.path = WEFT_PRE_ONE_LAUNCH};
-    const int64_t tiles = (f->rows + 7) / 8, clusters = (f->tokens + PRE_ONE_TOKENS - 1) / PRE_ONE_TOKENS;
+    const int64_t tiles = (f->rows + PRE_ONE_ROWS - 1) / PRE_ONE_ROWS;
+    const int64_t clusters = (f->tokens + PRE_ONE_TOKENS - 1) / PRE_ONE_TOKENS;
     if (!f->f32)
         p.path = WEFT_PRE_DTYPE;
     else if (f->tokens == 0)

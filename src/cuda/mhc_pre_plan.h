@@ -12,8 +12,9 @@ extern "C" {
 #endif
 
 enum {
-    PRE_ONE_TOKENS = 8,  /* tokens of a cluster */
-    PRE_ONE_CLUSTER = 3, /* blocks of a cluster, at most: one for each eight rows of the projection */
+    PRE_ONE_TOKENS = 8,  /* of a cluster */
+    PRE_ONE_ROWS = 8,    /* of the projection, of a block */
+    PRE_ONE_CLUSTER = 3, /* blocks, at most: those of four streams */
     PRE_ONE_MOST = 64,   /* clusters; with more the chain is as fast on the device, or faster */
     PRE_ONE_COLUMNS = 1 << 20,
     PRE_ONE_CAPABILITY = 90, /* the oldest compute capability with clusters, times ten */

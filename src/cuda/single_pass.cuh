@@ -78,13 +78,6 @@ template <int PAIRS> static __host__ __device__ constexpr int site_most()
     return PAIRS ? PAIRS : SITE_MANY_PAIRS;
 }
 
-/* Is all of psi there at once, and are its operands, as long as its rows, made in place? Then each 64 channels of it have a
- * barrier: operands are made of the ones while the next ones come. */
-template <int N, site_kind KIND, int PAIRS> static __host__ __device__ constexpr bool site_once()
-{
-    return PAIRS && PAIRS <= SITE_ONCE_PAIRS && KIND != SITE_HEAD;
-}
-
 /* Rows of the projection on tensor cores, psi on the side of 16: hi and lo of a row are both rows there, and D adds up
  * what belongs together. 24 rows: hi of 0-15 | lo of 0-15 | hi, lo of 16-23. Up to 8 rows: hi, lo. */
 template <int N, site_kind KIND> struct site_shape {
@@ -93,7 +86,15 @@ template <int N, site_kind KIND> struct site_shape {
     static constexpr int width = rows + 1, fours = (width + 3) / 4;
     /* bytes of psi of a pair of steps, which is 32 channels of a stream, and of 64 channels of all of them */
     static constexpr int psi_pair = rows * TMA_ROW, psi_box = 2 * N * psi_pair;
+    static constexpr bool in_place = rows % 8 == 0; /* the operands of a pair are as long as its rows */
 };
+
+/* Is all of psi there at once, and made into operands in place? Then each 64 channels of it have a barrier: operands are made of
+ * the ones while the next ones come. */
+template <int N, site_kind KIND, int PAIRS> static __host__ __device__ constexpr bool site_once()
+{
+    return PAIRS && PAIRS <= SITE_ONCE_PAIRS && site_shape<N, KIND>::in_place;
+}
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 

@@ -95,7 +95,6 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
     typedef site_shape<N, KIND> shape;
     static constexpr int T = shape::tiles, most = site_most<PAIRS>(), all = most * 2 * T;
     static constexpr int count = all < SITE_KEPT ? all : SITE_KEPT, spare = all - count;
-    static constexpr bool in_place = shape::rows % 8 == 0; /* the operands of a pair are as long as its rows */
     uint4 kept[count];
     const uint4 *rest;
 
@@ -175,7 +174,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
         for (int first = 0; first < p.boxes; first += p.psi_boxes, parity ^= 1) {
             const int mine = warp * pairs - first * 2 * N;
             barrier_wait(b.at.psi_full, parity);
-            if constexpr (in_place)
+            if constexpr (shape::in_place)
 #pragma unroll 1
                 for (int k = mine; k < mine + pairs; k++)
                     if (k >= 0 && k < there) make(from, k, b.lane);
@@ -184,7 +183,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
                 uint4 a[2 * T];
                 if (!PAIRS && j >= pairs) continue;
                 if (mine + j < 0 || mine + j >= there) continue;
-                if constexpr (in_place)
+                if constexpr (shape::in_place)
 #pragma unroll
                     for (int e = 0; e < 2 * T; e++)
                         a[e] = take_four(from + (mine + j) * shape::psi_pair + e * 512 + b.lane * 16);
