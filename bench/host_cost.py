@@ -4,20 +4,23 @@
 
     PYTHONPATH=python bench/host_cost.py [--json] [--device cuda] [--calls 2000]
 
-Tensors are so small that the work hardly counts: two tokens, four streams, 64 channels. On a GPU calls are queued, and
-the device is waited for after each burst, outside the clock. On the CPU the work of mhc_pre counts at any size: it has
-no goal there, and what matters is the difference between its rows. Its Sinkhorn makes one iteration. Eager mode, no
-autograd. Every row has a burst of calls in each of several rounds, so that a machine which others disturb disturbs all
-rows alike. A time is the median of a row's bursts; beside it stands the least, which is what is left on a machine that
-does nothing else. "ext" is _C.run with a prepared call on tensors that exist, each an argument of its own: to unpack a
-tuple of them costs as much as three more. "op" is torch.ops.weft.*, which also allocates its results. For scale, "idle"
-is an operator of the same schema, registered from Python, that returns tensors which exist, and "torch" are two of
-torch's own.
+Tensors are so small that the work hardly counts: two tokens, four streams, 64 channels. On a GPU calls are queued: a
+burst begins with some that are outside the clock, and the device is waited for after it, outside the clock as well.
+On the CPU the work of mhc_pre counts at any size: it has no goal there, and what matters is the difference between
+its rows. Its Sinkhorn makes one iteration. Eager mode, no autograd. Every row has a burst of calls in each of several
+rounds, so that a machine which others disturb disturbs all rows alike. On a shared machine some cores take twice as
+long as others, and not the same ones all the time, so each round begins with a look for a quick one and stays there
+(--any-core: wherever the system puts it). A time is the median of a row's bursts; beside it stands the least, which
+is what is left on a machine that does nothing else. "ext" is _C.run with a prepared call on tensors that exist, each
+an argument of its own: to unpack a tuple of them costs as much as three more. "op" is torch.ops.weft.*, which also
+allocates its results. For scale, "idle" is an operator of the same schema, registered from Python, that returns
+tensors which exist, and "torch" are two of torch's own.
 
 Goals: 5 us for the extension, 20 us for a registered operator."""
 
 import argparse
 import json
+import os
 import statistics
 import time
 
@@ -97,12 +100,28 @@ def sides(device: torch.device) -> list[tuple[str, str, object]]:
     ]
 
 
+def seconds(spins: int = 2000) -> float:
+    """What the core at hand needs for some arithmetic that touches no memory to speak of."""
+    begin = time.perf_counter()
+    for _ in range(spins):
+        pass
+    return time.perf_counter() - begin
+
+
+def move_to_quick_core(cores: set[int]) -> None:
+    """Of these cores the one that is the quickest now; the least of three, as who comes to a core is slow at first."""
+
+    def of(core: int) -> float:
+        os.sched_setaffinity(0, {core})
+        return min(seconds() for _ in range(3))
+
+    os.sched_setaffinity(0, {min(sorted(cores), key=of)})
+
+
 def burst(function, calls: int, device: torch.device) -> float:
     """Microseconds a call."""
     for _ in range(WARM):
         function()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(calls):
         function()
@@ -112,10 +131,14 @@ def burst(function, calls: int, device: torch.device) -> float:
     return micros
 
 
-def measure(functions: list, calls: int, device: torch.device) -> list[tuple[float, float]]:
+def measure(functions: list, calls: int, device: torch.device, cores: set[int]) -> list[tuple[float, float]]:
     """Microseconds a call of each: median and least."""
     each = max(1, calls // ROUNDS)
-    rounds = [[burst(function, each, device) for function in functions] for _ in range(ROUNDS)]
+    rounds = []
+    for _ in range(ROUNDS):
+        if len(cores) > 1:
+            move_to_quick_core(cores)
+        rounds.append([burst(function, each, device) for function in functions])
     return [(statistics.median(times), min(times)) for times in zip(*rounds, strict=True)]
 
 
@@ -124,9 +147,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=1, help="of the CPU backend; more than one have to be woken")
+    parser.add_argument("--any-core", action="store_true", help="do not look for a quick core")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="both where there is a GPU, unless told")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    stay = args.any_core or args.threads > 1 or not hasattr(os, "sched_setaffinity")
+    cores = set() if stay else os.sched_getaffinity(0)
     devices = [args.device] if args.device else ["cpu"] + ["cuda"] * torch.cuda.is_available()
     if not args.json:
         print(f"{'device':6}  {'kind':5}  {'call':18}  {'us':>7}  {'least':>7}  {'goal':>5}")
@@ -134,7 +160,7 @@ def main() -> None:
         for name in devices:
             device = torch.device(name)
             rows = sides(device)
-            times = measure([function for _, _, function in rows], args.calls, device)
+            times = measure([function for _, _, function in rows], args.calls, device, cores)
             for (kind, what, _), (micros, least) in zip(rows, times, strict=True):
                 goal = None if name == "cpu" and what.startswith("mhc_pre") else GOAL.get(kind)
                 if args.json:
