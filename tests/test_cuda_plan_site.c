@@ -59,7 +59,7 @@ static void paths(void **state)
     assert_null(weft_cuda_site_reason(WEFT_SITE_PATHS));
 }
 
-/* Neither the tokens nor the multiprocessors to use decide a path or a cluster, nor a norm, nor who makes the streams: all would
+/* Neither the tokens nor the multiprocessors to use decide a path or a cluster, nor who makes the streams: all would
  * decide bits. */
 static void nothing_decides_bits(void **state)
 {
@@ -68,9 +68,9 @@ static void nothing_decides_bits(void **state)
         const weft_site_plan want = plan(1, 4, channels);
         for (int64_t tokens = 1; tokens < 100000; tokens = tokens * 3 + 1)
             for (int32_t sms = 1; sms < 1000; sms = sms * 5 + 2)
-                for (int what = 0; what < 4; what++) {
+                for (int post = 0; post < 2; post++) {
                     weft_site_facts f = h200(tokens, 4, channels);
-                    f.sms = sms, f.norm = what & 1, f.post = what & 2;
+                    f.sms = sms, f.post = post;
                     const weft_site_plan got = weft_cuda_site_plan(&f);
                     assert_int_equal(got.path, want.path);
                     assert_int_equal(got.cluster, want.cluster);
@@ -101,7 +101,7 @@ static void one_plan(const weft_site_facts *f)
     assert_true(p.psi_boxes >= 1 && p.psi_boxes <= p.boxes && r->first_psi % 1024 == 0);
     assert_true(p.early >= 1 && p.early * r->stage <= r->first_psi);
     assert_true(r->first_psi + p.psi_boxes * 2 * f->rows * f->streams * 128 <= end);
-    const int32_t at[] = {r->psi,     r->coef,  r->pre,    r->sums,     r->received, r->squares,
+    const int32_t at[] = {r->psi,     r->coef,  r->pre,    r->sums,     r->received,
                           r->inverse, r->aside, r->logits, r->barriers, r->bytes};
     for (size_t i = 1; i < sizeof at / sizeof *at; i++) assert_true(at[i] % 16 == 0 && at[i] >= at[i - 1]);
     assert_true(r->bytes <= f->shared);
@@ -113,13 +113,12 @@ static void plans_fit(void **state)
     for (int64_t streams = 2; streams <= 4; streams += 2)
         for (int64_t channels = 8; channels <= 28672 / streams; channels += 8)
             for (int64_t tokens = 1; tokens < 100000; tokens = tokens * 7 + 1)
-                for (int norm = 0; norm < 2; norm++)
-                    for (int kind = 0; kind < 3; kind++) { /* head, pre, boundary */
-                        weft_site_facts f = h200(tokens, streams, channels);
-                        f.norm = norm, f.post = kind == 2;
-                        if (kind == 0) f.rows = streams;
-                        one_plan(&f);
-                    }
+                for (int kind = 0; kind < 3; kind++) { /* head, pre, boundary */
+                    weft_site_facts f = h200(tokens, streams, channels);
+                    f.post = kind == 2;
+                    if (kind == 0) f.rows = streams;
+                    one_plan(&f);
+                }
 }
 
 int main(void)

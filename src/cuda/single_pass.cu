@@ -19,10 +19,12 @@
 template <int N, site_kind KIND, bool ONCE>
 static __device__ __forceinline__ void init_barriers(const site_args &p, const site_barriers &b, int lane)
 {
+    const int left = p.boxes % 4 * (SITE_TILE / 4) * 32; /* of a box left over a warp has four rows */
     const bool coefs_too = KIND == SITE_BOUNDARY || has(p.pre_in);
     if (lane < p.stages) {
         barrier_init(b.full + lane * 8, coefs_too ? 33 : 1);
         barrier_init(b.mixed + lane * 8, MIXERS * 32);
+        barrier_init(b.mixed_left + lane * 8, left > 0 ? left : 1);
         barrier_init(b.empty + lane * 8, MIXERS * 32);
         barrier_init(b.pre + lane * 8, 1);
         barrier_init(b.inverse + lane * 8, 1);
@@ -55,15 +57,14 @@ template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
 static __device__ __forceinline__ void site(const site_args &p)
 {
     extern __shared__ __align__(1024) char shared[];
-    /* Shuffled, the compiler cannot ask for the thread's number again and again instead of keeping it. Where registers are
-     * scarce it had better ask than spill. */
-    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), index = (int)threadIdx.x & 31;
-    const int lane = PAIRS == SITE_FEW_PAIRS ? __shfl_sync(0xffffffffu, index, index) : index;
-    const uint32_t at = shared_address(shared + p.at.barriers), s = p.stages * 8, sums = at + 5 * s,
+    /* Shuffled, the compiler cannot ask for the thread's number again and again instead of keeping it. The lane's it had better ask
+     * for than spill. */
+    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = (int)threadIdx.x & 31;
+    const uint32_t at = shared_address(shared + p.at.barriers), s = p.stages * 8, sums = at + 6 * s,
                    logits = sums + 16 * p.slots;
     site_block b = {shared,
-                    {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, sums, sums + 8 * p.slots, logits, logits + 16,
-                     logits + 32, logits + 40, logits + 56, logits + 72}};
+                    {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, at + 5 * s, sums, sums + 8 * p.slots, logits,
+                     logits + 16, logits + 32, logits + 40, logits + 56, logits + 72}};
     b.rank = cluster_rank(), b.cluster = cluster_index(), b.lane = lane;
     b.count = (p.tiles - (int)b.cluster + p.clusters - 1) / p.clusters;
     b.first_channel = (int)b.rank * p.boxes * SITE_BOX;
@@ -196,7 +197,6 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
         .bf16 = call->dtype == WEFT_BF16 && is_dtype(&pre->u, WEFT_BF16) && is_dtype(&pre->v, WEFT_BF16) &&
                 is_dtype(&pre->h, WEFT_F32) && is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
         .layout = can_move(&pre->x) && can_move(&pre->u) && can_move(&pre->v) && can_move(&pre->sub_weight),
-        .norm = weft_has(&pre->v) != 0,
         .post = post != NULL,
         .capability = device.capability,
         .shared = call->device_shared,

@@ -19,8 +19,8 @@
  *   clerk       one warp. Makes matrices of logits, eight tokens at a time, one a lane: nobody in this launch waits for them.
  *
  * Sums are added in an order that follows from streams and channels alone. What must not be overwritten: a block sends
- * nothing of a tile before it has freed the stage of that tile, which it does when pre of the stage's last tile has come, and
- * that was sent after everything received for it had been read. */
+ * nothing of a tile before it has freed the stage of that tile, which it does when pre, or the norm's factors, of the stage's
+ * last tile have come, and these were sent after everything received for it had been read. */
 #ifndef WEFT_CUDA_SINGLE_PASS_CUH
 #define WEFT_CUDA_SINGLE_PASS_CUH
 
@@ -78,6 +78,14 @@ template <int PAIRS> static __host__ __device__ constexpr int site_most()
     return PAIRS ? PAIRS : SITE_MANY_PAIRS;
 }
 
+/* Boxes of a block, where their number is known. Those by fours are mixed first, and projectors begin with them: a projector has a
+ * pair of every 4 / N boxes, in the order of the boxes. */
+template <int N, int PAIRS> struct site_boxes {
+    static constexpr int count = 4 * PAIRS / N, first_pairs = count / 4 * N; /* a projector's, of boxes by fours */
+    static constexpr bool even = PAIRS && count % 4 == 0;                    /* nothing is left over */
+    static constexpr bool split = PAIRS && !even; /* something is, and is mixed while projectors work */
+};
+
 /* Rows of the projection on tensor cores, psi on the side of 16: hi and lo of a row are both rows there, and D adds up
  * what belongs together. 24 rows: hi of 0-15 | lo of 0-15 | hi, lo of 16-23. Up to 8 rows: hi, lo. */
 template <int N, site_kind KIND> struct site_shape {
@@ -98,12 +106,13 @@ template <int N, site_kind KIND, int PAIRS> static __host__ __device__ constexpr
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
-/* Addresses of barriers, an array of each kind. By stage: a tile has come, is mixed, may be overwritten; pre, the norm's
- * factors have come. By slot: sums, squares of a token have come. Logits: a batch is there, is taken. psi: some of it is
- * there, is taken. Left: the projectors' sums of a tile are there, are taken. */
+/* Addresses of barriers, an array of each kind. By stage: a tile has come, is mixed, its boxes left over are (where site_boxes knows
+ * of them; otherwise "mixed" says so), it may be overwritten; pre, the norm's factors have come. By slot: sums, squares of a token
+ * have come. Logits: a batch is there, is taken. psi: some of it is there, is taken. Left: the projectors' sums of a tile are there,
+ * are taken. */
 struct site_barriers {
-    uint32_t full, mixed, empty, pre, inverse, sums, squares, logits_full, logits_empty, psi_empty, left_full,
-        left_empty, psi_full;
+    uint32_t full, mixed, mixed_left, empty, pre, inverse, sums, squares, logits_full, logits_empty, psi_empty,
+        left_full, left_empty, psi_full;
 };
 
 /* What every warp knows. */

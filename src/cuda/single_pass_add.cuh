@@ -61,7 +61,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_adder {
 /* The factor of the norm of a token that this block owns, to all blocks. */
 static __device__ __forceinline__ void add_squares(const site_args &p, const site_block &b, const site_owned &at)
 {
-    const float *const from = (const float *)(b.shared + p.at.squares) + (at.slot * p.cluster + b.lane) * 4;
+    const float *const from = (const float *)(b.shared + p.at.received) + (at.slot * p.cluster + b.lane) * SITE_ROW;
     const uint32_t to = shared_address(b.shared + p.at.inverse) + (at.stage * SITE_TILE + at.row) * 4;
     const int parts = site_parts(p);
     float squares = 0.0f;

@@ -29,16 +29,15 @@ static __device__ __forceinline__ site_rows rows_at(const site_args &p, const si
 }
 
 template <int N, int PAIRS> struct site_share {
-    static constexpr int boxes = 4 * PAIRS / N;           /* where they are known */
-    static constexpr bool even = PAIRS && boxes % 4 == 0; /* nothing is left over */
+    typedef site_boxes<N, PAIRS> boxes;
     static constexpr int most = site_most<PAIRS>() / N;
     site_rows own; /* the first four of its own token; the next are four boxes further on */
     int times, left,
         lives[most]; /* times four boxes; boxes left over; tiles in which own rows are of this tensor */
 
     __device__ __forceinline__ site_share(const site_args &p, const site_block &b, int warp)
-        : own(rows_at<N>(p, b, b.lane >> 3, warp)), times((PAIRS ? boxes : p.boxes) / 4),
-          left((PAIRS ? boxes : p.boxes) % 4)
+        : own(rows_at<N>(p, b, b.lane >> 3, warp)), times((PAIRS ? boxes::count : p.boxes) / 4),
+          left((PAIRS ? boxes::count : p.boxes) % 4)
     {
         const int all = b.count - (site_token(p, b, b.count - 1, warp) >= p.tokens);
 #pragma unroll
@@ -51,7 +50,7 @@ template <int N, int PAIRS> struct site_share {
     /* Rows left over that are this warp's in tile i. */
     __device__ __forceinline__ bool has_left(int warp, int i) const
     {
-        return !even && ((warp - 2 * left * i) & (SITE_TILE - 1)) < 2 * left;
+        return !boxes::even && ((warp - 2 * left * i) & (SITE_TILE - 1)) < 2 * left;
     }
     __device__ __forceinline__ site_rows left_at(const site_args &p, const site_block &b, int warp, int i) const
     {
@@ -142,14 +141,15 @@ template <int N> static __device__ __forceinline__ raw<bf16, 8> aggregate(uint32
     return u;
 }
 
-/* A part of the sum of squares of u of a token, to its owner: part 0 from the token's own warp, the others from the boxes that
- * were left over. */
+/* A part of the sum of squares of u of a token, to its owner, where its sums were: part 0 from the token's own warp, the others
+ * from the boxes that were left over. */
 static __device__ __forceinline__ void send_squares(const site_args &p, const site_block &b, int i, int token,
                                                     int part, float squares)
 {
     const uint32_t number = (uint32_t)(i * SITE_TILE + token), owner = number & (uint32_t)(p.cluster - 1);
     const uint32_t slot = (number >> p.cluster_log) % (uint32_t)p.slots;
-    const uint32_t to = shared_address(b.shared + p.at.squares) + ((slot * p.cluster + b.rank) * 4 + part) * 4;
+    const uint32_t to =
+        shared_address(b.shared + p.at.received) + ((slot * p.cluster + b.rank) * SITE_ROW + part) * 4;
     cluster_send(cluster_address(to, owner), squares, cluster_address(b.at.squares + slot * 8, owner));
 }
 
@@ -190,6 +190,7 @@ static __device__ __forceinline__ void norm_rows(const site_args &p, uint32_t at
 template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
 static __device__ __forceinline__ void mixer(const site_args &p, const site_block &b, int warp)
 {
+    typedef site_boxes<N, PAIRS> boxes;
     const site_share<N, PAIRS> share(p, b, warp);
     const uint32_t tiles = shared_address(b.shared);
     const coefs<N> *const coef = (const coefs<N> *)(b.shared + p.at.coef);
@@ -216,7 +217,7 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
                 if (share.has_own(t) && normed < share.lives[t])
                     norm_rows(p, tile + share.own.streams + t * 4 * N * BOX_BYTES, inverse[warp],
                               site_token(p, b, normed, warp), share.own.channel + t * 4 * SITE_BOX);
-            if constexpr (!share.even)
+            if constexpr (!boxes::even)
                 if (share.has_left(warp, normed)) {
                     const site_rows m = share.left_at(p, b, warp, normed);
                     const int64_t token = site_token(p, b, normed, m.token);
@@ -234,7 +235,7 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
                     squares += aggregate_rows<N>(p, tile + share.own.streams + t * 4 * N * BOX_BYTES,
                                                  pre[then.stage * SITE_TILE + warp], u + t * 4 * TMA_ROW,
                                                  wants_u && summed < share.lives[t]);
-            if constexpr (!share.even)
+            if constexpr (!boxes::even)
                 if (share.has_left(warp, summed)) {
                     const site_rows m = share.left_at(p, b, warp, summed);
                     const int64_t token = site_token(p, b, summed, m.token);
@@ -265,7 +266,8 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
                         tile + share.own.f + t * 4 * BOX_BYTES, coef[now.stage * SITE_TILE + warp],
                         y + t * 4 * TMA_ROW, mixed < share.lives[t],
                         MODE == PLAIN ? 0 : site_token(p, b, mixed, warp), share.own.channel + t * 4 * SITE_BOX);
-            if constexpr (!share.even)
+            if constexpr (boxes::split) barrier_arrive(b.at.mixed + now.stage * 8);
+            if constexpr (!boxes::even)
                 if (share.has_left(warp, mixed)) {
                     const site_rows m = share.left_at(p, b, warp, mixed);
                     const int64_t token = site_token(p, b, mixed, m.token);
@@ -273,8 +275,9 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
                                               coef[now.stage * SITE_TILE + m.token],
                                               (char *)(p.y + token * p.y_token + m.channel),
                                               token < p.tokens && m.channel < p.channels, token, m.channel);
+                    if constexpr (boxes::split) barrier_arrive(b.at.mixed_left + now.stage * 8);
                 }
-            barrier_arrive(b.at.mixed + now.stage * 8);
+            if constexpr (!boxes::split) barrier_arrive(b.at.mixed + now.stage * 8);
             y += p.y_step, now.next(p.stages), mixed++;
         } else {
             __nanosleep(20);

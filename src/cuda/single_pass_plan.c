@@ -64,11 +64,10 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     r->pre = take(&at, p->stages * tile * n * 4);
     r->sums = take(&at, (p->pairs == SITE_FEW_PAIRS ? 2 : 1) * tile * tile * ceil_div(f->rows + 1, 4) * 16);
     r->received = take(&at, (int64_t)p->slots * p->cluster * SITE_ROW * 4);
-    r->squares = f->norm ? take(&at, (int64_t)p->slots * p->cluster * 16) : at;
     r->inverse = take(&at, p->stages * tile * 4);
     r->aside = take(&at, n * 4);
     r->logits = take(&at, 2 * tile * n * n * 4);
-    r->barriers = take(&at, (5 * p->stages + 2 * p->slots + 9 + (once ? p->psi_boxes : 1)) * 8);
+    r->barriers = take(&at, (6 * p->stages + 2 * p->slots + 9 + (once ? p->psi_boxes : 1)) * 8);
     r->bytes = at;
 }
 

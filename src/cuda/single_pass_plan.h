@@ -53,7 +53,6 @@ typedef struct weft_site_facts {
     int64_t rows;       /* of the projection */
     bool bf16;          /* the streams, f, u and v; coefficients that go in or leave before gates are fp32 */
     bool layout;        /* rows can be copied 16 bytes at a time */
-    bool norm;          /* v is wanted */
     bool post;          /* the streams are made here: f comes with them */
     int32_t capability; /* of the code that would run, times ten */
     int64_t shared;     /* bytes that a block may have */
@@ -64,7 +63,7 @@ typedef struct weft_site_facts {
 /* Offsets in shared memory, in bytes. The tiles come first; at the beginning psi as it lies in memory takes the place of the
  * last ones, from first_psi on. */
 typedef struct weft_site_room {
-    int32_t stage, first_psi, psi, coef, pre, sums, received, squares, inverse, aside, logits, barriers, bytes;
+    int32_t stage, first_psi, psi, coef, pre, sums, received, inverse, aside, logits, barriers, bytes;
 } weft_site_room;
 
 typedef struct weft_site_plan {

@@ -57,15 +57,17 @@ template <int TILES> struct site_sums {
     float d[TILES == 3 ? 2 : 1][4] = {}, squares[4] = {};
 };
 
+/* A step: 16 columns. y: the second of their halves twice, so that the operand is there both as B and, in eight rows, as its own
+ * transpose: squares are the diagonal. */
 template <int TILES>
-static __device__ __forceinline__ void multiply(site_sums<TILES> &s, const uint4 *a, uint32_t b0, uint32_t b1)
+static __device__ __forceinline__ void multiply(site_sums<TILES> &s, const uint4 *a, const uint32_t (&y)[4])
 {
-    mma16(s.d[0], a[0].x, a[0].y, a[0].z, a[0].w, b0, b1);
+    mma16(s.d[0], a[0].x, a[0].y, a[0].z, a[0].w, y[0], y[1]);
     if constexpr (TILES == 3) {
-        mma16(s.d[1], a[2].x, a[2].y, a[2].z, a[2].w, b0, b1);
-        mma16(s.d[0], a[1].x, a[1].y, a[1].z, a[1].w, b0, b1);
+        mma16(s.d[1], a[2].x, a[2].y, a[2].z, a[2].w, y[0], y[1]);
+        mma16(s.d[0], a[1].x, a[1].y, a[1].z, a[1].w, y[0], y[1]);
     }
-    mma16(s.squares, b0, 0, b1, 0, b0, b1); /* the operand is its own transpose: squares are the diagonal */
+    mma16(s.squares, y[0], y[1], y[2], y[3], y[0], y[1]);
 }
 
 /* To [token][row]. D has row g (and g + 8) of tokens 2t, 2t + 1. */
@@ -89,8 +91,8 @@ static __device__ __forceinline__ void leave_sums(float *to, const site_sums<sit
     if (t == g >> 1) to[g * (shape::fours * 4) + shape::rows] = g & 1 ? s.squares[1] : s.squares[0];
 }
 
-/* psi of a warp: what it keeps in registers and what it reads from shared memory. Where the number of pairs is known, the ones
- * lie between the others, so that a read is on its way while the tensor cores work. */
+/* psi of a warp, pairs warp, warp + 8, ..: what it keeps in registers and what it reads from shared memory. Where the number of
+ * pairs is known, the ones lie between the others, so that a read is on its way while the tensor cores work. */
 template <int N, site_kind KIND, int PAIRS> struct site_psi {
     typedef site_shape<N, KIND> shape;
     static constexpr int T = shape::tiles, most = site_most<PAIRS>(), all = most * 2 * T;
@@ -134,25 +136,26 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
     {
         asm volatile("bar.sync 1, %0;" ::"n"(PROJECTORS * 32) : "memory");
     }
-    /* Box after box as they come, the warps make operands, whoever will want them; in a loop, for it is a fifth of the instructions,
-     * which have to come from memory, too. Then each takes its own. Those for shared memory go where some still lie. */
+    /* Box after box as they come, a warp makes operands; in a loop, for it is a fifth of the instructions, which have to come from
+     * memory, too. Then it takes them. Those for shared memory go where others' still lie. */
     __device__ __forceinline__ void take_all(const site_args &p, const site_block &b, int warp)
     {
         const uint32_t from = shared_address(b.shared) + p.at.first_psi;
-        const uint32_t mine = from + warp * (PAIRS * shape::psi_pair) + b.lane * 16;
+        const uint32_t mine = from + warp * shape::psi_pair + b.lane * 16;
         uint4 *const more = (uint4 *)rest, aside[spare > 0 ? spare : 1];
 #pragma unroll 1
         for (int k = warp; k < PAIRS * PROJECTORS; k += PROJECTORS) {
             barrier_wait(b.at.psi_full + k / (2 * N) * 8, 0);
             make(from, k, b.lane);
         }
-        together();
 #pragma unroll
         for (int k = 0; k < all; k++) {
+            const uint4 a = take_four(mine + k / (2 * T) * (PROJECTORS * shape::psi_pair) +
+                                      k % (2 * T) * 512); /* as it put them */
             if (is_kept(k))
-                kept[is_kept(k) ? place(k) : 0] = take_four(mine + k * 512);
+                kept[is_kept(k) ? place(k) : 0] = a;
             else
-                aside[is_kept(k) ? 0 : place(k)] = take_four(mine + k * 512);
+                aside[is_kept(k) ? 0 : place(k)] = a;
         }
         if constexpr (spare > 0) {
             together();
@@ -172,23 +175,24 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
         for (int k = 0; k < count; k++) kept[k] = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
         for (int first = 0; first < p.boxes; first += p.psi_boxes, parity ^= 1) {
-            const int mine = warp * pairs - first * 2 * N;
+            const int mine = warp - first * 2 * N;
             barrier_wait(b.at.psi_full, parity);
             if constexpr (shape::in_place)
 #pragma unroll 1
-                for (int k = mine; k < mine + pairs; k++)
+                for (int k = mine; k < mine + pairs * PROJECTORS; k += PROJECTORS)
                     if (k >= 0 && k < there) make(from, k, b.lane);
 #pragma unroll
             for (int j = 0; j < most; j++) {
                 uint4 a[2 * T];
+                const int k0 = mine + j * PROJECTORS;
                 if (!PAIRS && j >= pairs) continue;
-                if (mine + j < 0 || mine + j >= there) continue;
+                if (k0 < 0 || k0 >= there) continue;
                 if constexpr (shape::in_place)
 #pragma unroll
                     for (int e = 0; e < 2 * T; e++)
-                        a[e] = take_four(from + (mine + j) * shape::psi_pair + e * 512 + b.lane * 16);
+                        a[e] = take_four(from + k0 * shape::psi_pair + e * 512 + b.lane * 16);
                 else
-                    take_psi<shape::rows, T>(a, from, mine + j, b.lane);
+                    take_psi<shape::rows, T>(a, from, k0, b.lane);
 #pragma unroll
                 for (int e = 0; e < 2 * T; e++) {
                     const int k = j * 2 * T + e;
@@ -217,11 +221,12 @@ static __device__ __forceinline__ void projector(const site_args &p, const site_
 {
     typedef site_rooms<N, KIND, PAIRS> rooms;
     constexpr int T = site_shape<N, KIND>::tiles;
+    typedef site_boxes<N, PAIRS> boxes;
     const site_psi<N, KIND, PAIRS> psi(p, b, warp);
-    const int first = warp * p.pairs;
     const uint32_t tiles = shared_address(b.shared);
-    /* Pair j of this warp is half (pair & 1) of a box of one stream, pair >> 1: bit 6 of where its pieces lie. */
-    const uint32_t piece = (b.lane & 7) * TMA_ROW + (((b.lane >> 3) ^ (b.lane & 7)) << 4);
+    /* A pair is half (warp & 1) of a box of one stream, pair >> 1; a step is two of its pieces, the second one three times. */
+    const uint32_t piece =
+        (warp >> 1) * BOX_BYTES + (b.lane & 7) * TMA_ROW + (((b.lane > 7) ^ (b.lane & 7) ^ (warp & 1) << 2) << 4);
     float *const left = (float *)(b.shared + p.at.sums) + warp * rooms::each;
     rooms room;
     site_cursor c;
@@ -233,14 +238,16 @@ static __device__ __forceinline__ void projector(const site_args &p, const site_
         barrier_wait((KIND == SITE_BOUNDARY ? b.at.mixed : b.at.full) + c.stage * 8, c.parity);
 #pragma unroll
         for (int j = 0; j < site_most<PAIRS>(); j++) {
-            uint32_t y[4];
             if (!PAIRS && j >= p.pairs) break;
-            ldmatrix4(y, (from + ((first + j) >> 1) * BOX_BYTES) ^ (((first + j) & 1) << 6));
+            if (KIND == SITE_BOUNDARY && boxes::split && j == boxes::first_pairs)
+                barrier_wait(b.at.mixed_left + c.stage * 8, c.parity);
 #pragma unroll
             for (int k = 0; k < 2; k++) {
+                uint32_t y[4];
                 uint4 a[T];
+                ldmatrix4(y, (from ^ k << 5) + j * (PROJECTORS / 2 * BOX_BYTES));
                 psi.step(a, j * 2 + k);
-                multiply<T>(s, a, y[2 * k], y[2 * k + 1]);
+                multiply<T>(s, a, y);
             }
         }
         barrier_wait(b.at.left_empty + room.at * 8, room.parity ^ 1);
