@@ -2,12 +2,18 @@
  *
  * RMSNorm of a row [N1]. Bytes per token, bf16: forward 4C; backward 6C.
  * A team owns a token and holds its row in registers between the sums and the elements; longer rows, and rows that
- * cannot be read in vectors, are read twice. For d_weight a block walks over a chunk of tokens in order and leaves a row
- * of partial sums; a second kernel adds these. */
+ * cannot be read in vectors, are read twice. Rows that are held have their squares summed in the order of common/reduce.cuh. For
+ * d_weight a block walks over a chunk of tokens in order and leaves a row of partial sums; a second kernel adds these. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/rows.cuh"
 
 enum { MOST_BLOCK = 512, FWD_ELEMENTS = 32, BWD_ELEMENTS = 16, BWD_MOST_ELEMENTS = 32, FOLD_BLOCK = 1024 };
+
+/* Pieces of a row that a team of `lanes` lanes with K of them each has room for: whole boxes. */
+template <int K> static __host__ __device__ constexpr int room_of(int lanes)
+{
+    return (K * lanes + BOX_PIECES - 1) / BOX_PIECES * BOX_PIECES;
+}
 
 struct norm_task {
     view u, weight, v;  /* v: the result, or the gradient of it */
@@ -42,11 +48,39 @@ template <int W> static __device__ __forceinline__ void get_weight(float (&w)[W]
 
 /* ---- forward ------------------------------------------------------------------------------------------------------ */
 
+/* The sum over a team's row of the squares of its pieces, of which a lane has number lane, lane + lanes, ..; every lane gets it. All
+ * threads of the block call it together. room: K floats for each of them, and eight for each team at least; it may be used again at
+ * once. */
+template <int K>
+static __device__ __forceinline__ float row_squares(const float (&piece)[K], const place &p,
+                                                    const weft_rows_team &team, float *room)
+{
+    const bool whole = team.lanes > 32; /* the block is one team */
+    const int pieces = room_of<K>(team.lanes), lanes = whole ? 32 : team.lanes;
+    float *const mine = room + p.slot * pieces;
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < K; j++) mine[j * team.lanes + p.lane] = piece[j];
+    for (int e = K * team.lanes + p.lane; e < pieces; e += team.lanes) mine[e] = 0.0f;
+    if (whole)
+        __syncthreads();
+    else
+        __syncwarp();
+    for (int box = p.lane & (lanes - 1); box < pieces / BOX_PIECES; box += 32)
+        sum += box_sum((const float4 *)(mine + box * BOX_PIECES));
+    for (int step = lanes >> 1; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (whole)
+        __syncthreads();
+    else
+        __syncwarp();
+    return sum;
+}
+
 /* v = u r weight, the row in registers. v may be u: a thread reads and writes the same elements. */
 template <class T> static __global__ void __launch_bounds__(MOST_BLOCK) fwd_kernel(norm_task a)
 {
     constexpr int W = number<T>::per_vector, K = FWD_ELEMENTS / W;
-    __shared__ float room[MOST_BLOCK / 32];
+    extern __shared__ float4 pieces[];
     const place p = place_of(a.team);
     const int step = a.team.lanes * W;
     const int64_t stride = (int64_t)gridDim.x * a.team.per_block;
@@ -56,19 +90,18 @@ template <class T> static __global__ void __launch_bounds__(MOST_BLOCK) fwd_kern
         const T *u = (const T *)a.u.data + token * a.u.stride[0];
         T *v = (T *)a.v.data + token * a.v.stride[0];
         raw<T, W> r[K];
-        float x[W], squares[1] = {0.0f};
+        float x[W], squares[K];
 #pragma unroll
         for (int j = 0; j < K; j++)
             if (c + j * step < end) load_raw_shared(r[j], u + c + j * step);
 #pragma unroll
         for (int j = 0; j < K; j++) {
+            squares[j] = 0.0f;
             if (c + j * step >= end) continue;
             unpack(x, r[j]);
-#pragma unroll
-            for (int k = 0; k < W; k++) squares[0] = fmaf(x[k], x[k], squares[0]);
+            squares[j] = piece_squares(x);
         }
-        team_sums<1>(squares, a.team, room);
-        const float inverse = inverse_rms(squares[0], a);
+        const float inverse = inverse_rms(row_squares<K>(squares, p, a.team, (float *)pieces), a);
 #pragma unroll
         for (int j = 0; j < K; j++) {
             float w[W];
@@ -296,10 +329,12 @@ template <class T> static weft_status fwd(const weft_call *call, const void *arg
     task.tokens = call->tokens, task.channels = call->channels;
     task.eps = (float)a->eps;
     task.team = plan.team;
-    return launch(call, "rmsnorm",
-                  holds  ? fwd_kernel<T>
-                  : fits ? fwd_long_kernel<T, W>
-                         : fwd_long_kernel<T, 1>,
+    if (holds) {
+        const size_t pieces = (size_t)plan.team.per_block * room_of<FWD_ELEMENTS / W>(plan.team.lanes);
+        return launch(call, "rmsnorm", fwd_kernel<T>,
+                      {dim3((unsigned)plan.grid), (unsigned)plan.block, pieces * sizeof(float)}, task);
+    }
+    return launch(call, "rmsnorm", fits ? fwd_long_kernel<T, W> : fwd_long_kernel<T, 1>,
                   {dim3((unsigned)plan.grid), (unsigned)plan.block}, task);
 }
 

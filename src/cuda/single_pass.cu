@@ -49,7 +49,7 @@ static __device__ __forceinline__ void arm_barriers(const site_args &p, const si
 #pragma unroll 1
     for (int i = lane; i < p.slots; i += 32) {
         tma_expect(b.sums + i * 8, (uint32_t)p.cluster * site_shape<N, KIND>::fours * 16);
-        tma_expect(b.squares + i * 8, (uint32_t)(p.cluster * site_parts(p) * 4));
+        tma_expect(b.squares + i * 8, (uint32_t)(p.cluster * p.boxes * 4));
     }
 }
 

@@ -162,12 +162,6 @@ static __device__ __forceinline__ int64_t site_token(const site_args &p, const s
     return ((int64_t)b.cluster + (int64_t)tile * p.clusters) * SITE_TILE + row;
 }
 
-/* Parts in which a block sends the sum of squares of a token's u: one for boxes by fours, one for each box left over. */
-static __device__ __forceinline__ int site_parts(const site_args &p)
-{
-    return 1 + p.boxes % 4;
-}
-
 /* Where the eight warps leave the sums of a tile: two rooms in turn, or one. */
 template <int N, site_kind KIND, int PAIRS> struct site_rooms {
     static constexpr int count = PAIRS == SITE_FEW_PAIRS ? 2 : 1, each = SITE_TILE * site_shape<N, KIND>::fours * 4;

@@ -61,16 +61,15 @@ template <int N, site_kind KIND, int PAIRS> struct site_adder {
 /* The factor of the norm of a token that this block owns, to all blocks. */
 static __device__ __forceinline__ void add_squares(const site_args &p, const site_block &b, const site_owned &at)
 {
-    const float *const from = (const float *)(b.shared + p.at.received) + (at.slot * p.cluster + b.lane) * SITE_ROW;
+    const float *const from = (const float *)(b.shared + p.at.received) + at.slot * p.cluster * SITE_ROW;
     const uint32_t to = shared_address(b.shared + p.at.inverse) + (at.stage * SITE_TILE + at.row) * 4;
-    const int parts = site_parts(p);
+    const int boxes = p.cluster * p.boxes;
     float squares = 0.0f;
-    if (b.lane < p.cluster)
 #pragma unroll 1
-        for (int part = 0; part < parts; part++) squares += from[part];
+    for (int box = b.lane; box < boxes; box += 32) squares += from[box];
     squares = warp_sum(squares);
     const float inverse = 1.0f / sqrtf(squares / (float)p.channels + p.sub_eps);
-    if (b.lane == 0) tma_expect(b.at.squares + at.slot * 8, (uint32_t)(p.cluster * parts * 4));
+    if (b.lane == 0) tma_expect(b.at.squares + at.slot * 8, (uint32_t)boxes * 4);
     __syncwarp();
     if (b.lane < p.cluster)
         cluster_send(cluster_address(to, b.lane), inverse, cluster_address(b.at.inverse + at.stage * 8, b.lane));

@@ -141,16 +141,18 @@ template <int N> static __device__ __forceinline__ raw<bf16, 8> aggregate(uint32
     return u;
 }
 
-/* A part of the sum of squares of u of a token, to its owner, where its sums were: part 0 from the token's own warp, the others
- * from the boxes that were left over. */
+/* The sum of squares of u of a token's box, to the token's owner, where its sums were: boxes of all blocks in order, one after the
+ * other. Eight lanes have the pieces of a box. */
 static __device__ __forceinline__ void send_squares(const site_args &p, const site_block &b, int i, int token,
-                                                    int part, float squares)
+                                                    int box, float piece)
 {
     const uint32_t number = (uint32_t)(i * SITE_TILE + token), owner = number & (uint32_t)(p.cluster - 1);
     const uint32_t slot = (number >> p.cluster_log) % (uint32_t)p.slots;
     const uint32_t to =
-        shared_address(b.shared + p.at.received) + ((slot * p.cluster + b.rank) * SITE_ROW + part) * 4;
-    cluster_send(cluster_address(to, owner), squares, cluster_address(b.at.squares + slot * 8, owner));
+        shared_address(b.shared + p.at.received) + (slot * p.cluster * SITE_ROW + b.rank * p.boxes + box) * 4;
+    const float squares = box_sum(piece);
+    if ((b.lane & (BOX_PIECES - 1)) == 0)
+        cluster_send(cluster_address(to, owner), squares, cluster_address(b.at.squares + slot * 8, owner));
 }
 
 /* A token's factors, read in one go. */
@@ -158,21 +160,19 @@ template <int N> struct alignas(N * 4) site_pre {
     float of[N];
 };
 
-/* u of rows of a tile to memory and, where it will be normed, in place of stream 0. Returns the sum of its squares. */
+/* u of rows of a tile to memory and, where it will be normed, in place of stream 0. Returns the sum of the squares of a piece. */
 template <int N>
 static __device__ __forceinline__ float aggregate_rows(const site_args &p, uint32_t streams,
                                                        const site_pre<N> &from, char *to, bool live)
 {
     const site_pre<N> pre = from;
-    float v[8], squares = 0.0f;
+    float v[8];
     const raw<bf16, 8> u = aggregate<N>(streams, pre.of);
     if (live) store_raw((bf16 *)to, u);
     if (!p.norm) return 0.0f;
     put_piece(streams, u);
     unpack(v, u);
-#pragma unroll
-    for (int k = 0; k < 8; k++) squares = fmaf(v[k], v[k], squares);
-    return squares;
+    return piece_squares(v);
 }
 
 static __device__ __forceinline__ void norm_rows(const site_args &p, uint32_t at, float inverse, int64_t token,
@@ -228,33 +228,26 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
             last.next(p.stages), normed++;
         } else if (summed < mixed && is_over(b.at.pre + then.stage * 8, then.parity)) {
             const uint32_t tile = tiles + then.stage * p.at.stage;
-            float squares = 0.0f;
 #pragma unroll
             for (int t = 0; t < share.most; t++)
-                if (share.has_own(t))
-                    squares += aggregate_rows<N>(p, tile + share.own.streams + t * 4 * N * BOX_BYTES,
-                                                 pre[then.stage * SITE_TILE + warp], u + t * 4 * TMA_ROW,
-                                                 wants_u && summed < share.lives[t]);
+                if (share.has_own(t)) {
+                    const float piece = aggregate_rows<N>(p, tile + share.own.streams + t * 4 * N * BOX_BYTES,
+                                                          pre[then.stage * SITE_TILE + warp], u + t * 4 * TMA_ROW,
+                                                          wants_u && summed < share.lives[t]);
+                    if (p.norm) send_squares(p, b, summed, warp, 4 * t + (b.lane >> 3), piece);
+                }
             if constexpr (!boxes::even)
                 if (share.has_left(warp, summed)) {
                     const site_rows m = share.left_at(p, b, warp, summed);
                     const int64_t token = site_token(p, b, summed, m.token);
-                    float more = aggregate_rows<N>(p, tile + m.streams, pre[then.stage * SITE_TILE + m.token],
-                                                   (char *)(p.u + token * p.u_token + m.channel),
-                                                   wants_u && token < p.tokens && m.channel < p.channels);
-                    if (p.norm) {
-                        const int part = 1 + (m.channel - b.first_channel) / SITE_BOX - 4 * share.times;
-#pragma unroll
-                        for (int step = 4; step > 0; step >>= 1) more += __shfl_xor_sync(0xffffffffu, more, step);
-                        if ((b.lane & 7) == 0) send_squares(p, b, summed, m.token, part, more);
-                    }
+                    const float piece =
+                        aggregate_rows<N>(p, tile + m.streams, pre[then.stage * SITE_TILE + m.token],
+                                          (char *)(p.u + token * p.u_token + m.channel),
+                                          wants_u && token < p.tokens && m.channel < p.channels);
+                    if (p.norm)
+                        send_squares(p, b, summed, m.token, (m.channel - b.first_channel) / SITE_BOX, piece);
                 }
-            if (p.norm) {
-                squares = warp_sum(squares);
-                if (b.lane == 0) send_squares(p, b, summed, warp, 0, squares);
-            } else {
-                barrier_arrive(b.at.empty + then.stage * 8);
-            }
+            if (!p.norm) barrier_arrive(b.at.empty + then.stage * 8);
             u += p.u_step, then.next(p.stages), summed++;
         } else if (KIND == SITE_BOUNDARY && mixed < b.count && is_over(b.at.full + now.stage * 8, now.parity)) {
             const uint32_t tile = tiles + now.stage * p.at.stage;

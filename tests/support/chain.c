@@ -371,14 +371,18 @@ bool chain_knows(const char *op)
 /* Bits of the fused call that the chain's need not have: all that hangs on sums in another order. */
 static void forgive(problem *copy, problem *own)
 {
-    static const char *const names[] = {"v",       "h",        "ms",      "pre", "post", "res",
-                                        "pre_out", "post_out", "res_out", "u",   NULL};
+    static const struct {
+        const char *name;
+        bool follows_pre; /* and from nothing else that is summed in another order */
+    } names[] = {{"h", false},   {"ms", false},      {"pre", false},      {"post", false},
+                 {"res", false}, {"pre_out", false}, {"post_out", false}, {"res_out", false},
+                 {"u", true},    {"v", true},        {NULL, false}};
     const arg *given = problem_arg(own, "pre_in");
-    const bool equal = left_both(own), shifted = given && given->block;
-    for (int i = 0; names[i]; i++) {
-        arg *to = problem_arg(copy, names[i]), *from = problem_arg(own, names[i]);
-        if (!to || !to->block || !arg_is_output(to)) continue;
-        if (i > 0 && (equal || (shifted && strcmp(names[i], "u") == 0))) continue;
+    const bool shifted = given && given->block;
+    if (left_both(own)) return; /* the chain went on from these */
+    for (int i = 0; names[i].name; i++) {
+        arg *to = problem_arg(copy, names[i].name), *from = problem_arg(own, names[i].name);
+        if (!to || !to->block || !arg_is_output(to) || (shifted && names[i].follows_pre)) continue;
         double *values = arg_values(from);
         arg_fill(to, values);
         free(values);
