@@ -9,7 +9,7 @@ burst begins with some that are outside the clock, and the device is waited for 
 On the CPU the work of mhc_pre counts at any size: it has no goal there, and what matters is the difference between
 its rows. Its Sinkhorn makes one iteration. Eager mode, no autograd. Every row has a burst of calls in each of several
 rounds, so that a machine which others disturb disturbs all rows alike. On a shared machine some cores take twice as
-long as others, and not the same ones all the time, so each round begins with a look for a quick one and stays there
+long as others, and not the same ones all the time, so each round begins with a look for a quick one
 (--any-core: wherever the system puts it). A time is the median of a row's bursts; beside it stands the least, which
 is what is left on a machine that does nothing else. "ext" is _C.run with a prepared call on tensors that exist, each
 an argument of its own: to unpack a tuple of them costs as much as three more. "op" is torch.ops.weft.*, which also
@@ -33,6 +33,7 @@ TOKENS, STREAMS, CHANNELS = 2, 4, 64
 GOAL = {"ext": 5.0, "op": 20.0}
 ROUNDS = 21
 WARM = 8  # calls in front of a burst, outside the clock: the rows before it have left other things in the caches
+STAY = 1.15  # times as long as on the quickest core is no reason to move
 
 
 LIB = torch.library.Library("weft_idle", "DEF")
@@ -109,13 +110,18 @@ def seconds(spins: int = 2000) -> float:
 
 
 def move_to_quick_core(cores: set[int]) -> None:
-    """Of these cores the one that is the quickest now; the least of three, as who comes to a core is slow at first."""
+    """To the core that is the quickest now, unless the one at hand is hardly slower: its caches know the code. Of three
+    times the least counts, as who comes to a core is slow at first."""
 
     def of(core: int) -> float:
         os.sched_setaffinity(0, {core})
         return min(seconds() for _ in range(3))
 
-    os.sched_setaffinity(0, {min(sorted(cores), key=of)})
+    here = os.sched_getaffinity(0)
+    times = {core: of(core) for core in sorted(cores)}
+    best = min(times, key=times.get)
+    slow = len(here) > 1 or times[min(here)] > STAY * times[best]
+    os.sched_setaffinity(0, {best} if slow else here)
 
 
 def burst(function, calls: int, device: torch.device) -> float:
