@@ -7,12 +7,19 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/rows.cuh"
 
-enum { MOST_BLOCK = 512, FWD_ELEMENTS = 32, BWD_ELEMENTS = 16, BWD_MOST_ELEMENTS = 32, FOLD_BLOCK = 1024 };
+enum {
+    MOST_BLOCK = 512,
+    FWD_THREADS = 640,
+    FWD_ELEMENTS = 32,
+    BWD_ELEMENTS = 16,
+    BWD_MOST_ELEMENTS = 32,
+    FOLD_BLOCK = 1024
+};
 
-/* Pieces of a row that a team of `lanes` lanes with K of them each has room for: whole boxes. */
-template <int K> static __host__ __device__ constexpr int room_of(int lanes)
+/* Boxes of a row that a team of `lanes` lanes with K pieces each has. */
+template <int K> static __host__ __device__ constexpr int boxes_of(int lanes)
 {
-    return (K * lanes + BOX_PIECES - 1) / BOX_PIECES * BOX_PIECES;
+    return K * lanes / BOX_PIECES;
 }
 
 struct norm_task {
@@ -48,41 +55,42 @@ template <int W> static __device__ __forceinline__ void get_weight(float (&w)[W]
 
 /* ---- forward ------------------------------------------------------------------------------------------------------ */
 
-/* The sum over a team's row of the squares of its pieces, of which a lane has number lane, lane + lanes, ..; every lane gets it. All
- * threads of the block call it together. room: K floats for each of them, and eight for each team at least; it may be used again at
- * once. */
-template <int K>
-static __device__ __forceinline__ float row_squares(const float (&piece)[K], const place &p,
-                                                    const weft_rows_team &team, float *room)
+/* All threads of a team; where that is the block, of the block. */
+static __device__ __forceinline__ void team_sync(const weft_rows_team &team)
 {
-    const bool whole = team.lanes > 32; /* the block is one team */
-    const int pieces = room_of<K>(team.lanes), lanes = whole ? 32 : team.lanes;
-    float *const mine = room + p.slot * pieces;
+    if (team.lanes > 32)
+        __syncthreads();
+    else
+        __syncwarp();
+}
+
+/* The sum of the squares of a row whose boxes' sums the team's lanes have left in shared memory; every lane gets it. All threads of
+ * the block call it together, and the place of the sums may be used again at once. */
+static __device__ __forceinline__ float row_squares(const float *boxes, int count, const place &p,
+                                                    const weft_rows_team &team)
+{
+    const int lanes = team.lanes > 32 ? 32 : team.lanes;
     float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < K; j++) mine[j * team.lanes + p.lane] = piece[j];
-    for (int e = K * team.lanes + p.lane; e < pieces; e += team.lanes) mine[e] = 0.0f;
-    if (whole)
-        __syncthreads();
-    else
-        __syncwarp();
-    for (int box = p.lane & (lanes - 1); box < pieces / BOX_PIECES; box += 32)
-        sum += box_sum((const float4 *)(mine + box * BOX_PIECES));
+    team_sync(team);
+#pragma unroll 1
+    for (int box = p.lane & (lanes - 1); box < count; box += 32) sum += boxes[box];
+#pragma unroll 1
     for (int step = lanes >> 1; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (whole)
-        __syncthreads();
-    else
-        __syncwarp();
+    team_sync(team);
     return sum;
 }
 
-/* v = u r weight, the row in registers. v may be u: a thread reads and writes the same elements. */
-template <class T> static __global__ void __launch_bounds__(MOST_BLOCK) fwd_kernel(norm_task a)
+/* v = u r weight, the row in registers. v may be u: a thread reads and writes the same elements. The bounds are not those of a
+ * block: they leave room for the rows of 1280 threads, 640 of fp32, on a multiprocessor; left alone the compiler takes more
+ * registers, and too few rows are on their way. */
+template <class T>
+static __global__ void __launch_bounds__(FWD_THREADS, sizeof(T) == 2 ? 2 : 1) fwd_kernel(norm_task a)
 {
     constexpr int W = number<T>::per_vector, K = FWD_ELEMENTS / W;
-    extern __shared__ float4 pieces[];
+    extern __shared__ float room[];
     const place p = place_of(a.team);
-    const int step = a.team.lanes * W;
+    const int step = a.team.lanes * W, count = boxes_of<K>(a.team.lanes);
+    float *const boxes = room + p.slot * count;
     const int64_t stride = (int64_t)gridDim.x * a.team.per_block;
     for (int64_t base = (int64_t)blockIdx.x * a.team.per_block; base < a.tokens; base += stride) {
         const int64_t token = base + p.slot;
@@ -90,18 +98,21 @@ template <class T> static __global__ void __launch_bounds__(MOST_BLOCK) fwd_kern
         const T *u = (const T *)a.u.data + token * a.u.stride[0];
         T *v = (T *)a.v.data + token * a.v.stride[0];
         raw<T, W> r[K];
-        float x[W], squares[K];
+        float x[W];
 #pragma unroll
         for (int j = 0; j < K; j++)
             if (c + j * step < end) load_raw_shared(r[j], u + c + j * step);
 #pragma unroll
         for (int j = 0; j < K; j++) {
-            squares[j] = 0.0f;
-            if (c + j * step >= end) continue;
-            unpack(x, r[j]);
-            squares[j] = piece_squares(x);
+            float squares = 0.0f;
+            if (c + j * step < end) {
+                unpack(x, r[j]);
+                squares = piece_squares(x);
+            }
+            squares = box_sum(squares);
+            if (p.lane % BOX_PIECES == 0) boxes[j * (a.team.lanes / BOX_PIECES) + p.lane / BOX_PIECES] = squares;
         }
-        const float inverse = inverse_rms(row_squares<K>(squares, p, a.team, (float *)pieces), a);
+        const float inverse = inverse_rms(row_squares(boxes, count, p, a.team), a);
 #pragma unroll
         for (int j = 0; j < K; j++) {
             float w[W];
@@ -322,17 +333,19 @@ template <class T> static weft_status fwd(const weft_call *call, const void *arg
     const bool holds = fits && call->channels <= MOST_BLOCK * FWD_ELEMENTS;
     const int width = fits ? W : 1;
     if (call->tokens == 0) return WEFT_OK;
-    const weft_rows_sum plan =
+    weft_rows_sum plan =
         weft_rows_plan_sum(call->tokens, call->channels, width, fits ? FWD_ELEMENTS / W : 4, MOST_BLOCK);
+    /* A box is summed by eight lanes. That makes more teams than the grid is for, but kernels step by the grid that there is. */
+    if (holds && plan.team.lanes < BOX_PIECES) plan.team = {BOX_PIECES, BOX_BITS, plan.block / BOX_PIECES};
     norm_task task = {};
     task.u = view_of(&a->u), task.weight = view_of(&a->weight), task.v = view_of(&a->v);
     task.tokens = call->tokens, task.channels = call->channels;
     task.eps = (float)a->eps;
     task.team = plan.team;
     if (holds) {
-        const size_t pieces = (size_t)plan.team.per_block * room_of<FWD_ELEMENTS / W>(plan.team.lanes);
+        const size_t boxes = (size_t)plan.team.per_block * boxes_of<FWD_ELEMENTS / W>(plan.team.lanes);
         return launch(call, "rmsnorm", fwd_kernel<T>,
-                      {dim3((unsigned)plan.grid), (unsigned)plan.block, pieces * sizeof(float)}, task);
+                      {dim3((unsigned)plan.grid), (unsigned)plan.block, boxes * sizeof(float)}, task);
     }
     return launch(call, "rmsnorm", fits ? fwd_long_kernel<T, W> : fwd_long_kernel<T, 1>,
                   {dim3((unsigned)plan.grid), (unsigned)plan.block}, task);

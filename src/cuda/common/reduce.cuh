@@ -18,7 +18,7 @@ static __device__ __forceinline__ float warp_sum(float v)
 /* The squares of a row are summed by several kernels, each of which deals channels to threads in its own way, and a row rebuilt shall
  * have the bits of the row: so the order follows from the channels alone. Pieces of 16 bytes, each in order; the eight pieces of a
  * box as a tree; boxes k, k + 32, .. in order; the 32 of these as a tree. A missing piece is a zero, which changes nothing. */
-enum { BOX_PIECES = 8 };
+enum { BOX_BITS = 3, BOX_PIECES = 1 << BOX_BITS };
 
 template <int W> static __device__ __forceinline__ float piece_squares(const float (&x)[W])
 {
@@ -34,13 +34,6 @@ static __device__ __forceinline__ float box_sum(float piece)
 #pragma unroll
     for (int step = BOX_PIECES / 2; step > 0; step >>= 1) piece += __shfl_xor_sync(0xffffffffu, piece, step);
     return piece;
-}
-
-/* The pieces lie in a row. */
-static __device__ __forceinline__ float box_sum(const float4 *pieces)
-{
-    const float4 a = pieces[0], b = pieces[1];
-    return ((a.x + b.x) + (a.z + b.z)) + ((a.y + b.y) + (a.w + b.w));
 }
 
 /* W neighbours of `count` rows, `apart` floats from each other, added to total in order. EACH rows are on their way at once
