@@ -69,7 +69,7 @@ static weft_arena fwd_lay_out(plan *p, const weft_call *call, const weft_mhc_hea
 {
     weft_arena arena = cpu_arena(call);
     take_common(p, &arena, call, a);
-    p->psi = CPU(psi_take)(&arena, &p->call, &a->x, false);
+    p->psi = CPU(psi_take)(&arena, &p->call, &a->x, &a->phi, &a->norm_weight, false);
     return arena;
 }
 
@@ -120,7 +120,7 @@ static weft_arena bwd_lay_out(plan *p, const weft_call *call, const weft_mhc_hea
     weft_arena arena = cpu_arena(call);
     int64_t macro = macro_tokens(call);
     take_common(p, &arena, call, a);
-    if (weft_has(&a->d_x.to)) p->psi = CPU(psi_take)(&arena, &p->call, &a->x, true);
+    if (weft_has(&a->d_x.to)) p->psi = CPU(psi_take)(&arena, &p->call, &a->x, &a->phi, &a->norm_weight, true);
     p->dpsi = CPU(dpsi_take)(&arena, &p->call, weft_has(&a->d_phi.to) || weft_has(&a->d_norm_weight.to));
     p->dh = weft_arena_take(&arena, (size_t)(macro * call->streams) * 4);
     p->dms = weft_arena_take(&arena, (size_t)macro * 4);

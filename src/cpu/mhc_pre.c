@@ -28,7 +28,7 @@ static cpu_pre_room room_at(char *base, const weft_call *call, const weft_mhc_nu
 cpu_pre_fwd CPU(pre_fwd_take)(weft_arena *arena, const weft_call *call, const weft_mhc_pre_fwd_args *a)
 {
     cpu_pre_fwd p = {0};
-    p.psi = CPU(psi_take)(arena, call, &a->x, false);
+    p.psi = CPU(psi_take)(arena, call, &a->x, &a->phi, &a->norm_weight, false);
     p.alpha = weft_arena_take(arena, WIDE * 4);
     p.beta = weft_arena_take(arena, (size_t)pad16(call->rows) * 4);
     if (weft_has(&a->sub_weight)) p.sub_weight = weft_arena_take(arena, (size_t)pad16(call->channels) * 4);
@@ -80,7 +80,7 @@ cpu_pre_bwd CPU(pre_bwd_take)(weft_arena *arena, const weft_call *call, const we
 {
     cpu_pre_bwd p = {0};
     int64_t macro = macro_tokens(call);
-    if (d_x) p.psi = CPU(psi_take)(arena, call, &a->x, true);
+    if (d_x) p.psi = CPU(psi_take)(arena, call, &a->x, &a->phi, &a->norm_weight, true);
     p.dpsi = CPU(dpsi_take)(arena, call, weft_has(&a->d_phi.to) || weft_has(&a->d_norm_weight.to));
     p.alpha = weft_arena_take(arena, WIDE * 4);
     p.beta = weft_arena_take(arena, (size_t)pad16(call->rows) * 4);

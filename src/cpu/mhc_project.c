@@ -15,19 +15,34 @@ enum { MT = 2, NT = 2 };
 /* Floats of a token per chunk: MT tokens stay in L1, the rows of psi stream through. The odd stride keeps the tokens of a
  * chunk out of one another's cache sets. */
 enum { PART = 1024, PART_STRIDE = PART + WIDE, ROW_BLOCK = 24 };
+/* Up to so many tokens it takes longer to pack psi than it takes them to read it as it lies. */
+enum { FEW_TOKENS = 32 };
 
 INLINE int64_t part_width(int64_t n)
 {
     return PART / n / WIDE * WIDE;
 }
 
-cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tensor *x, bool panels)
+/* Does it pay to read phi as it lies, and can it be read so? */
+static bool psi_is_phi(const weft_call *call, const weft_tensor *phi, const weft_tensor *norm_weight)
+{
+    return call->tokens <= FEW_TOKENS && phi->dtype == WEFT_F32 && phi->stride[2] == 1 && !weft_has(norm_weight) &&
+           call->channels % WIDE == 0 && call->rows % NT == 0;
+}
+
+cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tensor *x, const weft_tensor *phi,
+                      const weft_tensor *norm_weight, bool panels)
 {
     int64_t n = call->streams, channels = call->channels;
-    cpu_psi psi = {NULL, NULL, call->rows, n, channels, pad16(channels), panels, NULL};
+    cpu_psi psi = {.rows = call->rows, .n = n, .channels = channels, .ld = pad16(channels), .panels = panels};
     if (panels) psi.ld = (channels + PANEL - 1) / PANEL * PANEL;
     if (!panels && CPU(amx_serves)(call, x)) {
         psi.amx = weft_arena_take(arena, CPU(amx_bytes)(call));
+        return psi;
+    }
+    if (!panels && psi_is_phi(call, phi, norm_weight)) {
+        psi.data = phi->data;
+        psi.row = phi->stride[0], psi.stream = phi->stride[1];
         return psi;
     }
     int64_t rows = panels ? psi.rows : (psi.rows + NT - 1) / NT * NT;
@@ -74,13 +89,15 @@ void CPU(psi_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor 
     int64_t rows = psi->panels ? psi->rows : (psi->rows + NT - 1) / NT * NT;
     if (psi->amx)
         CPU(amx_pack)(call, psi, phi, norm_weight);
-    else
+    else if (psi->room)
         cpu_parallel(call, rows * psi->n, rows * psi->n * psi->channels, pack_body, &j);
 }
 
-/* mt tokens times NT rows over a chunk of n streams by `width` channels (a multiple of 16). */
-INLINE void micro(const int mt, int64_t n, const float *x, int64_t width, const float *psi, int64_t stream_stride,
-                  vf (*acc)[ROW_BLOCK][STEP], const char *ask, const weft_tensor *asked)
+/* mt tokens times NT rows over a chunk of n streams by `width` channels (a multiple of 16). psi is that of the first row; from
+ * there it is so many floats to the next stream, to the next row and to the next 16 channels. */
+INLINE void micro(const int mt, int64_t n, const float *x, int64_t width, const float *psi, int64_t stream,
+                  int64_t row_step, int64_t step, vf (*acc)[ROW_BLOCK][STEP], const char *ask,
+                  const weft_tensor *asked)
 {
     const int64_t size = (int64_t)size_of(asked->dtype), ask_stride = asked->stride[1] * size;
     vf s[MT][NT][STEP];
@@ -88,12 +105,12 @@ INLINE void micro(const int mt, int64_t n, const float *x, int64_t width, const 
         for (int j = 0; j < NT; j++)
             for (int l = 0; l < STEP; l++) s[t][j][l] = acc[t][j][l];
     for (int64_t i = 0; i < n; i++) {
-        const float *p = psi + i * stream_stride, *xi = x + i * width;
-        for (int64_t c = 0; c < width; c += WIDE, p += NT * WIDE) {
+        const float *p = psi + i * stream, *xi = x + i * width;
+        for (int64_t c = 0; c < width; c += WIDE, p += step) {
             if (ask && (c * size) % 64 == 0) line_ask(ask + i * ask_stride, c * size);
             for (int l = 0; l < STEP; l++) {
                 vf row[NT];
-                for (int j = 0; j < NT; j++) row[j] = vf_load(p + j * WIDE + l * LANES);
+                for (int j = 0; j < NT; j++) row[j] = vf_load(p + j * row_step + l * LANES);
                 for (int t = 0; t < mt; t++) {
                     vf v = vf_load(xi + t * PART_STRIDE + c + l * LANES);
                     for (int j = 0; j < NT; j++) s[t][j][l] = vf_fma(v, row[j], s[t][j][l]);
@@ -147,12 +164,14 @@ static void add_chunk(tile_sums *sums, const cpu_psi *psi, const weft_tensor *x,
         }
         for (int j = 0; j < rows; j += NT) {
             vf(*acc)[ROW_BLOCK][STEP] = (vf(*)[ROW_BLOCK][STEP]) & sums->h[t][j];
-            const float *p = packed_at(psi, row0 + j, 0, c0);
+            const float *p = psi->room ? packed_at(psi, row0 + j, 0, c0) : psi->data + (row0 + j) * psi->row + c0;
             const char *ask = j / NT < mt ? run_at(x, next_t + t + j / NT, 0, next_c) : NULL;
-            if (mt == MT)
-                micro(MT, n, part, width, p, psi->ld * NT, acc, ask, x);
+            if (!psi->room)
+                micro(mt, n, part, width, p, psi->stream, psi->row, WIDE, acc, ask, x);
+            else if (mt == MT)
+                micro(MT, n, part, width, p, psi->ld * NT, WIDE, NT * WIDE, acc, ask, x);
             else
-                micro(mt, n, part, width, p, psi->ld * NT, acc, ask, x);
+                micro(mt, n, part, width, p, psi->ld * NT, WIDE, NT * WIDE, acc, ask, x);
         }
     }
 }
@@ -195,7 +214,7 @@ static weft_arena lay_out(plan *p, const weft_call *call, const weft_mhc_project
 {
     weft_arena arena = cpu_arena(call);
     *p = (plan){.call = call, .args = a};
-    p->psi = CPU(psi_take)(&arena, call, &a->x, false);
+    p->psi = CPU(psi_take)(&arena, call, &a->x, &a->phi, &a->norm_weight, false);
     return arena;
 }
 

@@ -262,7 +262,7 @@ static weft_arena lay_out(plan *p, const weft_call *call, const weft_mhc_project
 {
     weft_arena arena = cpu_arena(call);
     *p = (plan){.call = call, .args = a};
-    if (weft_has(&a->d_x.to)) p->psi = CPU(psi_take)(&arena, call, &a->x, true);
+    if (weft_has(&a->d_x.to)) p->psi = CPU(psi_take)(&arena, call, &a->x, &a->phi, &a->norm_weight, true);
     p->dpsi = CPU(dpsi_take)(&arena, call, weft_has(&a->d_phi.to) || weft_has(&a->d_norm_weight.to));
     return arena;
 }

@@ -127,17 +127,21 @@ void CPU(coef_bwd_tile)(const weft_mhc_coef_bwd_args *a, const float *alpha, con
 /* ---- projection ---------------------------------------------------------------------------------------------------- */
 
 /* psi = phi * norm_weight as fp32, packed in the order in which it is read: forward [row/NT][stream][C/16][NT][16],
- * backward [stream][C/PANEL][row][PANEL]. Rows of phi lie a power of two apart and would share cache sets. */
+ * backward [stream][C/PANEL][row][PANEL]. Rows of phi lie a power of two apart and would share cache sets. Few tokens read it
+ * once or twice, so where phi is psi forward takes it as it lies. */
 enum { PANEL = 32 };
 typedef struct cpu_psi {
     const float *data;
-    float *room; /* the same, while it is being packed */
+    float *room; /* the same, while it is being packed; NULL: it is phi */
     int64_t rows, n, channels, ld;
+    int64_t row, stream; /* where it is phi: floats from a row, from a stream to the next */
     bool panels;
     void *amx; /* room for bf16 tiles; NULL where AMX does not serve */
 } cpu_psi;
 
-cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tensor *x, bool panels);
+/* panels: for backward */
+cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tensor *x, const weft_tensor *phi,
+                      const weft_tensor *norm_weight, bool panels);
 void CPU(psi_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor *phi,
                    const weft_tensor *norm_weight);
 
