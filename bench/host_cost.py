@@ -6,15 +6,14 @@
 
 Tensors are so small that the work hardly counts: two tokens, four streams, 64 channels. On a GPU calls are queued: a
 burst begins with some that are outside the clock, and the device is waited for after it, outside the clock as well.
-On the CPU the work of mhc_pre counts at any size: it has no goal there, and what matters is the difference between
-its rows. Its Sinkhorn makes one iteration. Eager mode, no autograd. Every row has a burst of calls in each of several
-rounds, so that a machine which others disturb disturbs all rows alike. On a shared machine some cores take twice as
-long as others, and not the same ones all the time, so each round begins with a look for a quick one
-(--any-core: wherever the system puts it). A time is the median of a row's bursts; beside it stands the least, which
-is what is left on a machine that does nothing else. "ext" is _C.run with a prepared call on tensors that exist, each
-an argument of its own: to unpack a tuple of them costs as much as three more. "op" is torch.ops.weft.*, which also
-allocates its results. For scale, "idle" is an operator of the same schema, registered from Python, that returns
-tensors which exist, and "torch" are two of torch's own.
+Sinkhorn makes one iteration. Eager mode, no autograd. Every row has a burst of calls in each of several rounds, so
+that a machine which others disturb disturbs all rows alike. On a shared machine some cores take twice as long as
+others, and not the same ones all the time, so each round begins with a look for a quick one (--any-core: wherever the
+system puts it). A time is the median of a row's bursts; beside it stands the least, which is what is left on a
+machine that does nothing else. "ext" is _C.run with a prepared call on tensors that exist, each an argument of its
+own: to unpack a tuple of them costs as much as three more. "op" is torch.ops.weft.*, which also allocates its
+results. For scale, "idle" is an operator of the same schema, registered from Python, that returns tensors which
+exist, and "torch" are two of torch's own.
 
 Goals: 5 us for the extension, 20 us for a registered operator."""
 
@@ -168,7 +167,7 @@ def main() -> None:
             rows = sides(device)
             times = measure([function for _, _, function in rows], args.calls, device, cores)
             for (kind, what, _), (micros, least) in zip(rows, times, strict=True):
-                goal = None if name == "cpu" and what.startswith("mhc_pre") else GOAL.get(kind)
+                goal = GOAL.get(kind)
                 if args.json:
                     row = {
                         "device": name,

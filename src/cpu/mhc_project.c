@@ -188,7 +188,8 @@ void CPU(project_fwd_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_
     }
     for (int64_t row0 = 0; row0 < psi->rows; row0 += ROW_BLOCK) {
         int rows = (int)min64(ROW_BLOCK, psi->rows - row0);
-        memset(&sums, 0, sizeof sums);
+        memset(sums.h, 0, (size_t)tokens * sizeof *sums.h);
+        memset(sums.square, 0, (size_t)tokens * sizeof *sums.square);
         for (int64_t c = 0; c < psi->channels; c += width)
             add_chunk(&sums, psi, x, t0, tokens, row0, rows, c, min64(width, psi->channels - c));
         for (int t = 0; t < tokens; t++) {
