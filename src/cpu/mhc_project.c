@@ -26,7 +26,7 @@ INLINE int64_t part_width(int64_t n)
 /* Does it pay to read phi as it lies, and can it be read so? */
 static bool psi_is_phi(const weft_call *call, const weft_tensor *phi, const weft_tensor *norm_weight)
 {
-    return call->tokens <= FEW_TOKENS && phi->dtype == WEFT_F32 && phi->stride[2] == 1 && !weft_has(norm_weight) &&
+    return call->tokens <= FEW_TOKENS && phi->stride[2] == 1 && !weft_has(norm_weight) &&
            call->channels % WIDE == 0 && call->rows % NT == 0;
 }
 
@@ -41,8 +41,7 @@ cpu_psi CPU(psi_take)(weft_arena *arena, const weft_call *call, const weft_tenso
         return psi;
     }
     if (!panels && psi_is_phi(call, phi, norm_weight)) {
-        psi.data = phi->data;
-        psi.row = phi->stride[0], psi.stream = phi->stride[1];
+        psi.phi = *phi;
         return psi;
     }
     int64_t rows = panels ? psi.rows : (psi.rows + NT - 1) / NT * NT;
@@ -89,14 +88,14 @@ void CPU(psi_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor 
     int64_t rows = psi->panels ? psi->rows : (psi->rows + NT - 1) / NT * NT;
     if (psi->amx)
         CPU(amx_pack)(call, psi, phi, norm_weight);
-    else if (psi->room)
+    else if (!weft_has(&psi->phi))
         cpu_parallel(call, rows * psi->n, rows * psi->n * psi->channels, pack_body, &j);
 }
 
 /* mt tokens times NT rows over a chunk of n streams by `width` channels (a multiple of 16). psi is that of the first row; from
- * there it is so many floats to the next stream, to the next row and to the next 16 channels. */
-INLINE void micro(const int mt, int64_t n, const float *x, int64_t width, const float *psi, int64_t stream,
-                  int64_t row_step, int64_t step, vf (*acc)[ROW_BLOCK][STEP], const char *ask,
+ * there it is so many elements to the next stream, to the next row and to the next 16 channels. */
+INLINE void micro(const int mt, int64_t n, const float *x, int64_t width, weft_dtype type, const void *psi,
+                  int64_t stream, int64_t row_step, int64_t step, vf (*acc)[ROW_BLOCK][STEP], const char *ask,
                   const weft_tensor *asked)
 {
     const int64_t size = (int64_t)size_of(asked->dtype), ask_stride = asked->stride[1] * size;
@@ -105,12 +104,13 @@ INLINE void micro(const int mt, int64_t n, const float *x, int64_t width, const 
         for (int j = 0; j < NT; j++)
             for (int l = 0; l < STEP; l++) s[t][j][l] = acc[t][j][l];
     for (int64_t i = 0; i < n; i++) {
-        const float *p = psi + i * stream, *xi = x + i * width;
-        for (int64_t c = 0; c < width; c += WIDE, p += step) {
+        const float *xi = x + i * width;
+        int64_t at = i * stream;
+        for (int64_t c = 0; c < width; c += WIDE, at += step) {
             if (ask && (c * size) % 64 == 0) line_ask(ask + i * ask_stride, c * size);
             for (int l = 0; l < STEP; l++) {
                 vf row[NT];
-                for (int j = 0; j < NT; j++) row[j] = vf_load(p + j * row_step + l * LANES);
+                for (int j = 0; j < NT; j++) row[j] = vf_get(type, psi, at + j * row_step + l * LANES);
                 for (int t = 0; t < mt; t++) {
                     vf v = vf_load(xi + t * PART_STRIDE + c + l * LANES);
                     for (int j = 0; j < NT; j++) s[t][j][l] = vf_fma(v, row[j], s[t][j][l]);
@@ -121,6 +121,20 @@ INLINE void micro(const int mt, int64_t n, const float *x, int64_t width, const 
     for (int t = 0; t < mt; t++)
         for (int j = 0; j < NT; j++)
             for (int l = 0; l < STEP; l++) acc[t][j][l] = s[t][j][l];
+}
+
+/* The same with psi as it lies, from channel c of the first row on. */
+INLINE void micro_phi(const int mt, int64_t n, const float *x, int64_t width, const weft_tensor *phi, int64_t row,
+                      int64_t c, vf (*acc)[ROW_BLOCK][STEP], const char *ask, const weft_tensor *asked)
+{
+    const int64_t stream = phi->stride[1], row_step = phi->stride[0];
+    const void *psi = run_at(phi, row, 0, c);
+    if (phi->dtype == WEFT_F32)
+        micro(mt, n, x, width, WEFT_F32, psi, stream, row_step, WIDE, acc, ask, asked);
+    else if (phi->dtype == WEFT_BF16)
+        micro(mt, n, x, width, WEFT_BF16, psi, stream, row_step, WIDE, acc, ask, asked);
+    else
+        micro(mt, n, x, width, WEFT_F16, psi, stream, row_step, WIDE, acc, ask, asked);
 }
 
 /* Squares of `count` floats (a multiple of 16) into four sums in turn, so that they need not wait for one another. */
@@ -164,14 +178,15 @@ static void add_chunk(tile_sums *sums, const cpu_psi *psi, const weft_tensor *x,
         }
         for (int j = 0; j < rows; j += NT) {
             vf(*acc)[ROW_BLOCK][STEP] = (vf(*)[ROW_BLOCK][STEP]) & sums->h[t][j];
-            const float *p = psi->room ? packed_at(psi, row0 + j, 0, c0) : psi->data + (row0 + j) * psi->row + c0;
             const char *ask = j / NT < mt ? run_at(x, next_t + t + j / NT, 0, next_c) : NULL;
-            if (!psi->room)
-                micro(mt, n, part, width, p, psi->stream, psi->row, WIDE, acc, ask, x);
+            if (weft_has(&psi->phi))
+                micro_phi(mt, n, part, width, &psi->phi, row0 + j, c0, acc, ask, x);
             else if (mt == MT)
-                micro(MT, n, part, width, p, psi->ld * NT, WIDE, NT * WIDE, acc, ask, x);
+                micro(MT, n, part, width, WEFT_F32, packed_at(psi, row0 + j, 0, c0), psi->ld * NT, WIDE, NT * WIDE,
+                      acc, ask, x);
             else
-                micro(mt, n, part, width, p, psi->ld * NT, WIDE, NT * WIDE, acc, ask, x);
+                micro(mt, n, part, width, WEFT_F32, packed_at(psi, row0 + j, 0, c0), psi->ld * NT, WIDE, NT * WIDE,
+                      acc, ask, x);
         }
     }
 }

@@ -132,9 +132,9 @@ void CPU(coef_bwd_tile)(const weft_mhc_coef_bwd_args *a, const float *alpha, con
 enum { PANEL = 32 };
 typedef struct cpu_psi {
     const float *data;
-    float *room; /* the same, while it is being packed; NULL: it is phi */
+    float *room;     /* the same, while it is being packed */
+    weft_tensor phi; /* absent where psi is packed */
     int64_t rows, n, channels, ld;
-    int64_t row, stream; /* where it is phi: floats from a row, from a stream to the next */
     bool panels;
     void *amx; /* room for bf16 tiles; NULL where AMX does not serve */
 } cpu_psi;
