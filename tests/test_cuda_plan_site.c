@@ -93,8 +93,8 @@ static void one_plan(const weft_site_facts *f)
     assert_true(p.stages >= 3); /* one comes, one is mixed, one waits for its coefficients */
     /* a slot is used again by a tile that the block could not have begun before (single_pass.cuh) */
     assert_true((int64_t)p.slots * p.cluster >= (int64_t)p.stages * SITE_TILE);
-    assert_true(p.boxes <=
-                SITE_ROW); /* a token's squares, one for each box of all blocks, come to where its sums were */
+    /* a token's squares, one for each box of all blocks, come to where its sums were */
+    assert_true(p.boxes <= SITE_ROW);
     assert_int_equal(r->stage, p.boxes * (f->streams + f->post) * SITE_TILE * SITE_BOX * 2);
     assert_true(r->stage % 1024 == 0 && r->psi == p.stages * r->stage);
     /* psi comes to where no tile is yet, and ends where the tiles end, or, all at once, where its operands will */

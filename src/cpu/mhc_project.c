@@ -179,14 +179,15 @@ static void add_chunk(tile_sums *sums, const cpu_psi *psi, const weft_tensor *x,
         for (int j = 0; j < rows; j += NT) {
             vf(*acc)[ROW_BLOCK][STEP] = (vf(*)[ROW_BLOCK][STEP]) & sums->h[t][j];
             const char *ask = j / NT < mt ? run_at(x, next_t + t + j / NT, 0, next_c) : NULL;
-            if (weft_has(&psi->phi))
+            if (weft_has(&psi->phi)) {
                 micro_phi(mt, n, part, width, &psi->phi, row0 + j, c0, acc, ask, x);
-            else if (mt == MT)
-                micro(MT, n, part, width, WEFT_F32, packed_at(psi, row0 + j, 0, c0), psi->ld * NT, WIDE, NT * WIDE,
-                      acc, ask, x);
+                continue;
+            }
+            const float *p = packed_at(psi, row0 + j, 0, c0);
+            if (mt == MT)
+                micro(MT, n, part, width, WEFT_F32, p, psi->ld * NT, WIDE, NT * WIDE, acc, ask, x);
             else
-                micro(mt, n, part, width, WEFT_F32, packed_at(psi, row0 + j, 0, c0), psi->ld * NT, WIDE, NT * WIDE,
-                      acc, ask, x);
+                micro(mt, n, part, width, WEFT_F32, p, psi->ld * NT, WIDE, NT * WIDE, acc, ask, x);
         }
     }
 }

@@ -10,6 +10,7 @@
 #include "core/status.h"
 #include "cuda/common/rows.cuh"
 #include "cuda/mhc_boundary_bwd.cuh"
+#include "cuda/rmsnorm.cuh"
 #include "cuda/token_math.cuh"
 
 enum { BLOCK = 256, TILES = 2 };
@@ -220,7 +221,7 @@ static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
     if (end && p.lane == 0) {
         float r = 0.0f, k = 0.0f;
         if constexpr (NORM) {
-            r = 1.0f / sqrtf(sum[2 * N] / (float)a.channels + a.eps);
+            r = inverse_rms(sum[2 * N], a.channels, a.eps);
             k = sum[2 * N + 1] / (float)a.channels * r * r;
 #pragma unroll
             for (int i = 0; i < N; i++) sum[i] = fmaf(fmaf(sum[N + i], -k, sum[i]), r, sum[2 * N + 2 + i]);

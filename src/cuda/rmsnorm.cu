@@ -2,10 +2,11 @@
  *
  * RMSNorm of a row [N1]. Bytes per token, bf16: forward 4C; backward 6C.
  * A team owns a token and holds its row in registers between the sums and the elements; longer rows, and rows that
- * cannot be read in vectors, are read twice. Rows that are held have their squares summed in the order of common/reduce.cuh. For
+ * cannot be read in vectors, are read twice. Rows that are held have their squares summed in the order of rmsnorm.cuh. For
  * d_weight a block walks over a chunk of tokens in order and leaves a row of partial sums; a second kernel adds these. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/rows.cuh"
+#include "cuda/rmsnorm.cuh"
 
 enum {
     MOST_BLOCK = 512,
@@ -30,11 +31,6 @@ struct norm_task {
     float eps;
     weft_rows_team team;
 };
-
-static __device__ __forceinline__ float inverse_rms(float squares, const norm_task &a)
-{
-    return 1.0f / sqrtf(squares / (float)a.channels + a.eps);
-}
 
 /* W neighbouring weights, 1 where there are none. */
 template <int W> static __device__ __forceinline__ void get_weight(float (&w)[W], const view &from, int64_t c)
@@ -112,7 +108,7 @@ static __global__ void __launch_bounds__(FWD_THREADS, sizeof(T) == 2 ? 2 : 1) fw
             squares = box_sum(squares);
             if (p.lane % BOX_PIECES == 0) boxes[j * (a.team.lanes / BOX_PIECES) + p.lane / BOX_PIECES] = squares;
         }
-        const float inverse = inverse_rms(row_squares(boxes, count, p, a.team), a);
+        const float inverse = inverse_rms(row_squares(boxes, count, p, a.team), a.channels, a.eps);
 #pragma unroll
         for (int j = 0; j < K; j++) {
             float w[W];
@@ -142,7 +138,7 @@ template <class T, int W> static __global__ void __launch_bounds__(MOST_BLOCK) f
             for (int k = 0; k < W; k++) squares[0] = fmaf(x[k], x[k], squares[0]);
         }
         team_sums<1>(squares, a.team, room);
-        const float inverse = inverse_rms(squares[0], a);
+        const float inverse = inverse_rms(squares[0], a.channels, a.eps);
         for (int64_t c = p.lane * W; c < end; c += step) {
             load_shared<T, W>(x, (const T *)a.u.data + at(a.u, token, c));
             get_weight<W>(w, a.weight, c);
@@ -162,7 +158,7 @@ struct norm_sums {
 
 static __device__ __forceinline__ norm_sums norm_sums_of(const float (&sums)[2], const norm_task &a)
 {
-    const float inverse = inverse_rms(sums[0], a);
+    const float inverse = inverse_rms(sums[0], a.channels, a.eps);
     return {inverse, sums[1] / (float)a.channels * inverse * inverse};
 }
 

@@ -7,6 +7,7 @@
 #define WEFT_CUDA_SINGLE_PASS_ADD_CUH
 
 #include "cuda/common/reduce.cuh"
+#include "cuda/rmsnorm.cuh"
 #include "cuda/single_pass.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
@@ -68,7 +69,7 @@ static __device__ __forceinline__ void add_squares(const site_args &p, const sit
 #pragma unroll 1
     for (int box = b.lane; box < boxes; box += 32) squares += from[box];
     squares = warp_sum(squares);
-    const float inverse = 1.0f / sqrtf(squares / (float)p.channels + p.sub_eps);
+    const float inverse = inverse_rms(squares, p.channels, p.sub_eps);
     if (b.lane == 0) tma_expect(b.at.squares + at.slot * 8, (uint32_t)boxes * 4);
     __syncwarp();
     if (b.lane < p.cluster)

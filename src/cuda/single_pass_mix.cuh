@@ -5,7 +5,7 @@
 #ifndef WEFT_CUDA_SINGLE_PASS_MIX_CUH
 #define WEFT_CUDA_SINGLE_PASS_MIX_CUH
 
-#include "cuda/common/reduce.cuh"
+#include "cuda/rmsnorm.cuh"
 #include "cuda/single_pass.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
@@ -140,6 +140,8 @@ template <int N> static __device__ __forceinline__ raw<bf16, 8> aggregate(uint32
     }
     return u;
 }
+
+static_assert(SITE_BOX == BOX_PIECES * 8, "a box of the tile is a box of the order of squares");
 
 /* The sum of squares of u of a token's box, to the token's owner, where its sums were: boxes of all blocks in order, one after the
  * other. Eight lanes have the pieces of a box. */

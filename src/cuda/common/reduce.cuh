@@ -15,27 +15,6 @@ static __device__ __forceinline__ float warp_sum(float v)
     return v;
 }
 
-/* The squares of a row are summed by several kernels, each of which deals channels to threads in its own way, and a row rebuilt shall
- * have the bits of the row: so the order follows from the channels alone. Pieces of 16 bytes, each in order; the eight pieces of a
- * box as a tree; boxes k, k + 32, .. in order; the 32 of these as a tree. A missing piece is a zero, which changes nothing. */
-enum { BOX_BITS = 3, BOX_PIECES = 1 << BOX_BITS };
-
-template <int W> static __device__ __forceinline__ float piece_squares(const float (&x)[W])
-{
-    float sum = 0.0f;
-#pragma unroll
-    for (int k = 0; k < W; k++) sum = fmaf(x[k], x[k], sum);
-    return sum;
-}
-
-/* Eight neighbouring lanes have the pieces; all of them get the sum. */
-static __device__ __forceinline__ float box_sum(float piece)
-{
-#pragma unroll
-    for (int step = BOX_PIECES / 2; step > 0; step >>= 1) piece += __shfl_xor_sync(0xffffffffu, piece, step);
-    return piece;
-}
-
 /* W neighbours of `count` rows, `apart` floats from each other, added to total in order. EACH rows are on their way at once
  * however few are left, where an unrolled loop takes these one after the other. */
 template <int EACH, int W>
