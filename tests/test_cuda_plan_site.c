@@ -75,6 +75,7 @@ static void nothing_decides_bits(void **state)
                     assert_int_equal(got.path, want.path);
                     assert_int_equal(got.cluster, want.cluster);
                     assert_int_equal(got.boxes, want.boxes);
+                    assert_int_equal(got.projectors, want.projectors);
                 }
     }
 }
@@ -86,8 +87,11 @@ static void one_plan(const weft_site_facts *f)
     const int64_t columns = (int64_t)p.cluster * p.boxes * SITE_BOX;
     assert_int_equal(p.path, WEFT_SITE_SINGLE_PASS);
     assert_int_equal(1 << p.cluster_log, p.cluster);
-    assert_true(columns >= f->channels && p.pairs <= SITE_MANY_PAIRS);
-    assert_int_equal(p.pairs * SITE_TILE * 2 * 16, p.boxes * SITE_BOX * f->streams); /* all columns, each once */
+    const bool wide = p.pairs == SITE_WIDE_PAIRS, apart = wide && f->post;
+    assert_true(columns >= f->channels && (wide || p.pairs <= SITE_MANY_PAIRS));
+    assert_int_equal(p.projectors, wide ? SITE_WIDE_PROJECTORS : SITE_PROJECTORS);
+    assert_int_equal(p.pairs * p.projectors * 2 * 16, p.boxes * SITE_BOX * f->streams); /* all columns, each once */
+    if (f->streams != 4) assert_false(wide); /* there is no such kernel */
     assert_true(p.tiles * (int64_t)SITE_TILE >= f->tokens && (p.tiles - 1) * (int64_t)SITE_TILE < f->tokens);
     assert_true(p.clusters >= 1 && p.clusters <= p.tiles && p.clusters <= f->resident[p.cluster_log]);
     assert_true(p.stages >= 3); /* one comes, one is mixed, one waits for its coefficients */
@@ -95,13 +99,17 @@ static void one_plan(const weft_site_facts *f)
     assert_true((int64_t)p.slots * p.cluster >= (int64_t)p.stages * SITE_TILE);
     /* a token's squares, one for each box of all blocks, come to where its sums were */
     assert_true(p.boxes <= SITE_ROW);
-    assert_int_equal(r->stage, p.boxes * (f->streams + f->post) * SITE_TILE * SITE_BOX * 2);
-    assert_true(r->stage % 1024 == 0 && r->psi == p.stages * r->stage);
+    const int64_t stream = p.boxes * SITE_TILE * SITE_BOX * 2;
+    assert_int_equal(r->stage, (f->streams + (f->post && !apart)) * stream);
+    assert_int_equal(r->tiles - r->f, apart ? stream : 0);
+    assert_true(r->f == 0 && r->tiles % 1024 == 0 && r->stage % 1024 == 0);
+    assert_int_equal(r->psi, r->tiles + p.stages * r->stage);
+    if (wide) assert_true(p.stages >= 5); /* what it is for */
     /* psi comes to where no tile is yet, and ends where the tiles end, or, all at once, where its operands will */
     const int32_t end = p.pairs <= SITE_ONCE_PAIRS ? r->coef : r->psi;
     if (p.pairs <= SITE_ONCE_PAIRS) assert_int_equal(p.psi_boxes, p.boxes); /* kernels count on it */
     assert_true(p.psi_boxes >= 1 && p.psi_boxes <= p.boxes && r->first_psi % 1024 == 0);
-    assert_true(p.early >= 1 && p.early * r->stage <= r->first_psi);
+    assert_true(p.early >= 1 && r->tiles + p.early * r->stage <= r->first_psi);
     assert_true(r->first_psi + p.psi_boxes * 2 * f->rows * f->streams * 128 <= end);
     const int32_t at[] = {r->psi,     r->coef,  r->pre,    r->sums,     r->received,
                           r->inverse, r->aside, r->logits, r->barriers, r->bytes};

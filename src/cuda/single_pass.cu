@@ -16,9 +16,10 @@
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
 /* One warp. Every lane of a warp arrives for itself, behind what it did itself. */
-template <int N, site_kind KIND, bool ONCE>
+template <int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ void init_barriers(const site_args &p, const site_barriers &b, int lane)
 {
+    constexpr int projectors = site_cast<PAIRS>::projectors;
     const int left = p.boxes % 4 * (SITE_TILE / 4) * 32; /* of a box left over a warp has four rows */
     const bool coefs_too = KIND == SITE_BOUNDARY || has(p.pre_in);
     if (lane < p.stages) {
@@ -31,9 +32,11 @@ static __device__ __forceinline__ void init_barriers(const site_args &p, const s
     }
     if (lane < 2)
         barrier_init(b.logits_full + lane * 8, SITE_TILE * 32), barrier_init(b.logits_empty + lane * 8, 32);
-    if (lane < 2) barrier_init(b.left_full + lane * 8, PROJECTORS * 32), barrier_init(b.left_empty + lane * 8, 32);
-    if (lane == 2) barrier_init(b.psi_empty, PROJECTORS * 32);
-    if (lane < (ONCE ? p.psi_boxes : 1)) barrier_init(b.psi_full + lane * 8, 1);
+    if (lane < 2) barrier_init(b.left_full + lane * 8, projectors * 32), barrier_init(b.left_empty + lane * 8, 32);
+    if (lane == 2) barrier_init(b.psi_empty, projectors * 32);
+    if (KIND == SITE_BOUNDARY && site_cast<PAIRS>::wide && lane == 3)
+        barrier_init(b.f_full, 1), barrier_init(b.f_empty, MIXERS * 32);
+    if (lane < (site_once<N, KIND, PAIRS>() ? p.psi_boxes : 1)) barrier_init(b.psi_full + lane * 8, 1);
 #pragma unroll 1
     for (int i = lane; i < p.slots; i += 32) {
         barrier_init(b.sums + i * 8, 1);
@@ -56,6 +59,7 @@ static __device__ __forceinline__ void arm_barriers(const site_args &p, const si
 template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
 static __device__ __forceinline__ void site(const site_args &p)
 {
+    typedef site_cast<PAIRS> cast;
     extern __shared__ __align__(1024) char shared[];
     /* Shuffled, the compiler cannot ask for the thread's number again and again instead of keeping it. The lane's it had better ask
      * for than spill. */
@@ -64,12 +68,12 @@ static __device__ __forceinline__ void site(const site_args &p)
                    logits = sums + 16 * p.slots;
     site_block b = {shared,
                     {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, at + 5 * s, sums, sums + 8 * p.slots, logits,
-                     logits + 16, logits + 32, logits + 40, logits + 56, logits + 72}};
+                     logits + 16, logits + 32, logits + 40, logits + 56, logits + 72, logits + 80, logits + 88}};
     b.rank = cluster_rank(), b.cluster = cluster_index(), b.lane = lane;
     b.count = (p.tiles - (int)b.cluster + p.clusters - 1) / p.clusters;
     b.first_channel = (int)b.rank * p.boxes * SITE_BOX;
-    if (warp == 0) init_barriers<N, KIND, site_once<N, KIND, PAIRS>()>(p, b.at, lane);
-    if (warp == BRINGER && lane < (KIND == SITE_BOUNDARY ? 3 : 2))
+    if (warp == 0) init_barriers<N, KIND, PAIRS>(p, b.at, lane);
+    if (warp == cast::bringer && lane < (KIND == SITE_BOUNDARY ? 3 : 2))
         tma_prefetch(lane == 0 ? &p.x : lane == 1 ? &p.psi : &p.f);
     __syncthreads();
     if (warp == 0) arm_barriers<N, KIND>(p, b.at, lane);
@@ -77,22 +81,22 @@ static __device__ __forceinline__ void site(const site_args &p)
     cluster_arrive(); /* barriers exist; before it sends to another block a warp waits for that one's arrival */
     let_next_begin(); /* and this one begins where memory is first touched: bringer, owner */
 
-    if (warp < FIRST_MIXER) {
-        set_registers<PROJECTOR_REGISTERS, true>();
+    if (warp < cast::first_mixer) {
+        set_registers<cast::projector_registers, true>();
         projector<N, KIND, PAIRS>(p, b, warp);
-    } else if (warp < BRINGER) {
-        set_registers<MIXER_REGISTERS, false>();
-        mixer<N, KIND, MODE, IN_OUT, PAIRS>(p, b, warp - FIRST_MIXER);
+    } else if (warp < cast::bringer) {
+        set_registers<cast::mixer_registers, false>();
+        mixer<N, KIND, MODE, IN_OUT, PAIRS>(p, b, warp - cast::first_mixer);
     } else {
-        set_registers<SERVER_REGISTERS, false>();
-        if (warp == BRINGER) {
-            bring<N, KIND, site_once<N, KIND, PAIRS>()>(p, b);
+        set_registers<cast::server_registers, false>();
+        if (warp == cast::bringer) {
+            bring<N, KIND, PAIRS>(p, b);
         } else {
             cluster_wait_for_all();
-            if (warp == OWNER) own<N, KIND>(p, b);
-            if (warp == ADDER) adder<N, KIND, PAIRS>(p, b);
+            if (warp == cast::owner) own<N, KIND, cast::batches>(p, b);
+            if (warp == cast::adder) adder<N, KIND, PAIRS>(p, b);
             if constexpr (KIND != SITE_HEAD)
-                if (warp == CLERK && has(p.res_out)) clerk<N>(p, b);
+                if (warp == cast::clerk && has(p.res_out)) clerk<N, cast::batches>(p, b);
         }
     }
     __syncwarp();
@@ -103,7 +107,8 @@ static __device__ __forceinline__ void site(const site_args &p)
 #endif
 
 template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
-static __global__ void __launch_bounds__(SITE_WARPS * 32, 1) site_kernel(const __grid_constant__ site_args p)
+static __global__ void __launch_bounds__(site_cast<PAIRS>::warps * 32, 1)
+    site_kernel(const __grid_constant__ site_args p)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
     site<N, KIND, MODE, IN_OUT, PAIRS>(p);
@@ -145,7 +150,7 @@ static uint64_t ask_device()
             int count = 0;
             attribute.id = cudaLaunchAttributeClusterDimension;
             attribute.val.clusterDim = {1u << log, 1, 1};
-            config.gridDim = dim3(1u << log), config.blockDim = dim3(SITE_WARPS * 32);
+            config.gridDim = dim3(1u << log), config.blockDim = dim3(site_cast<SITE_FEW_PAIRS>::warps * 32);
             config.attrs = &attribute, config.numAttrs = 1;
             if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) (void)cudaGetLastError();
             word |= (uint64_t)(count < 255 ? count : 255) << (16 + 8 * log);
@@ -222,21 +227,26 @@ bool weft_cuda_site_fwd_bytes(const weft_call *call, const weft_mhc_post_fwd_arg
 
 /* ---- launch ------------------------------------------------------------------------------------------------------------- */
 
-template <int N, site_kind KIND, post_mode MODE, bool IN_OUT>
-static weft_status run_kernel(const weft_call *call, const site_args &p)
+template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
+static weft_status launch_site(const weft_call *call, const site_args &p)
 {
     const launch_shape shape = {.grid = dim3((unsigned)(p.clusters * p.cluster)),
-                                .block = SITE_WARPS * 32,
+                                .block = site_cast<PAIRS>::warps * 32,
                                 .shared = (size_t)p.at.bytes,
                                 .order = OVERLAP,
                                 .cluster = (unsigned)p.cluster};
-    if (p.pairs == SITE_FEW_PAIRS)
-        return launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, SITE_FEW_PAIRS>, shape, p);
+    return launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, PAIRS>, shape, p);
+}
+
+template <int N, site_kind KIND, post_mode MODE, bool IN_OUT>
+static weft_status run_kernel(const weft_call *call, const site_args &p)
+{
+    if (p.pairs == SITE_FEW_PAIRS) return launch_site<N, KIND, MODE, IN_OUT, SITE_FEW_PAIRS>(call, p);
     if constexpr (N == 4) { /* 320 and 448 channels a block: C = 2560, 5120 and 7168 */
-        if (p.pairs == 5) return launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, 5>, shape, p);
-        if (p.pairs == 7) return launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, 7>, shape, p);
+        if (p.pairs == 5) return launch_site<N, KIND, MODE, IN_OUT, 5>(call, p);
+        if (p.pairs == SITE_WIDE_PAIRS) return launch_site<N, KIND, MODE, IN_OUT, SITE_WIDE_PAIRS>(call, p);
     }
-    return launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, 0>, shape, p);
+    return launch_site<N, KIND, MODE, IN_OUT, 0>(call, p);
 }
 
 template <int N, post_mode MODE>
@@ -254,6 +264,18 @@ static weft_status run(const weft_call *call, const site_args &p, const weft_mhc
     const bool in_out = post->numerics.apply == WEFT_APPLY_IN_OUT;
     return post_mode_of(&post->bias, &post->dropout) == PLAIN ? run_boundary<N, PLAIN>(call, p, in_out)
                                                               : run_boundary<N, FULL>(call, p, in_out);
+}
+
+/* Streams that stay in the L2 (single_pass_bring.cuh): more of them than it holds, in whole lines. */
+static void keep_streams(const weft_call *call, const weft_site_plan *plan, const weft_tensor *x, site_args *p)
+{
+    const int64_t cache = 64 << 20; /* no less than there is */
+    const int64_t tile = SITE_TILE * call->streams * call->channels * (int64_t)sizeof(bf16);
+    if (plan->tiles * tile < 4 * cache || (uintptr_t)x->data % 128 || x->stride[0] % 64 || x->stride[1] % 64)
+        return;
+    p->old = (const char *)x->data;
+    p->old_token = x->stride[0] * (int64_t)sizeof(bf16), p->old_stream = x->stride[1] * (int64_t)sizeof(bf16);
+    p->in_cache = (int32_t)(cache / (tile * plan->clusters)) + 1;
 }
 
 weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan,
@@ -303,7 +325,7 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
         WEFT_TRY(weft_cuda_project_spread(&inner, &pre->phi, &pre->norm_weight, columns_of(call, LAYOUT_NC),
                                           (float *)psi.data));
     }
-    tma_encode *encode;
+    tma_encode *encode = NULL;
     const tma_tensor streams = {x->data, call->tokens, call->streams, call->channels, x->stride[0], x->stride[1]};
     p.rows = tma_in_rows(&streams), p.psi_rows = tma_in_rows(&psi, TMA_ROW / 4);
     WEFT_TRY(tma_open(call, &encode));
@@ -313,6 +335,7 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
     if (post) {
         const tma_tensor f = {post->f.data, call->tokens, 1, call->channels, post->f.stride[0], 0};
         WEFT_TRY(tma_map_rows(call, encode, &p.f, &f, SITE_TILE, plan->boxes));
+        keep_streams(call, plan, x, &p);
         p.bias = view_of(&post->bias), p.post = view_of(&post->post), p.res = view_of(&post->res);
         p.dropout = post->dropout;
         p.coef_lines = in_lines(&post->post) && in_lines(&post->res);

@@ -10,8 +10,8 @@
  * the tile at hand.
  *
  *   mixers      8 warps, a token each. Post, in place and to memory; when pre has come the aggregate, later yet the norm.
- *   projectors  8 warps, a share of the columns each, whose part of psi is in their registers (what does not fit: in shared
- *               memory). Tensor cores.
+ *   projectors  8 warps, or 4, a share of the columns each, whose part of psi is in their registers (what does not fit: in
+ *               shared memory). Tensor cores.
  *   bringer     one warp. Lets the copy engine fill the ring of tiles, and brings the coefficients of post.
  *   owner       one warp. Adds the slices of a token in order, makes the gates, sends pre to all blocks.
  *   adder       one warp. Adds the projectors' sums of a tile and sends them to the tokens' owners. Is the owner for the sum
@@ -31,26 +31,30 @@
 #include "cuda/single_pass_plan.h"
 #include "cuda/token_math.cuh"
 
-enum {
-    PROJECTORS = SITE_TILE,
-    MIXERS = SITE_TILE,
-    FIRST_MIXER = PROJECTORS,
-    BRINGER = FIRST_MIXER + MIXERS,
-    OWNER,
-    ADDER,
-    CLERK,
-    SITE_WARPS,
-    BOX_BYTES = SITE_TILE * TMA_ROW
+enum { MIXERS = SITE_TILE, BOX_BYTES = SITE_TILE * TMA_ROW };
+
+/* Who is who among the warps of a block, and the registers of each: they are handed from the others to the projectors. 640
+ * threads have 61440 at launch; one warp more would be a sixth one on a quarter of the multiprocessor, and all would have 80. 512
+ * threads have all 65536, and half as many projectors lose less to what is not psi. */
+template <int PAIRS> struct site_cast {
+    static constexpr bool wide = PAIRS == SITE_WIDE_PAIRS;
+    static constexpr int projectors = wide ? SITE_WIDE_PROJECTORS : SITE_PROJECTORS;
+    static constexpr int first_mixer = projectors, bringer = first_mixer + MIXERS, owner = bringer + 1,
+                         adder = owner + 1, clerk = adder + 1, warps = clerk + 1;
+    static constexpr int projector_registers = wide ? 256 : 128, mixer_registers = wide ? 96 : 88,
+                         server_registers = wide ? 64 : 48;
+    static constexpr int kept = wide ? SITE_WIDE_KEPT : SITE_KEPT; /* operands of psi in registers */
+    static constexpr int batches = wide ? 1 : 2;                   /* of logits that have room */
 };
-/* Registers are handed from the others to the projectors: 61440 in all, which is what 640 threads can have at launch. One warp
- * more would be a sixth one on a quarter of the multiprocessor, and all would have 80. */
-enum { PROJECTOR_REGISTERS = 128, MIXER_REGISTERS = 88, SERVER_REGISTERS = 48 };
 
 struct site_args {
     CUtensorMap x, f, psi; /* psi: rows in place of tokens */
     /* post */
     view bias, post, res;
     weft_dropout dropout;
+    const char *old;               /* streams that shall stay in the L2 until they are let go, or NULL */
+    int64_t old_token, old_stream; /* bytes */
+    int32_t in_cache;              /* tiles of a cluster that the L2 has room for, at most */
     bf16 *y;
     int64_t y_token, y_step, y_at[4]; /* step: bytes from a tile of a cluster to its next; at: to each stream */
     /* the site */
@@ -78,11 +82,13 @@ template <int PAIRS> static __host__ __device__ constexpr int site_most()
     return PAIRS ? PAIRS : SITE_MANY_PAIRS;
 }
 
-/* Boxes of a block, where their number is known. Those by fours are mixed first, and projectors begin with them: a projector has a
- * pair of every 4 / N boxes, in the order of the boxes. */
+/* Boxes of a block: the most there are and, where it is known, their number. Those by fours are mixed first, and projectors begin
+ * with them: a projector's pairs are in the order of the boxes. */
 template <int N, int PAIRS> struct site_boxes {
-    static constexpr int count = 4 * PAIRS / N, first_pairs = count / 4 * N; /* a projector's, of boxes by fours */
-    static constexpr bool even = PAIRS && count % 4 == 0;                    /* nothing is left over */
+    static constexpr int projectors = site_cast<PAIRS>::projectors;
+    static constexpr int most = site_most<PAIRS>() * projectors / (2 * N), count = PAIRS ? most : 0;
+    static constexpr int first_pairs = count / 4 * 8 * N / projectors; /* a projector's, of boxes by fours */
+    static constexpr bool even = PAIRS && count % 4 == 0;              /* nothing is left over */
     static constexpr bool split = PAIRS && !even; /* something is, and is mixed while projectors work */
 };
 
@@ -109,10 +115,10 @@ template <int N, site_kind KIND, int PAIRS> static __host__ __device__ constexpr
 /* Addresses of barriers, an array of each kind. By stage: a tile has come, is mixed, its boxes left over are (where site_boxes knows
  * of them; otherwise "mixed" says so), it may be overwritten; pre, the norm's factors have come. By slot: sums, squares of a token
  * have come. Logits: a batch is there, is taken. psi: some of it is there, is taken. Left: the projectors' sums of a tile are there,
- * are taken. */
+ * are taken. f, where it has a place of its own: a tile's is there, is taken. */
 struct site_barriers {
     uint32_t full, mixed, mixed_left, empty, pre, inverse, sums, squares, logits_full, logits_empty, psi_empty,
-        left_full, left_empty, psi_full;
+        left_full, left_empty, f_full, f_empty, psi_full;
 };
 
 /* What every warp knows. */
@@ -165,7 +171,7 @@ static __device__ __forceinline__ int64_t site_token(const site_args &p, const s
 /* Where the eight warps leave the sums of a tile: two rooms in turn, or one. */
 template <int N, site_kind KIND, int PAIRS> struct site_rooms {
     static constexpr int count = PAIRS == SITE_FEW_PAIRS ? 2 : 1, each = SITE_TILE * site_shape<N, KIND>::fours * 4;
-    static constexpr int floats = PROJECTORS * each;
+    static constexpr int floats = site_cast<PAIRS>::projectors * each;
     uint32_t at = 0, parity = 0; /* the room of this tile, and how often it was used */
 
     __device__ __forceinline__ void next()

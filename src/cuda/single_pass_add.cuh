@@ -42,7 +42,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_adder {
 #pragma unroll
         for (int k = 0; k < times; k++)
 #pragma unroll
-            for (int w = 0; w < PROJECTORS; w++) {
+            for (int w = 0; w < site_cast<PAIRS>::projectors; w++) {
                 const float4 v = left[w * (rooms::each / 4) + k * each * fours];
                 sum[k][0] += v.x, sum[k][1] += v.y, sum[k][2] += v.z, sum[k][3] += v.w;
             }

@@ -74,15 +74,16 @@ static __device__ __noinline__ void copy_loose(const site_args &p, const site_bl
 /* One lane: this block's boxes of a tile. */
 template <int STREAMS>
 static __device__ __forceinline__ void bring_rows(const site_args &p, const site_block &b, uint32_t to,
-                                                  const CUtensorMap *map, int token, uint32_t barrier)
+                                                  const CUtensorMap *map, int token, uint32_t barrier,
+                                                  uint64_t hint)
 {
     if (p.rows) {
-        tma_load_row(to, map, 0, token, (int)b.rank * p.boxes, barrier);
+        tma_load_row(to, map, 0, token, (int)b.rank * p.boxes, barrier, hint);
         return;
     }
 #pragma unroll 1
     for (int k = 0; k < p.boxes; k++, to += STREAMS * BOX_BYTES)
-        tma_load_row(to, map, b.first_channel + k * SITE_BOX, token, 0, barrier);
+        tma_load_row(to, map, b.first_channel + k * SITE_BOX, token, 0, barrier, hint);
 }
 
 /* One lane: psi of boxes of 64 channels from `box` on, as many as have room. */
@@ -126,12 +127,50 @@ static __device__ __forceinline__ void bring_rest(const site_args &p, const site
     barrier_wait(b.at.psi_empty, parity);
 }
 
+/* f of a tile, where it has a place of its own. It comes when the tile before is mixed, which is soon enough where the L2 has it
+ * already. Tiles are not asked for sooner than that either: more of them on their way would be slower. */
+static __device__ __forceinline__ void bring_f(const site_args &p, const site_block &b, int i)
+{
+    constexpr int AHEAD = 2;
+    barrier_wait(b.at.f_empty, (i & 1) ^ 1);
+    if (b.lane == 0) {
+        tma_expect(b.at.f_full, (uint32_t)p.boxes * BOX_BYTES);
+        bring_rows<1>(p, b, shared_address(b.shared + p.at.f), &p.f, (int)site_token(p, b, i, 0), b.at.f_full,
+                      evict_normal());
+        if (p.rows && i + AHEAD < b.count)
+            tma_prefetch4(&p.f, 0, (int)site_token(p, b, i + AHEAD, 0), 0, (int)b.rank * p.boxes);
+    }
+    __syncwarp();
+}
+
+/* Where new streams are made the old ones shall be the last to leave the L2, though nobody will read them again: what leaves it
+ * then are the new ones, and soon, which memory likes better. So that they are not in the way of the next launch those that may
+ * still be there are let go when all tiles have been asked for, and the last tiles are not kept at all. */
+static __device__ __forceinline__ bool is_kept(const site_args &p, const site_block &b, int i)
+{
+    return p.old && i < b.count - p.stages;
+}
+
+template <int N> static __device__ __forceinline__ void let_go(const site_args &p, const site_block &b)
+{
+    const int64_t row = b.lane % N * p.old_stream + b.first_channel * (int64_t)sizeof(bf16);
+    const int boxes = min(p.boxes, (p.channels - b.first_channel + SITE_BOX - 1) / SITE_BOX);
+    if (b.lane >= SITE_TILE * N) return;
+#pragma unroll 1
+    for (int i = max(b.count - p.in_cache, 0); is_kept(p, b, i); i++) {
+        const char *const at = p.old + site_token(p, b, i, b.lane / N) * p.old_token + row;
+#pragma unroll 1
+        for (int k = 0; k < boxes; k++) make_normal(at + k * TMA_ROW);
+    }
+}
+
 /* Barriers for what comes back of a tile are armed before the tile is there. */
-template <int N, site_kind KIND, bool ONCE>
+template <int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ void bring(const site_args &p, const site_block &b)
 {
-    constexpr bool POST = KIND == SITE_BOUNDARY;
-    const uint32_t tiles = shared_address(b.shared), coef = shared_address(b.shared + p.at.coef);
+    constexpr bool POST = KIND == SITE_BOUNDARY, APART = POST && site_cast<PAIRS>::wide;
+    constexpr bool ONCE = site_once<N, KIND, PAIRS>();
+    const uint32_t tiles = shared_address(b.shared + p.at.tiles), coef = shared_address(b.shared + p.at.coef);
     const uint32_t pre = shared_address(b.shared + p.at.pre) + b.lane * 4;
     site_lines<N> lines;
     site_cursor c;
@@ -145,13 +184,16 @@ static __device__ __forceinline__ void bring(const site_args &p, const site_bloc
         if (b.lane == 0) {
             const uint32_t to = tiles + c.stage * p.at.stage;
             tma_publish(); /* what the mixers wrote here comes before what the copy engine writes */
-            tma_expect(barrier, (uint32_t)p.boxes * (N + POST) * BOX_BYTES);
-            bring_rows<N>(p, b, to, &p.x, (int)token, barrier);
-            if constexpr (POST) bring_rows<1>(p, b, to + p.boxes * N * BOX_BYTES, &p.f, (int)token, barrier);
+            tma_expect(barrier, (uint32_t)p.boxes * (N + (POST && !APART)) * BOX_BYTES);
+            bring_rows<N>(p, b, to, &p.x, (int)token, barrier,
+                          POST && is_kept(p, b, i) ? evict_last() : evict_normal());
+            if constexpr (POST && !APART)
+                bring_rows<1>(p, b, to + p.boxes * N * BOX_BYTES, &p.f, (int)token, barrier, evict_normal());
             tma_expect(b.at.pre + c.stage * 8, SITE_TILE * N * 4);
             if (p.norm) tma_expect(b.at.inverse + c.stage * 8, SITE_TILE * 4);
         }
         __syncwarp();
+        if constexpr (APART) bring_f(p, b, i);
         if constexpr (POST) {
             const uint32_t at = coef + c.stage * (SITE_TILE * (N + N * N) * 4);
             if (i == 0) lines.begin(p, b);
@@ -174,6 +216,7 @@ static __device__ __forceinline__ void bring(const site_args &p, const site_bloc
         }
     }
     if (b.count <= p.early) bring_rest<N, KIND, ONCE>(p, b);
+    if constexpr (POST) let_go<N>(p, b);
 }
 
 #endif

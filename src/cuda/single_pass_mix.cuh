@@ -16,28 +16,28 @@
  * rows of its own token. The rows of the boxes that are left over are dealt to the warps in turn, so that no lane is idle.
  * Which warp has a row depends on the tile alone. */
 struct site_rows {
-    uint32_t streams, f; /* offsets in a tile: of stream 0, of f */
+    uint32_t streams, f; /* offsets: of stream 0 in a tile, of f behind the streams or in a place of its own */
     int token, channel;  /* token: of the tile */
 };
 
-template <int N>
+template <int N, bool APART>
 static __device__ __forceinline__ site_rows rows_at(const site_args &p, const site_block &b, int box, int token)
 {
     const uint32_t piece = tma_piece(token, b.lane & 7);
-    return {piece + box * N * BOX_BYTES, piece + (p.boxes * N + box) * BOX_BYTES, token,
+    return {piece + box * N * BOX_BYTES, piece + (APART ? box : p.boxes * N + box) * BOX_BYTES, token,
             b.first_channel + box * SITE_BOX + (b.lane & 7) * 8};
 }
 
 template <int N, int PAIRS> struct site_share {
     typedef site_boxes<N, PAIRS> boxes;
-    static constexpr int most = site_most<PAIRS>() / N;
+    static constexpr int most = boxes::most / 4;
     site_rows own; /* the first four of its own token; the next are four boxes further on */
     int times, left,
         lives[most]; /* times four boxes; boxes left over; tiles in which own rows are of this tensor */
 
     __device__ __forceinline__ site_share(const site_args &p, const site_block &b, int warp)
-        : own(rows_at<N>(p, b, b.lane >> 3, warp)), times((PAIRS ? boxes::count : p.boxes) / 4),
-          left((PAIRS ? boxes::count : p.boxes) % 4)
+        : own(rows_at<N, site_cast<PAIRS>::wide>(p, b, b.lane >> 3, warp)),
+          times((PAIRS ? boxes::count : p.boxes) / 4), left((PAIRS ? boxes::count : p.boxes) % 4)
     {
         const int all = b.count - (site_token(p, b, b.count - 1, warp) >= p.tokens);
 #pragma unroll
@@ -55,7 +55,7 @@ template <int N, int PAIRS> struct site_share {
     __device__ __forceinline__ site_rows left_at(const site_args &p, const site_block &b, int warp, int i) const
     {
         const int row = 4 * ((warp - 2 * left * i) & (SITE_TILE - 1)) + (b.lane >> 3);
-        return rows_at<N>(p, b, 4 * times + (row >> 3), row & 7);
+        return rows_at<N, site_cast<PAIRS>::wide>(p, b, 4 * times + (row >> 3), row & 7);
     }
 };
 
@@ -71,6 +71,25 @@ static __device__ __forceinline__ void put_piece(uint32_t to, const raw<bf16, 8>
 {
     put_four(to, make_uint4(r.word[0], r.word[1], r.word[2], r.word[3]));
 }
+
+/* f of a warp's rows of the next tile, where f has a place of its own: taken into registers as soon as the tile before is mixed, for
+ * the place is wanted. */
+template <int N, int PAIRS> struct site_f {
+    raw<bf16, 8> own[site_share<N, PAIRS>::most] = {}, left = {};
+    int taken = 0; /* tiles */
+
+    __device__ __forceinline__ void take(const site_args &p, const site_block &b, const site_share<N, PAIRS> &share,
+                                         int warp)
+    {
+        const uint32_t at = shared_address(b.shared + p.at.f);
+#pragma unroll
+        for (int t = 0; t < share.most; t++)
+            if (share.has_own(t)) own[t] = take_piece(at + share.own.f + t * 4 * BOX_BYTES);
+        if (share.has_left(warp, taken)) left = take_piece(at + share.left_at(p, b, warp, taken).f);
+        barrier_arrive(b.at.f_empty);
+        taken++;
+    }
+};
 
 /* ---- mixers ------------------------------------------------------------------------------------------------------------- */
 
@@ -105,19 +124,18 @@ static __device__ __forceinline__ void mix(raw<bf16, 8> (&x)[N], const raw<bf16,
 /* Post of rows of a tile, in place and to memory. */
 template <int N, post_mode MODE, bool IN_OUT>
 static __device__ __forceinline__ void mix_rows(const site_args &p, const weft_mask &mask, uint32_t streams,
-                                                uint32_t f_at, const coefs<N> &k, char *to, bool live,
+                                                const raw<bf16, 8> &f, const coefs<N> &k, char *to, bool live,
                                                 int64_t token, int channel)
 {
     raw<bf16, 8> x[N];
 #pragma unroll
     for (int o = 0; o < N; o++) x[o] = take_piece(streams + o * BOX_BYTES);
-    const raw<bf16, 8> f = take_piece(f_at);
     if (MODE == PLAIN || live) mix<N, MODE, IN_OUT>(x, f, k, p, mask, token, channel);
 #pragma unroll
     for (int o = 0; o < N; o++) put_piece(streams + o * BOX_BYTES, x[o]);
     if (live)
 #pragma unroll
-        for (int o = 0; o < N; o++) store_raw((bf16 *)(to + p.y_at[o]), x[o]);
+        for (int o = 0; o < N; o++) store_once((bf16 *)(to + p.y_at[o]), x[o]);
 }
 
 /* 8 channels, rounded. */
@@ -194,15 +212,17 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
 {
     typedef site_boxes<N, PAIRS> boxes;
     const site_share<N, PAIRS> share(p, b, warp);
-    const uint32_t tiles = shared_address(b.shared);
+    const uint32_t tiles = shared_address(b.shared + p.at.tiles);
     const coefs<N> *const coef = (const coefs<N> *)(b.shared + p.at.coef);
     const site_pre<N> *const pre = (const site_pre<N> *)(b.shared + p.at.pre);
     const int64_t first = site_token(p, b, 0, warp);
     char *y = (char *)(p.y + first * p.y_token + share.own.channel);
     char *u = (char *)(p.u + first * p.u_token + share.own.channel);
     const bool wants_u = p.u != nullptr;
+    constexpr bool APART = KIND == SITE_BOUNDARY && site_cast<PAIRS>::wide;
     int mixed = KIND == SITE_BOUNDARY ? 0 : b.count, summed = 0, normed = 0; /* tiles */
     site_cursor now, then, last;
+    site_f<N, PAIRS> f;
     weft_mask mask = {};
     if constexpr (KIND == SITE_BOUNDARY && MODE == FULL) {
         wait_for_previous();
@@ -211,6 +231,8 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
     cluster_wait_for_all();
 #pragma unroll 1
     while ((p.norm ? normed : summed) < b.count) {
+        if constexpr (APART)
+            if (f.taken == mixed && mixed < b.count && is_over(b.at.f_full, mixed & 1)) f.take(p, b, share, warp);
         if (p.norm && normed < summed && is_over(b.at.inverse + last.stage * 8, last.parity)) {
             const uint32_t tile = tiles + last.stage * p.at.stage;
             const float *const inverse = (const float *)(b.shared + p.at.inverse) + last.stage * SITE_TILE;
@@ -251,22 +273,23 @@ static __device__ __forceinline__ void mixer(const site_args &p, const site_bloc
                 }
             if (!p.norm) barrier_arrive(b.at.empty + then.stage * 8);
             u += p.u_step, then.next(p.stages), summed++;
-        } else if (KIND == SITE_BOUNDARY && mixed < b.count && is_over(b.at.full + now.stage * 8, now.parity)) {
+        } else if (KIND == SITE_BOUNDARY && mixed < (APART ? f.taken : b.count) &&
+                   is_over(b.at.full + now.stage * 8, now.parity)) {
             const uint32_t tile = tiles + now.stage * p.at.stage;
 #pragma unroll
             for (int t = 0; t < share.most; t++)
                 if (share.has_own(t))
                     mix_rows<N, MODE, IN_OUT>(
                         p, mask, tile + share.own.streams + t * 4 * N * BOX_BYTES,
-                        tile + share.own.f + t * 4 * BOX_BYTES, coef[now.stage * SITE_TILE + warp],
-                        y + t * 4 * TMA_ROW, mixed < share.lives[t],
+                        APART ? f.own[t] : take_piece(tile + share.own.f + t * 4 * BOX_BYTES),
+                        coef[now.stage * SITE_TILE + warp], y + t * 4 * TMA_ROW, mixed < share.lives[t],
                         MODE == PLAIN ? 0 : site_token(p, b, mixed, warp), share.own.channel + t * 4 * SITE_BOX);
             if constexpr (boxes::split) barrier_arrive(b.at.mixed + now.stage * 8);
             if constexpr (!boxes::even)
                 if (share.has_left(warp, mixed)) {
                     const site_rows m = share.left_at(p, b, warp, mixed);
                     const int64_t token = site_token(p, b, mixed, m.token);
-                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + m.streams, tile + m.f,
+                    mix_rows<N, MODE, IN_OUT>(p, mask, tile + m.streams, APART ? f.left : take_piece(tile + m.f),
                                               coef[now.stage * SITE_TILE + m.token],
                                               (char *)(p.y + token * p.y_token + m.channel),
                                               token < p.tokens && m.channel < p.channels, token, m.channel);

@@ -88,9 +88,10 @@ static __device__ __forceinline__ void to_all(const site_args &p, const site_blo
 }
 
 /* Where pre_in is given nobody waits for the values, but everybody does for the barrier: no owner may fall behind. */
-template <int N, site_kind KIND> static __device__ __forceinline__ void own(const site_args &p, const site_block &b)
+template <int N, site_kind KIND, int BATCHES>
+static __device__ __forceinline__ void own(const site_args &p, const site_block &b)
 {
-    constexpr int R = site_shape<N, KIND>::rows, LOGITS = 2 * SITE_TILE;
+    constexpr int R = site_shape<N, KIND>::rows, LOGITS = BATCHES * SITE_TILE;
     const int lane = b.lane, kind = lane < N ? 0 : lane < 2 * N ? 1 : 2, column = lane <= R ? lane : 0;
     wait_for_previous();
     const float alpha = lane < R ? get(p.alpha, kind * p.alpha.stride[0]) : 0.0f;
@@ -121,7 +122,7 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void own(cons
 
         if constexpr (KIND != SITE_HEAD) {
             if (has(p.res_out)) {
-                const uint32_t batch = at.k / SITE_TILE & 1;
+                const uint32_t batch = at.k / SITE_TILE % BATCHES;
                 barrier_wait(b.at.logits_empty + batch * 8, (at.k / LOGITS & 1) ^ 1);
                 if (lane >= 2 * N && lane < R) logits[(lane - 2 * N) * LOGITS + at.k % LOGITS] = gate;
                 barrier_arrive(b.at.logits_full + batch * 8);
@@ -132,16 +133,16 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void own(cons
 }
 
 /* One token a lane. */
-template <int N> static __device__ __forceinline__ void clerk(const site_args &p, const site_block &b)
+template <int N, int BATCHES> static __device__ __forceinline__ void clerk(const site_args &p, const site_block &b)
 {
-    constexpr int LOGITS = 2 * SITE_TILE;
+    constexpr int LOGITS = BATCHES * SITE_TILE;
     const int64_t live = site_live(p, b), mine = (live - (int64_t)b.rank + p.cluster - 1) >> p.cluster_log;
     const float *const logits = (const float *)(b.shared + p.at.logits);
     const view &to = p.res_out;
 #pragma unroll 1
     for (int64_t k0 = 0; k0 < mine; k0 += SITE_TILE) {
         const int64_t k = k0 + b.lane % SITE_TILE;
-        const uint32_t batch = k0 / SITE_TILE & 1, parity = k0 / LOGITS & 1;
+        const uint32_t batch = k0 / SITE_TILE % BATCHES, parity = k0 / LOGITS & 1;
         float z[N * N];
         /* The last tokens may be fewer than eight: the barrier counts those that never come. */
 #pragma unroll 1

@@ -6,7 +6,7 @@ static int64_t ceil_div(int64_t a, int64_t b)
     return (a + b - 1) / b;
 }
 
-/* Two steps of 16 columns, the half of a box of one stream, are the unit of the eight warps' work; each has as many. */
+/* Two steps of 16 columns, the half of a box of one stream, are the unit of the projectors' work; of eight each has as many. */
 static int64_t pairs_of(int64_t boxes, int64_t streams)
 {
     return boxes * streams / 4;
@@ -25,6 +25,9 @@ static void cut(weft_site_plan *p, int64_t streams, int64_t channels)
         }
         p->boxes = (int32_t)boxes;
         p->pairs = (int32_t)pairs_of(boxes, streams);
+        p->projectors = SITE_PROJECTORS;
+        if (streams == 4 && p->pairs == SITE_MANY_PAIRS)
+            p->projectors = SITE_WIDE_PROJECTORS, p->pairs = SITE_WIDE_PAIRS;
         return;
     }
 }
@@ -45,29 +48,34 @@ static int32_t psi_bytes(const weft_site_facts *f)
 static void lay_out(weft_site_plan *p, const weft_site_facts *f)
 {
     const int64_t n = f->streams, operands = 2 * p->pairs * (f->rows > 8 ? 3 : 1), tile = SITE_TILE;
-    const int64_t spare = (operands > SITE_KEPT ? operands - SITE_KEPT : 0) * tile * 32 * 16;
-    const bool once = p->pairs <= SITE_ONCE_PAIRS;
+    const bool once = p->pairs <= SITE_ONCE_PAIRS, wide = p->pairs == SITE_WIDE_PAIRS, apart = wide && f->post;
+    const int64_t kept = wide ? SITE_WIDE_KEPT : SITE_KEPT;
+    const int64_t spare = (operands > kept ? operands - kept : 0) * p->projectors * 32 * 16;
+    const int64_t stream = p->boxes * tile * SITE_BOX * 2; /* bytes of one in a tile */
     weft_site_room *r = &p->room;
-    int32_t at, end;
+    int32_t at = 0, end;
     p->slots = (int32_t)ceil_div(p->stages * tile, p->cluster);
-    r->stage = (int32_t)(p->boxes * (n + f->post) * SITE_TILE * SITE_BOX * 2);
-    at = p->stages * r->stage;
+    r->f = take(&at, apart ? stream : 0);
+    r->tiles = at;
+    r->stage = (int32_t)((n + (f->post && !apart)) * stream);
+    at += p->stages * r->stage;
     r->psi = end = at;
     at += (int32_t)spare;
     /* Taken at once, psi may lie where some of its operands will: one tile more has room beside it. */
     if (once) end = at;
-    p->psi_boxes = (end - r->stage) / psi_bytes(f);
+    p->psi_boxes = (end - r->tiles - r->stage) / psi_bytes(f);
     if (p->psi_boxes > p->boxes) p->psi_boxes = p->boxes;
     r->first_psi = end - p->psi_boxes * psi_bytes(f);
-    p->early = r->first_psi / r->stage;
+    p->early = (r->first_psi - r->tiles) / r->stage;
     r->coef = take(&at, f->post ? p->stages * tile * (n + n * n) * 4 : 0);
     r->pre = take(&at, p->stages * tile * n * 4);
-    r->sums = take(&at, (p->pairs == SITE_FEW_PAIRS ? 2 : 1) * tile * tile * ceil_div(f->rows + 1, 4) * 16);
+    r->sums =
+        take(&at, (p->pairs == SITE_FEW_PAIRS ? 2 : 1) * p->projectors * tile * ceil_div(f->rows + 1, 4) * 16);
     r->received = take(&at, (int64_t)p->slots * p->cluster * SITE_ROW * 4);
     r->inverse = take(&at, p->stages * tile * 4);
     r->aside = take(&at, n * 4);
-    r->logits = take(&at, 2 * tile * n * n * 4);
-    r->barriers = take(&at, (6 * p->stages + 2 * p->slots + 9 + (once ? p->psi_boxes : 1)) * 8);
+    r->logits = take(&at, (wide ? 1 : 2) * tile * n * n * 4);
+    r->barriers = take(&at, (6 * p->stages + 2 * p->slots + 11 + (once ? p->psi_boxes : 1)) * 8);
     r->bytes = at;
 }
 

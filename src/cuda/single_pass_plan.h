@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 enum {
-    SITE_TILE = 8,       /* tokens, and warps that project them */
+    SITE_TILE = 8,       /* tokens */
     SITE_BOX = 64,       /* channels */
     SITE_CLUSTER = 16,   /* blocks of a cluster, at most; fewer are a smaller power of two, from 2 on */
     SITE_CLUSTERS = 5,   /* sizes of clusters by their logarithm, 2, 4, 8, 16 from 1 on */
@@ -25,7 +25,13 @@ enum {
     SITE_FEW_PAIRS = 4,  /* pairs of steps of the tensor cores that a warp has; so many are all in registers */
     SITE_ONCE_PAIRS = 5, /* with so many a block has room for all of its psi as it comes */
     SITE_MANY_PAIRS = 7, /* at most */
-    SITE_KEPT = 24,   /* operands of psi that a lane has in registers, at most; the others are in shared memory */
+    SITE_PROJECTORS = 8, /* warps that project */
+    SITE_KEPT = 24, /* operands of psi that a lane has in registers, at most; the others are in shared memory */
+    /* With four streams and most pairs a block is wide: half as many warps project, which have more registers together, f comes to
+     * a place of its own, and a batch of logits has one. That is what a fifth tile has room by. */
+    SITE_WIDE_PROJECTORS = 4,
+    SITE_WIDE_PAIRS = SITE_MANY_PAIRS * SITE_PROJECTORS / SITE_WIDE_PROJECTORS,
+    SITE_WIDE_KEPT = 51,
     SITE_ROW = 28,    /* floats for a token's partial sums */
     SITE_OLDEST = 90, /* compute capabilities for which there is code, times ten */
     SITE_NEWEST = 99
@@ -60,18 +66,20 @@ typedef struct weft_site_facts {
     int32_t sms;                     /* multiprocessors to use: decides no path */
 } weft_site_facts;
 
-/* Offsets in shared memory, in bytes. The tiles come first; at the beginning psi as it lies in memory takes the place of the
- * last ones, from first_psi on. */
+/* Offsets in shared memory, in bytes. The tiles come first, behind f where it has a place of its own; at the beginning psi as it
+ * lies in memory takes the place of the last ones, from first_psi on. */
 typedef struct weft_site_room {
-    int32_t stage, first_psi, psi, coef, pre, sums, received, inverse, aside, logits, barriers, bytes;
+    int32_t f, tiles, stage, first_psi, psi, coef, pre, sums, received, inverse, aside, logits, barriers, bytes;
 } weft_site_room;
 
 typedef struct weft_site_plan {
     weft_site_path path;
-    int32_t cluster, cluster_log, boxes, pairs, stages;
-    int32_t psi_boxes; /* of 64 channels, whose psi is brought at a time */
-    int32_t early;     /* tiles that have room beside it */
-    int32_t slots;     /* tokens whose sums a block can receive at once */
+    int32_t cluster, cluster_log, boxes;
+    int32_t projectors, pairs; /* warps that project, and what each of them has */
+    int32_t stages;            /* tiles that a block holds */
+    int32_t psi_boxes;         /* of 64 channels, whose psi is brought at a time */
+    int32_t early;             /* tiles that have room beside it */
+    int32_t slots;             /* tokens whose sums a block can receive at once */
     int32_t tiles, clusters;
     weft_site_room room;
 } weft_site_plan;

@@ -52,27 +52,28 @@ static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t
 
 /* ---- projectors --------------------------------------------------------------------------------------------------------- */
 
-/* What a warp sums of a tile. */
-template <int TILES> struct site_sums {
-    float d[TILES == 3 ? 2 : 1][4] = {}, squares[4] = {};
+/* What a warp sums of a tile. Apart: hi and lo of rows 0-15 are added up at the end, and no product waits for the one before it. A
+ * warp that is alone on its quarter of the multiprocessor needs that, others have no registers for it. */
+template <int TILES, bool APART> struct site_sums {
+    float d[TILES == 3 ? 2 + APART : 1][4] = {}, squares[4] = {}; /* apart: lo of rows 0-15 are the third */
 };
 
 /* A step: 16 columns. y: the second of their halves twice, so that the operand is there both as B and, in eight rows, as its own
  * transpose: squares are the diagonal. */
-template <int TILES>
-static __device__ __forceinline__ void multiply(site_sums<TILES> &s, const uint4 *a, const uint32_t (&y)[4])
+template <int TILES, bool APART>
+static __device__ __forceinline__ void multiply(site_sums<TILES, APART> &s, const uint4 *a, const uint32_t (&y)[4])
 {
     mma16(s.d[0], a[0].x, a[0].y, a[0].z, a[0].w, y[0], y[1]);
     if constexpr (TILES == 3) {
         mma16(s.d[1], a[2].x, a[2].y, a[2].z, a[2].w, y[0], y[1]);
-        mma16(s.d[0], a[1].x, a[1].y, a[1].z, a[1].w, y[0], y[1]);
+        mma16(s.d[2 * APART], a[1].x, a[1].y, a[1].z, a[1].w, y[0], y[1]);
     }
     mma16(s.squares, y[0], y[1], y[2], y[3], y[0], y[1]);
 }
 
 /* To [token][row]. D has row g (and g + 8) of tokens 2t, 2t + 1. */
-template <int N, site_kind KIND>
-static __device__ __forceinline__ void leave_sums(float *to, const site_sums<site_shape<N, KIND>::tiles> &s,
+template <int N, site_kind KIND, bool APART>
+static __device__ __forceinline__ void leave_sums(float *to, const site_sums<site_shape<N, KIND>::tiles, APART> &s,
                                                   int lane)
 {
     typedef site_shape<N, KIND> shape;
@@ -81,8 +82,8 @@ static __device__ __forceinline__ void leave_sums(float *to, const site_sums<sit
     for (int e = 0; e < 2; e++) {
         float *const row = to + (2 * t + e) * (shape::fours * 4);
         if constexpr (shape::tiles == 3) {
-            row[g] = s.d[0][e];
-            row[g + 8] = s.d[0][2 + e];
+            row[g] = APART ? s.d[0][e] + s.d[2 * APART][e] : s.d[0][e];
+            row[g + 8] = APART ? s.d[0][2 + e] + s.d[2 * APART][2 + e] : s.d[0][2 + e];
             row[g + 16] = s.d[1][e] + s.d[1][2 + e];
         } else {
             if (g < shape::rows) row[g] = s.d[0][e] + s.d[0][2 + e];
@@ -95,8 +96,9 @@ static __device__ __forceinline__ void leave_sums(float *to, const site_sums<sit
  * pairs is known, the ones lie between the others, so that a read is on its way while the tensor cores work. */
 template <int N, site_kind KIND, int PAIRS> struct site_psi {
     typedef site_shape<N, KIND> shape;
-    static constexpr int T = shape::tiles, most = site_most<PAIRS>(), all = most * 2 * T;
-    static constexpr int count = all < SITE_KEPT ? all : SITE_KEPT, spare = all - count;
+    typedef site_cast<PAIRS> cast;
+    static constexpr int P = cast::projectors, T = shape::tiles, most = site_most<PAIRS>(), all = most * 2 * T;
+    static constexpr int count = all < cast::kept ? all : cast::kept, spare = all - count;
     uint4 kept[count];
     const uint4 *rest;
 
@@ -134,7 +136,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
     }
     __device__ __forceinline__ static void together()
     {
-        asm volatile("bar.sync 1, %0;" ::"n"(PROJECTORS * 32) : "memory");
+        asm volatile("bar.sync 1, %0;" ::"n"(P * 32) : "memory");
     }
     /* Box after box as they come, a warp makes operands; in a loop, for it is a fifth of the instructions, which have to come from
      * memory, too. Then it takes them. Those for shared memory go where others' still lie. */
@@ -144,14 +146,14 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
         const uint32_t mine = from + warp * shape::psi_pair + b.lane * 16;
         uint4 *const more = (uint4 *)rest, aside[spare > 0 ? spare : 1];
 #pragma unroll 1
-        for (int k = warp; k < PAIRS * PROJECTORS; k += PROJECTORS) {
+        for (int k = warp; k < PAIRS * P; k += P) {
             barrier_wait(b.at.psi_full + k / (2 * N) * 8, 0);
             make(from, k, b.lane);
         }
 #pragma unroll
         for (int k = 0; k < all; k++) {
-            const uint4 a = take_four(mine + k / (2 * T) * (PROJECTORS * shape::psi_pair) +
-                                      k % (2 * T) * 512); /* as it put them */
+            const uint4 a =
+                take_four(mine + k / (2 * T) * (P * shape::psi_pair) + k % (2 * T) * 512); /* as it put them */
             if (is_kept(k))
                 kept[is_kept(k) ? place(k) : 0] = a;
             else
@@ -160,7 +162,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
         if constexpr (spare > 0) {
             together();
 #pragma unroll
-            for (int k = 0; k < spare; k++) more[k * (PROJECTORS * 32)] = aside[k];
+            for (int k = 0; k < spare; k++) more[k * (P * 32)] = aside[k];
         }
         barrier_arrive(b.at.psi_empty);
     }
@@ -179,12 +181,12 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
             barrier_wait(b.at.psi_full, parity);
             if constexpr (shape::in_place)
 #pragma unroll 1
-                for (int k = mine; k < mine + pairs * PROJECTORS; k += PROJECTORS)
+                for (int k = mine; k < mine + pairs * P; k += P)
                     if (k >= 0 && k < there) make(from, k, b.lane);
 #pragma unroll
             for (int j = 0; j < most; j++) {
                 uint4 a[2 * T];
-                const int k0 = mine + j * PROJECTORS;
+                const int k0 = mine + j * P;
                 if (!PAIRS && j >= pairs) continue;
                 if (k0 < 0 || k0 >= there) continue;
                 if constexpr (shape::in_place)
@@ -199,7 +201,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
                     if (is_kept(k))
                         kept[is_kept(k) ? place(k) : 0] = a[e];
                     else
-                        more[place(k) * (PROJECTORS * 32)] = a[e];
+                        more[place(k) * (P * 32)] = a[e];
                 }
             }
             barrier_arrive(b.at.psi_empty);
@@ -211,7 +213,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
 #pragma unroll
         for (int q = 0; q < T; q++) {
             const int k = s * T + q;
-            a[q] = is_kept(k) ? kept[is_kept(k) ? place(k) : 0] : rest[place(k) * (PROJECTORS * 32)];
+            a[q] = is_kept(k) ? kept[is_kept(k) ? place(k) : 0] : rest[place(k) * (P * 32)];
         }
     }
 };
@@ -220,10 +222,11 @@ template <int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ void projector(const site_args &p, const site_block &b, int warp)
 {
     typedef site_rooms<N, KIND, PAIRS> rooms;
-    constexpr int T = site_shape<N, KIND>::tiles;
+    constexpr int T = site_shape<N, KIND>::tiles, P = site_cast<PAIRS>::projectors;
+    constexpr bool APART = site_cast<PAIRS>::wide;
     typedef site_boxes<N, PAIRS> boxes;
     const site_psi<N, KIND, PAIRS> psi(p, b, warp);
-    const uint32_t tiles = shared_address(b.shared);
+    const uint32_t tiles = shared_address(b.shared + p.at.tiles);
     /* A pair is half (warp & 1) of a box of one stream, pair >> 1; a step is two of its pieces, the second one three times. */
     const uint32_t piece =
         (warp >> 1) * BOX_BYTES + (b.lane & 7) * TMA_ROW + (((b.lane > 7) ^ (b.lane & 7) ^ (warp & 1) << 2) << 4);
@@ -233,7 +236,7 @@ static __device__ __forceinline__ void projector(const site_args &p, const site_
     cluster_wait_for_all();
 #pragma unroll 1
     for (int i = 0; i < b.count; i++, c.next(p.stages), room.next()) {
-        site_sums<T> s;
+        site_sums<T, APART> s;
         const uint32_t from = tiles + c.stage * p.at.stage + piece;
         barrier_wait((KIND == SITE_BOUNDARY ? b.at.mixed : b.at.full) + c.stage * 8, c.parity);
 #pragma unroll
@@ -245,13 +248,13 @@ static __device__ __forceinline__ void projector(const site_args &p, const site_
             for (int k = 0; k < 2; k++) {
                 uint32_t y[4];
                 uint4 a[T];
-                ldmatrix4(y, (from ^ k << 5) + j * (PROJECTORS / 2 * BOX_BYTES));
+                ldmatrix4(y, (from ^ k << 5) + j * (P / 2 * BOX_BYTES));
                 psi.step(a, j * 2 + k);
-                multiply<T>(s, a, y);
+                multiply<T, APART>(s, a, y);
             }
         }
         barrier_wait(b.at.left_empty + room.at * 8, room.parity ^ 1);
-        leave_sums<N, KIND>(left + room.at * rooms::floats, s, b.lane);
+        leave_sums<N, KIND, APART>(left + room.at * rooms::floats, s, b.lane);
         barrier_arrive(b.at.left_full + room.at * 8);
     }
 }

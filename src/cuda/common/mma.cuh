@@ -67,22 +67,6 @@ static __device__ __forceinline__ void copy_async(uint32_t to, const void *from,
                  : "memory");
 }
 
-/* The same, with what the L2 cache should make of it. */
-static __device__ __forceinline__ void copy_async_hint(uint32_t to, const void *from, bool valid, uint64_t policy)
-{
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                 "r"(valid ? 16 : 0), "l"(policy)
-                 : "memory");
-}
-
-/* volatile: cheaper to make again than to keep in two registers */
-static __device__ __forceinline__ uint64_t evict_first()
-{
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 static __device__ __forceinline__ void copy_commit()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");

@@ -171,11 +171,45 @@ static __device__ __forceinline__ void tma_load4(uint32_t to, const CUtensorMap 
                  : "memory");
 }
 
-/* Of a map of rows. Rows of boxes: the first box's number; otherwise: the box's first channel. */
-static __device__ __forceinline__ void tma_load_row(uint32_t to, const CUtensorMap *map, int channel, int token,
-                                                    int box, uint32_t barrier)
+/* The same box will be wanted soon: from memory to the L2. */
+static __device__ __forceinline__ void tma_prefetch4(const CUtensorMap *map, int channel, int token, int c2, int c3)
 {
-    tma_load4(to, map, channel, token, 0, box, barrier);
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(channel),
+                 "r"(token), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
+/* Hints for what is loaded: it is the last to leave the L2, or one among others. volatile: cheaper to make again than to keep in two
+ * registers. */
+static __device__ __forceinline__ uint64_t evict_last()
+{
+    uint64_t hint;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(hint));
+    return hint;
+}
+
+static __device__ __forceinline__ uint64_t evict_normal()
+{
+    uint64_t hint;
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(hint));
+    return hint;
+}
+
+/* 128 bytes, aligned to as many, are one among others again. */
+static __device__ __forceinline__ void make_normal(const void *at)
+{
+    asm volatile("applypriority.global.L2::evict_normal [%0], 128;" ::"l"(at) : "memory");
+}
+
+/* Of a map of rows. Rows of boxes: the first box's number; otherwise: the box's first channel. hint: what the L2 does with it. */
+static __device__ __forceinline__ void tma_load_row(uint32_t to, const CUtensorMap *map, int channel, int token,
+                                                    int box, uint32_t barrier, uint64_t hint)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(channel), "r"(token), "r"(0), "r"(box), "l"(hint)
+        : "memory");
 }
 
 /* bytes: a multiple of 16; both addresses too. */

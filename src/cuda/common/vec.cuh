@@ -164,6 +164,15 @@ template <class T, int W> static __device__ __forceinline__ void store_raw(T *p,
     }
 }
 
+/* 16 bytes that shall leave the L2 for memory before others do. */
+template <class T, int W> static __device__ __forceinline__ void store_once(T *p, const raw<T, W> &r)
+{
+    static_assert(raw<T, W>::bytes == 16, "one store");
+    asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(r.word[0]), "r"(r.word[1]),
+                 "r"(r.word[2]), "r"(r.word[3])
+                 : "memory");
+}
+
 template <class T, int W> static __device__ __forceinline__ void unpack(float (&v)[W], const raw<T, W> &r)
 {
     if constexpr (sizeof(T) == 4) {
