@@ -214,9 +214,11 @@ def record(options):
     for part in (p for p in PARTS if p in parts):
         for row in getattr(recorder, part)():
             lines.append(row)
-        # After each part: what is done is not lost where the machine is taken away.
-        ordered = sorted(lines, key=lambda row: PARTS.index(row["part"]))
-        out.write_text("".join(json.dumps(row) + "\n" for row in [header, *ordered]), encoding="utf-8")
+            if "result" not in row:
+                continue
+            # After each program: what is done is not lost where the machine is taken away.
+            ordered = sorted(lines, key=lambda row: PARTS.index(row["part"]))
+            out.write_text("".join(json.dumps(row) + "\n" for row in [header, *ordered]), encoding="utf-8")
     missing = [p for p in PARTS if not any(row["part"] == p for row in lines)]
     failed = [row for row in lines if row.get("result") in ("failed", "timed out", "not built")]
     print(f"{out}: {len(lines)} lines, {len(failed)} failed" + (f"; not run: {', '.join(missing)}" if missing else ""))
