@@ -35,7 +35,8 @@ enum { MIXERS = SITE_TILE, BOX_BYTES = SITE_TILE * TMA_ROW };
 
 /* Who is who among the warps of a block, and the registers of each: they are handed from the others to the projectors. 640
  * threads have 61440 at launch; one warp more would be a sixth one on a quarter of the multiprocessor, and all would have 80. 512
- * threads have all 65536, and half as many projectors lose less to what is not psi. */
+ * threads have all 65536, and half as many projectors lose less to what is not psi. Shared memory is laid out for the same numbers
+ * (lay_out in single_pass_plan.c). */
 template <int PAIRS> struct site_cast {
     static constexpr bool wide = PAIRS == SITE_WIDE_PAIRS;
     static constexpr int projectors = wide ? SITE_WIDE_PROJECTORS : SITE_PROJECTORS;
@@ -168,7 +169,7 @@ static __device__ __forceinline__ int64_t site_token(const site_args &p, const s
     return ((int64_t)b.cluster + (int64_t)tile * p.clusters) * SITE_TILE + row;
 }
 
-/* Where the eight warps leave the sums of a tile: two rooms in turn, or one. */
+/* Where the projectors leave the sums of a tile: two rooms in turn, or one. */
 template <int N, site_kind KIND, int PAIRS> struct site_rooms {
     static constexpr int count = PAIRS == SITE_FEW_PAIRS ? 2 : 1, each = SITE_TILE * site_shape<N, KIND>::fours * 4;
     static constexpr int floats = site_cast<PAIRS>::projectors * each;

@@ -143,9 +143,9 @@ static __device__ __forceinline__ void bring_f(const site_args &p, const site_bl
     __syncwarp();
 }
 
-/* Where new streams are made the old ones shall be the last to leave the L2, though nobody will read them again: what leaves it
- * then are the new ones, and soon, which memory likes better. So that they are not in the way of the next launch those that may
- * still be there are let go when all tiles have been asked for, and the last tiles are not kept at all. */
+/* Where new streams are made, and more than the L2 holds, the old ones shall be the last to leave it, though nobody will read them
+ * again: what leaves it then are the new ones, and soon, and that is faster. So that they are not in the way of the next launch those
+ * that may still be there are let go when all tiles have been asked for, and the last tiles are not kept at all. */
 static __device__ __forceinline__ bool is_kept(const site_args &p, const site_block &b, int i)
 {
     return p.old && i < b.count - p.stages;

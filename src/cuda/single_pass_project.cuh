@@ -92,7 +92,7 @@ static __device__ __forceinline__ void leave_sums(float *to, const site_sums<sit
     if (t == g >> 1) to[g * (shape::fours * 4) + shape::rows] = g & 1 ? s.squares[1] : s.squares[0];
 }
 
-/* psi of a warp, pairs warp, warp + 8, ..: what it keeps in registers and what it reads from shared memory. Where the number of
+/* psi of a warp, pairs warp, warp + P, ..: what it keeps in registers and what it reads from shared memory. Where the number of
  * pairs is known, the ones lie between the others, so that a read is on its way while the tensor cores work. */
 template <int N, site_kind KIND, int PAIRS> struct site_psi {
     typedef site_shape<N, KIND> shape;
