@@ -40,11 +40,17 @@ static const dl_exchange *find_exchange(module_state *state, PyObject *object)
 
 static weft_dtype dtype_of(dl_dtype dtype)
 {
-    if (dtype.lanes != 1) return WEFT_NONE;
-    if (dtype.code == DL_BFLOAT && dtype.bits == 16) return WEFT_BF16;
-    if (dtype.code == DL_INT) return dtype.bits == 32 ? WEFT_I32 : dtype.bits == 64 ? WEFT_I64 : WEFT_NONE;
-    if (dtype.code != DL_FLOAT) return WEFT_NONE;
-    return dtype.bits == 16 ? WEFT_F16 : dtype.bits == 32 ? WEFT_F32 : dtype.bits == 64 ? WEFT_F64 : WEFT_NONE;
+#define ONE(code, bits) ((code) | (bits) << 8 | 1 << 16)
+    switch (dtype.code | dtype.bits << 8 | (uint32_t)dtype.lanes << 16) {
+    case ONE(DL_FLOAT, 32): return WEFT_F32;
+    case ONE(DL_BFLOAT, 16): return WEFT_BF16;
+    case ONE(DL_FLOAT, 16): return WEFT_F16;
+    case ONE(DL_FLOAT, 64): return WEFT_F64;
+    case ONE(DL_INT, 32): return WEFT_I32;
+    case ONE(DL_INT, 64): return WEFT_I64;
+    default: return WEFT_NONE;
+    }
+#undef ONE
 }
 
 /* Joins the dimensions [0, count) of v into one. */
@@ -68,24 +74,28 @@ static bool collapse(const dl_tensor *v, int count, int64_t *size, int64_t *stri
     return true;
 }
 
-bool ext_view_tensor(gathered *g, const char *name, PyObject *object, dl_tensor *v)
+/* What nearly no tensor needs is apart, so that what each of them passes through stays short. */
+static bool no_tensor(const gathered *g, const char *name, PyObject *object)
 {
-    const dl_exchange *exchange = find_exchange(g->state, object);
-    if (!exchange) {
-        PyObject *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
-        PyErr_Format(PyExc_TypeError, "%s: %s: expected a tensor with DLPack's exchange interface, got %S", g->op,
-                     name, type ? type : Py_None);
-        Py_XDECREF(type);
-        return false;
-    }
-    if (exchange->view(object, v) != 0) {
-        if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "%s: %s: the tensor cannot be read", g->op, name);
-        return false;
-    }
-    v->data = v->data ? (char *)v->data + v->byte_offset : NULL;
+    PyObject *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
+    PyErr_Format(PyExc_TypeError, "%s: %s: expected a tensor with DLPack's exchange interface, got %S", g->op, name,
+                 type ? type : Py_None);
+    Py_XDECREF(type);
+    return false;
+}
+
+static bool no_view(const gathered *g, const char *name)
+{
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "%s: %s: the tensor cannot be read", g->op, name);
+    return false;
+}
+
+/* A tensor that is the first, or not on the very device of the first. */
+static bool take_device(gathered *g, const char *name, const dl_exchange *exchange, dl_tensor *v)
+{
+    char want[32], got[32];
     if (v->device.type == DL_CUDA_HOST) v->device.type = DL_CPU;
     if (v->device.type == DL_CPU) v->device.index = 0;
-    char want[32], got[32];
     if (v->device.type != DL_CPU && v->device.type != DL_CUDA) {
         PyErr_Format(PyExc_ValueError, "%s: %s: expected a tensor on cpu or cuda, got one on %s", g->op, name,
                      device_name(v->device, got));
@@ -101,6 +111,21 @@ bool ext_view_tensor(gathered *g, const char *name, PyObject *object, dl_tensor 
     return true;
 }
 
+static inline bool view_tensor(gathered *g, const char *name, PyObject *object, dl_tensor *v)
+{
+    const dl_exchange *exchange = find_exchange(g->state, object);
+    if (!exchange) return no_tensor(g, name, object);
+    if (exchange->view(object, v) != 0) return no_view(g, name);
+    if (v->data) v->data = (char *)v->data + v->byte_offset;
+    const bool alike = g->any && v->device.type == g->device.type && v->device.index == g->device.index;
+    return alike || take_device(g, name, exchange, v);
+}
+
+bool ext_view_tensor(gathered *g, const char *name, PyObject *object, dl_tensor *v)
+{
+    return view_tensor(g, name, object, v);
+}
+
 static bool wrong_shape(const gathered *g, const weft_arg_info *arg, const dl_tensor *v, const char *expected)
 {
     char text[128] = "";
@@ -111,16 +136,18 @@ static bool wrong_shape(const gathered *g, const weft_arg_info *arg, const dl_te
     return false;
 }
 
-bool ext_place_tensor(gathered *g, const weft_arg_info *arg, const dl_tensor *v, weft_tensor *t)
+static bool no_dtype(const gathered *g, const weft_arg_info *arg, const dl_tensor *v)
 {
-    *t = (weft_tensor){v->data, dtype_of(v->dtype), arg->ndim, {0}, {0}};
-    if (t->dtype == WEFT_NONE) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s: %s: expected float32, bfloat16, float16 or float64, or int32 or int64 for indices, got "
-                     "another dtype of %d bits",
-                     g->op, arg->name, (int)v->dtype.bits);
-        return false;
-    }
+    PyErr_Format(PyExc_ValueError,
+                 "%s: %s: expected float32, bfloat16, float16 or float64, or int32 or int64 for indices, got "
+                 "another dtype of %d bits",
+                 g->op, arg->name, (int)v->dtype.bits);
+    return false;
+}
+
+/* One whose dimensions may have to be joined or unfolded; the dtype is known. */
+static bool place_folded(gathered *g, const weft_arg_info *arg, const dl_tensor *v, weft_tensor *t)
+{
     char expected[96];
     int first = 0; /* dimensions of t that the leading dimensions of v have filled */
     int lead = 0;  /* and how many dimensions of v these are */
@@ -156,6 +183,21 @@ bool ext_place_tensor(gathered *g, const weft_arg_info *arg, const dl_tensor *v,
     return true;
 }
 
+static inline bool place_tensor(gathered *g, const weft_arg_info *arg, const dl_tensor *v, weft_tensor *t)
+{
+    *t = (weft_tensor){v->data, dtype_of(v->dtype), arg->ndim, {0}, {0}};
+    if (t->dtype == WEFT_NONE) return no_dtype(g, arg, v);
+    if (v->ndim != arg->ndim || g->streams == 0) return place_folded(g, arg, v, t);
+    for (int d = 0; d < v->ndim; d++) t->shape[d] = v->shape[d], t->stride[d] = v->strides[d];
+    if (arg->dim[0] == WEFT_DIM_TOKENS && t->shape[0] <= 1) t->stride[0] = 0; /* as where dimensions are joined */
+    return true;
+}
+
+bool ext_place_tensor(gathered *g, const weft_arg_info *arg, const dl_tensor *v, weft_tensor *t)
+{
+    return place_tensor(g, arg, v, t);
+}
+
 bool ext_read_tensors(gathered *g, const weft_op_info *info, char *args, PyObject *const *objects, uint64_t add)
 {
     for (int32_t k = 0; k < info->num_args; k++) {
@@ -168,7 +210,7 @@ bool ext_read_tensors(gathered *g, const weft_op_info *info, char *args, PyObjec
             t = &grad->to;
         }
         dl_tensor v;
-        if (!ext_view_tensor(g, arg->name, objects[k], &v) || !ext_place_tensor(g, arg, &v, t)) return false;
+        if (!view_tensor(g, arg->name, objects[k], &v) || !place_tensor(g, arg, &v, t)) return false;
     }
     return true;
 }
