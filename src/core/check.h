@@ -125,8 +125,10 @@ enum { WEFT_MAX_ARGS = 64 };
 
 /* Forgets all sizes of a call: the first tensor that shows one binds it. */
 void weft_unbind(weft_call *call);
-/* Checks the tensors of a table and binds the sizes of the call; `prefix` stands before names in messages. */
-weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix);
+/* Checks the tensors of a table and binds the sizes of the call; `prefix` stands before names in messages. apart: all of them lie
+ * apart from each other, so that weft_check_overlap has nothing to find among them; of a query it means nothing. */
+weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix,
+                               bool *apart);
 
 /* A struct of arguments with its table; index is -1, or the layer number for messages. */
 typedef struct weft_arg_group {

@@ -179,6 +179,7 @@ static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bo
                          args_copy *copy, const weft_kernel **kernel)
 {
     const weft_op_desc *desc = descs[op];
+    bool apart;
     weft_clear_error();
     if (exec == NULL)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec: expected a pointer, got NULL", desc->info.name);
@@ -188,7 +189,7 @@ static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bo
     weft_unbind(call);
     WEFT_TRY(take_args(desc, args, copy));
     WEFT_TRY(check_exec(call));
-    WEFT_TRY(weft_check_tensors(call, &desc->info, copy, ""));
+    WEFT_TRY(weft_check_tensors(call, &desc->info, copy, "", &apart));
     if (call->dtype == WEFT_NONE) call->dtype = WEFT_F32;
     WEFT_TRY(desc->check(call, copy));
     if (call->f64 && exec->backend != WEFT_BACKEND_REF)
@@ -196,7 +197,7 @@ static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bo
                          "%s: expected f32, bf16 or f16 on the %s backend, got f64 (ref serves it)",
                          desc->info.name, weft_backend_name(exec->backend));
     weft_arg_group all = {&desc->info, copy, -1};
-    if (!query) WEFT_TRY(weft_check_overlap(call, &all, &all));
+    if (!query && !apart) WEFT_TRY(weft_check_overlap(call, &all, &all));
     return find_kernel(call, kernel);
 }
 

@@ -11,28 +11,31 @@
 
 /* Sizes that a name stands for as such, by their number from the first on: where the call keeps them, and what they may be. The
  * other names stand for what follows from these. */
+#define SIZES(SIZE)                                                                                                \
+    SIZE(TOKENS, tokens, 0, MAX_TOKENS)                                                                            \
+    SIZE(STREAMS, streams, 1, WEFT_MAX_STREAMS)                                                                    \
+    SIZE(CHANNELS, channels, 1, (int64_t)1 << 31)                                                                  \
+    SIZE(ROWS, rows, 1, 4096)                                                                                      \
+    SIZE(BATCH, batch, 0, MAX_TOKENS)                                                                              \
+    SIZE(STEPS, steps, 0, MAX_TOKENS)                                                                              \
+    SIZE(KEY_HEADS, key_heads, 1, WEFT_GDN_MAX_HEADS)                                                              \
+    SIZE(VALUE_HEADS, value_heads, 1, WEFT_GDN_MAX_HEADS)                                                          \
+    SIZE(HEADS, heads, 1, WEFT_GDN_MAX_HEADS)                                                                      \
+    SIZE(KEY_DIM, key_dim, 1, WEFT_GDN_MAX_DIM)                                                                    \
+    SIZE(VALUE_DIM, value_dim, 1, WEFT_GDN_MAX_DIM)                                                                \
+    SIZE(WIDTH, width, 1, WEFT_GDN_MAX_WIDTH)                                                                      \
+    SIZE(HISTORY, history, 0, 64)                                                                                  \
+    SIZE(SEQUENCES, sequences, 0, MAX_TOKENS)                                                                      \
+    SIZE(CACHE, cache, 0, MAX_TOKENS)
+
 static const struct size_info {
     const char *name; /* NULL: not one of them */
     size_t offset;
     int64_t low, high;
 } sizes[] = {
 #define SIZE(DIM, field, low, high)                                                                                \
-    [WEFT_DIM_##DIM - WEFT_DIM_TOKENS] = {#field, offsetof(weft_call, field), low, high}
-    SIZE(TOKENS, tokens, 0, MAX_TOKENS),
-    SIZE(STREAMS, streams, 1, WEFT_MAX_STREAMS),
-    SIZE(CHANNELS, channels, 1, (int64_t)1 << 31),
-    SIZE(ROWS, rows, 1, 4096),
-    SIZE(BATCH, batch, 0, MAX_TOKENS),
-    SIZE(STEPS, steps, 0, MAX_TOKENS),
-    SIZE(KEY_HEADS, key_heads, 1, WEFT_GDN_MAX_HEADS),
-    SIZE(VALUE_HEADS, value_heads, 1, WEFT_GDN_MAX_HEADS),
-    SIZE(HEADS, heads, 1, WEFT_GDN_MAX_HEADS),
-    SIZE(KEY_DIM, key_dim, 1, WEFT_GDN_MAX_DIM),
-    SIZE(VALUE_DIM, value_dim, 1, WEFT_GDN_MAX_DIM),
-    SIZE(WIDTH, width, 1, WEFT_GDN_MAX_WIDTH),
-    SIZE(HISTORY, history, 0, 64),
-    SIZE(SEQUENCES, sequences, 0, MAX_TOKENS),
-    SIZE(CACHE, cache, 0, MAX_TOKENS),
+    [WEFT_DIM_##DIM - WEFT_DIM_TOKENS] = {#field, offsetof(weft_call, field), low, high},
+    SIZES(SIZE)
 #undef SIZE
 };
 
@@ -43,8 +46,9 @@ static int64_t *size_at(weft_call *call, const struct size_info *s)
 
 void weft_unbind(weft_call *call)
 {
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        if (sizes[i].name) *size_at(call, &sizes[i]) = -1;
+#define SIZE(DIM, field, low, high) call->field = -1;
+    SIZES(SIZE)
+#undef SIZE
 }
 
 static const weft_tensor *tensor_of(const weft_arg_info *info, const void *args)
@@ -129,12 +133,15 @@ static weft_status bind_size(weft_call *call, const weft_arg_info *info, int axi
                              const struct size_info *s)
 {
     int64_t *size = size_at(call, s);
+    if (*size == got && got >= 0) return WEFT_OK; /* what is bound has been within the limits */
     if (got < s->low || got > s->high)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d (%s): expected %lld to %lld, got %lld",
                          weft_op_name(call->op), prefix, info->name, axis, s->name, (long long)s->low,
                          (long long)s->high, (long long)got);
-    if (*size < 0) *size = got;
-    if (*size == got) return WEFT_OK;
+    if (*size < 0) {
+        *size = got;
+        return WEFT_OK;
+    }
     return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d (%s): expected %lld like the other tensors, got %lld",
                      weft_op_name(call->op), prefix, info->name, axis, s->name, (long long)*size, (long long)got);
 }
@@ -189,6 +196,12 @@ static int64_t extent(const weft_tensor *t)
     return last >= ((int64_t)1 << 58) ? -1 : (last + 1) * (int64_t)weft_element_bytes(t->dtype);
 }
 
+/* Elements from the first to the last of a tensor that has some and whose extent fits. */
+static int64_t whole_length(const weft_tensor *t)
+{
+    return extent(t) / (int64_t)weft_element_bytes(t->dtype);
+}
+
 /* No two indices reach the same element: each stride steps over everything that smaller strides can reach. */
 static bool writes_once(const weft_tensor *t)
 {
@@ -209,17 +222,17 @@ static bool writes_once(const weft_tensor *t)
 }
 
 /* Nearly every tensor is small enough that nothing overflows, has elements, and strides that fall from the first to the last:
- * one look tells that its layout is right. */
-static bool is_usual(const weft_tensor *t)
+ * one look tells that its layout is right, and how many elements lie from its first to its last. 0 of the others. */
+static int64_t usual_length(const weft_tensor *t)
 {
     int64_t inner = 1;
     for (int i = t->ndim - 1; i >= 0; i--) {
-        if ((uint64_t)(t->shape[i] | t->stride[i]) >> 28 || t->shape[i] == 0) return false;
-        if (t->shape[i] == 1) continue;
-        if (t->stride[i] < inner) return false;
-        inner += t->stride[i] * (t->shape[i] - 1);
+        const int64_t shape = t->shape[i], stride = t->stride[i];
+        if ((uint64_t)(shape | stride) >> 28 || shape == 0) return 0;
+        if (stride < inner && shape != 1) return 0;
+        inner += stride * (shape - 1);
     }
-    return true;
+    return inner;
 }
 
 static weft_status check_strides(const weft_call *call, const weft_arg_info *info, const weft_tensor *t,
@@ -239,18 +252,22 @@ static weft_status check_strides(const weft_call *call, const weft_arg_info *inf
     return WEFT_OK;
 }
 
+/* length: elements from the first to the last, 0 where there are none. */
 static weft_status check_layout(const weft_call *call, const weft_arg_info *info, const weft_tensor *t,
-                                const char *prefix)
+                                const char *prefix, int64_t *length)
 {
-    if (!is_usual(t)) {
+    *length = usual_length(t);
+    if (*length == 0) {
         WEFT_TRY(check_strides(call, info, t, prefix));
         if (elements(t) == 0) return WEFT_OK;
+        *length = whole_length(t);
     }
     if (call->query) return WEFT_OK;
     if (t->data == NULL)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer to %lld elements, got NULL",
                          weft_op_name(call->op), prefix, info->name, (long long)elements(t));
-    if ((uintptr_t)t->data % weft_element_bytes(t->dtype))
+    /* of powers of two: a division for every tensor would count */
+    if ((uintptr_t)t->data & (weft_element_bytes(t->dtype) - 1))
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer aligned to its %d-byte elements, got %p",
                          weft_op_name(call->op), prefix, info->name, (int)weft_element_bytes(t->dtype), t->data);
 #if WEFT_HAVE_CUDA
@@ -260,8 +277,31 @@ static weft_status check_layout(const weft_call *call, const weft_arg_info *info
     return WEFT_OK;
 }
 
-weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix)
+/* Spans of memory in the order of their addresses: a tensor that keeps apart from the two beside it does so from all. */
+typedef struct shelf {
+    int32_t count;
+    bool apart; /* no two meet; once two do, none is put there any more */
+    uint64_t begin[WEFT_MAX_ARGS], end[WEFT_MAX_ARGS];
+} shelf;
+
+static void put_on(shelf *s, const weft_tensor *t, int64_t length)
 {
+    const uint64_t begin = (uintptr_t)t->data, end = begin + (uint64_t)length * weft_element_bytes(t->dtype);
+    int32_t k = s->count;
+    if (length == 0 || !s->apart) return;
+    for (; k > 0 && s->begin[k - 1] > begin; k--) s->begin[k] = s->begin[k - 1], s->end[k] = s->end[k - 1];
+    s->apart = (k == 0 || s->end[k - 1] <= begin) && (k == s->count || end <= s->begin[k + 1]);
+    s->begin[k] = begin;
+    s->end[k] = end;
+    s->count++;
+}
+
+weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix,
+                               bool *apart)
+{
+    int64_t length;
+    shelf all; /* most of it stays as it is: to clear it would take longer than to fill it */
+    all.count = 0, all.apart = true;
     bool first = call->tokens < 0 && call->streams < 0 && call->channels < 0 && call->dtype == WEFT_NONE;
     for (int32_t i = 0; i < info->num_args; i++) {
         const weft_arg_info *a = &info->args[i];
@@ -277,7 +317,8 @@ weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const 
             return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected %d dimensions, got %d", weft_op_name(call->op),
                              prefix, a->name, (int)a->ndim, (int)t->ndim);
         for (int d = 0; d < a->ndim; d++) WEFT_TRY(bind_dim(call, a, d, t->shape[d], prefix));
-        WEFT_TRY(check_layout(call, a, t, prefix));
+        WEFT_TRY(check_layout(call, a, t, prefix, &length));
+        put_on(&all, t, length);
         if (a->kind == WEFT_ARG_GRAD) {
             int32_t add = ((const weft_grad *)t)->add;
             if (add != 0 && add != 1)
@@ -286,12 +327,13 @@ weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const 
         }
     }
     if (call->streams > 0) {
-        int64_t all;
-        if (__builtin_mul_overflow(call->streams, call->channels > 0 ? call->channels : 1, &all) ||
-            all > ((int64_t)1 << 31))
+        int64_t both;
+        if (__builtin_mul_overflow(call->streams, call->channels > 0 ? call->channels : 1, &both) ||
+            both > ((int64_t)1 << 31))
             return weft_fail(WEFT_ERR_ARGUMENT, "%s: streams * channels: expected at most 2^31, got %lld * %lld",
                              weft_op_name(call->op), (long long)call->streams, (long long)call->channels);
     }
+    *apart = all.apart;
     return WEFT_OK;
 }
 

@@ -44,8 +44,9 @@ static weft_status missing(const weft_call *call, int32_t l, const char *name, c
 static weft_status check_layer(weft_call *call, const weft_mhc_replay_layer *layer, int32_t l, bool last)
 {
     char prefix[32], name[48];
+    bool apart; /* of one layer: all layers are compared below */
     snprintf(prefix, sizeof prefix, "layers[%d].", (int)l);
-    WEFT_TRY(weft_check_tensors(call, &layer_info, layer, prefix));
+    WEFT_TRY(weft_check_tensors(call, &layer_info, layer, prefix, &apart));
     WEFT_TRY(weft_check_dropout(call, prefix, &layer->dropout));
     snprintf(name, sizeof name, "%ssub_eps", prefix);
     WEFT_TRY(weft_check_eps(call, name, layer->sub_eps));
