@@ -119,11 +119,14 @@ static weft_status check_exec(weft_call *call)
     return WEFT_OK;
 }
 
-/* Copies the caller's struct into one of the current size, so that kernels never meet an older or newer layout. */
-static weft_status take_args(const weft_op_desc *desc, const void *args, void *copy)
+/* The caller's struct where it has the current size, else a copy that has, so that kernels never meet an older or newer
+ * layout. */
+static weft_status take_args(const weft_op_desc *desc, const void *args, void *copy, const void **taken)
 {
     size_t size, ours = desc->info.args_size;
     memcpy(&size, args, sizeof size);
+    *taken = args;
+    if (size == ours) return WEFT_OK;
     if (size < desc->first_size)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: struct_size: expected at least %zu (use WEFT_ARGS), got %zu",
                          desc->info.name, desc->first_size, size);
@@ -139,6 +142,7 @@ static weft_status take_args(const weft_op_desc *desc, const void *args, void *c
     const size_t known = size < ours ? size : ours;
     memcpy(copy, args, known);
     memset((char *)copy + known, 0, ours - known);
+    *taken = copy;
     return WEFT_OK;
 }
 
@@ -153,6 +157,14 @@ typedef union args_copy {
     _Static_assert(offsetof(weft_##name##_args, struct_size) == 0, "struct_size must come first in " #name);
 #include "core/ops.def"
 #undef WEFT_OP
+
+/* A call that may run: its arguments are the caller's or lie in `copy`. */
+typedef struct entered {
+    weft_call call;
+    const void *args;
+    const weft_kernel *kernel;
+    args_copy copy;
+} entered;
 
 static weft_status find_kernel(const weft_call *call, const weft_kernel **found)
 {
@@ -175,10 +187,10 @@ static weft_status find_kernel(const weft_call *call, const weft_kernel **found)
 }
 
 /* Everything up to the launch. */
-static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bool query, weft_call *call,
-                         args_copy *copy, const weft_kernel **kernel)
+static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bool query, entered *e)
 {
     const weft_op_desc *desc = descs[op];
+    weft_call *call = &e->call;
     bool apart;
     weft_clear_error();
     if (exec == NULL)
@@ -187,77 +199,72 @@ static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bo
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: args: expected a pointer, got NULL", desc->info.name);
     *call = (weft_call){.op = op, .exec = exec, .query = query};
     weft_unbind(call);
-    WEFT_TRY(take_args(desc, args, copy));
+    WEFT_TRY(take_args(desc, args, &e->copy, &e->args));
     WEFT_TRY(check_exec(call));
-    WEFT_TRY(weft_check_tensors(call, &desc->info, copy, "", &apart));
+    WEFT_TRY(weft_check_tensors(call, &desc->info, e->args, "", &apart));
     if (call->dtype == WEFT_NONE) call->dtype = WEFT_F32;
-    WEFT_TRY(desc->check(call, copy));
+    WEFT_TRY(desc->check(call, e->args));
     if (call->f64 && exec->backend != WEFT_BACKEND_REF)
         return weft_fail(WEFT_ERR_UNSUPPORTED,
                          "%s: expected f32, bf16 or f16 on the %s backend, got f64 (ref serves it)",
                          desc->info.name, weft_backend_name(exec->backend));
-    weft_arg_group all = {&desc->info, copy, -1};
+    const weft_arg_group all = {&desc->info, e->args, -1};
     if (!query && !apart) WEFT_TRY(weft_check_overlap(call, &all, &all));
-    return find_kernel(call, kernel);
+    return find_kernel(call, &e->kernel);
 }
 
-static size_t workspace_of(const weft_kernel *kernel, const weft_call *call, const args_copy *args)
+static size_t workspace_of(const entered *e)
 {
-    weft_call query = *call;
-    query.exact = !call->query;
+    if (!e->kernel->workspace) return 0;
+    weft_call query = e->call;
+    query.exact = !query.query;
     query.query = true;
-    return kernel->workspace ? kernel->workspace(&query, args) : 0;
+    return e->kernel->workspace(&query, e->args);
 }
 
 static weft_status run(weft_op op, const weft_exec *exec, const void *args)
 {
-    weft_call call;
-    args_copy copy;
-    const weft_kernel *kernel;
-    WEFT_TRY(enter(op, exec, args, false, &call, &copy, &kernel));
-    size_t need = workspace_of(kernel, &call, &copy);
+    entered e;
+    WEFT_TRY(enter(op, exec, args, false, &e));
+    size_t need = workspace_of(&e);
     if (need > 0 && (exec->workspace == NULL || exec->workspace_bytes < need))
         return weft_fail(WEFT_ERR_WORKSPACE, "%s: exec.workspace: expected at least %zu bytes, got %zu%s",
                          weft_op_name(op), need, exec->workspace_bytes, exec->workspace ? "" : " at NULL");
 #if WEFT_HAVE_CUDA
     if (exec->backend == WEFT_BACKEND_CUDA) {
         int previous;
-        if (need > 0) WEFT_TRY(weft_cuda_check_pointer(&call, "exec.", "workspace", exec->workspace));
-        WEFT_TRY(weft_cuda_enter(&call, &previous));
-        weft_status status = kernel->run(&call, &copy);
-        weft_cuda_leave(&call, previous);
+        if (need > 0) WEFT_TRY(weft_cuda_check_pointer(&e.call, "exec.", "workspace", exec->workspace));
+        WEFT_TRY(weft_cuda_enter(&e.call, &previous));
+        weft_status status = e.kernel->run(&e.call, e.args);
+        weft_cuda_leave(&e.call, previous);
         return status;
     }
 #endif
-    if (exec->backend == WEFT_BACKEND_CPU) weft_outputs_ask(&descs[op]->info, &copy);
-    return kernel->run(&call, &copy);
+    if (exec->backend == WEFT_BACKEND_CPU) weft_outputs_ask(&descs[op]->info, e.args);
+    return e.kernel->run(&e.call, e.args);
 }
 
 static weft_status workspace(weft_op op, const weft_exec *exec, const void *args, size_t *bytes)
 {
-    weft_call call;
-    args_copy copy;
-    const weft_kernel *kernel;
+    entered e;
     weft_clear_error();
     if (bytes == NULL)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: bytes: expected a pointer, got NULL", weft_op_name(op));
-    WEFT_TRY(enter(op, exec, args, true, &call, &copy, &kernel));
-    *bytes = workspace_of(kernel, &call, &copy);
+    WEFT_TRY(enter(op, exec, args, true, &e));
+    *bytes = workspace_of(&e);
     return WEFT_OK;
 }
 
 static weft_status plan(weft_op op, const weft_exec *exec, const void *args, const char **text)
 {
-    weft_call call;
-    args_copy copy;
-    const weft_kernel *kernel;
+    entered e;
     weft_clear_error();
     if (text == NULL)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: plan: expected a pointer, got NULL", weft_op_name(op));
-    WEFT_TRY(enter(op, exec, args, true, &call, &copy, &kernel));
-    call.exact = true;
+    WEFT_TRY(enter(op, exec, args, true, &e));
+    e.call.exact = true;
     plan_text *tell = exec->backend == WEFT_BACKEND_CUDA ? cuda_plans[op] : NULL;
-    *text = tell ? tell(&call, &copy) : "the only way that this backend has";
+    *text = tell ? tell(&e.call, e.args) : "the only way that this backend has";
     return WEFT_OK;
 }
 
