@@ -57,6 +57,12 @@ static plan_text *const cuda_plans[WEFT_OP_COUNT] = {
 #endif
 };
 
+/* Those that plan so much to know what workspace they need that they had better do it once: run calls weft_check_room. */
+static bool checks_room(const weft_call *call)
+{
+    return call->exec->backend == WEFT_BACKEND_CUDA && call->op == WEFT_OP_mhc_pre_fwd;
+}
+
 static const weft_kernel *const *tables_of(const weft_call *call)
 {
     if (call->exec->backend == WEFT_BACKEND_REF) return ref_tables;
@@ -222,18 +228,28 @@ static size_t workspace_of(const entered *e)
     return e->kernel->workspace(&query, e->args);
 }
 
+weft_status weft_check_room(const weft_call *call, size_t need)
+{
+    const weft_exec *exec = call->exec;
+    if (need == 0) return WEFT_OK;
+    if (exec->workspace == NULL || exec->workspace_bytes < need)
+        return weft_fail(WEFT_ERR_WORKSPACE, "%s: exec.workspace: expected at least %zu bytes, got %zu%s",
+                         weft_op_name(call->op), need, exec->workspace_bytes, exec->workspace ? "" : " at NULL");
+#if WEFT_HAVE_CUDA
+    if (exec->backend == WEFT_BACKEND_CUDA)
+        return weft_cuda_check_pointer(call, "exec.", "workspace", exec->workspace);
+#endif
+    return WEFT_OK;
+}
+
 static weft_status run(weft_op op, const weft_exec *exec, const void *args)
 {
     entered e;
     WEFT_TRY(enter(op, exec, args, false, &e));
-    size_t need = workspace_of(&e);
-    if (need > 0 && (exec->workspace == NULL || exec->workspace_bytes < need))
-        return weft_fail(WEFT_ERR_WORKSPACE, "%s: exec.workspace: expected at least %zu bytes, got %zu%s",
-                         weft_op_name(op), need, exec->workspace_bytes, exec->workspace ? "" : " at NULL");
+    if (!checks_room(&e.call)) WEFT_TRY(weft_check_room(&e.call, workspace_of(&e)));
 #if WEFT_HAVE_CUDA
     if (exec->backend == WEFT_BACKEND_CUDA) {
         int previous;
-        if (need > 0) WEFT_TRY(weft_cuda_check_pointer(&e.call, "exec.", "workspace", exec->workspace));
         WEFT_TRY(weft_cuda_enter(&e.call, &previous));
         weft_status status = e.kernel->run(&e.call, e.args);
         weft_cuda_leave(&e.call, previous);

@@ -48,6 +48,9 @@ typedef struct weft_kernel {
     size_t (*workspace)(const weft_call *call, const void *args);
 } weft_kernel;
 
+/* The caller's workspace has so many bytes, where the backend reaches them. */
+weft_status weft_check_room(const weft_call *call, size_t need);
+
 /* Tables end with a row whose run is NULL. */
 #define WEFT_OP(name)                                                                                              \
     extern const weft_kernel weft_ref_##name[];                                                                    \

@@ -75,6 +75,7 @@ static weft_status fwd_by_links(const weft_call *call, weft_arena *arena, const 
                                 const fwd_ends *ends)
 {
     const fwd_chain c = fwd_lay_out(arena, call, a, ends);
+    WEFT_TRY(weft_check_room(call, weft_arena_bytes(arena)));
     WEFT_TRY(chain_run(call, weft_cuda_mhc_project_fwd, &c.project, c.room));
     if (c.wants_coef) WEFT_TRY(chain_run(call, weft_cuda_mhc_coef_fwd, &c.coef, c.room));
     if (weft_has(&ends->u)) WEFT_TRY(chain_run(call, weft_cuda_mhc_aggregate_fwd, &c.aggregate, c.room));
@@ -82,6 +83,7 @@ static weft_status fwd_by_links(const weft_call *call, weft_arena *arena, const 
     return chain_run(call, weft_cuda_rmsnorm_fwd, &ends->norm, c.room);
 }
 
+/* Plans once: what workspace each way needs is checked where it is taken (core/dispatch.c). */
 static weft_status fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_pre_fwd_args *a = (const weft_mhc_pre_fwd_args *)args;
@@ -91,10 +93,11 @@ static weft_status fwd(const weft_call *call, const void *args)
     const fwd_ends ends = fwd_take_u(&arena, call, a);
     const weft_pre_plan plan = weft_cuda_pre_one_plan(call, a, &ends.u);
     if (plan.path != WEFT_PRE_ONE_LAUNCH) return fwd_by_links(call, &arena, a, &ends);
+    void *room =
+        ends.wants_v ? weft_arena_take(&arena, chain_bytes(call, weft_cuda_rmsnorm_fwd, &ends.norm)) : NULL;
+    WEFT_TRY(weft_check_room(call, weft_arena_bytes(&arena)));
     WEFT_TRY(weft_cuda_pre_one(call, &plan, a, &ends.u));
-    if (!ends.wants_v) return WEFT_OK;
-    const size_t room = chain_bytes(call, weft_cuda_rmsnorm_fwd, &ends.norm);
-    return chain_run(call, weft_cuda_rmsnorm_fwd, &ends.norm, weft_arena_take(&arena, room));
+    return ends.wants_v ? chain_run(call, weft_cuda_rmsnorm_fwd, &ends.norm, room) : WEFT_OK;
 }
 
 static size_t fwd_workspace(const weft_call *call, const void *args)

@@ -321,6 +321,7 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
         weft_arena arena = cuda_arena(call);
         inner.rows = rows_of(call);
         psi.data = psi_room(&arena, call);
+        WEFT_TRY(weft_check_room(call, weft_arena_bytes(&arena)));
         psi.stream_stride = call->channels, psi.token_stride = call->streams * call->channels;
         WEFT_TRY(weft_cuda_project_spread(&inner, &pre->phi, &pre->norm_weight, columns_of(call, LAYOUT_NC),
                                           (float *)psi.data));
