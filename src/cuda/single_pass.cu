@@ -117,13 +117,14 @@ static __global__ void __launch_bounds__(site_cast<PAIRS>::warps * 32, 1)
 
 /* ---- does it fit? ------------------------------------------------------------------------------------------------------- */
 
-/* Lines of coefficients, the last dimension, that can be copied in one go. */
+/* Lines of coefficients, the last dimension, that can be copied in one go: two or four, as there are streams. */
 static bool in_lines(const weft_tensor *t)
 {
     const int last = t->ndim - 1;
+    const int64_t line = t->shape[last];
     for (int i = 0; i < last; i++)
-        if (t->stride[i] % t->shape[last]) return false;
-    return t->stride[last] == 1 && (uintptr_t)t->data % (uintptr_t)(t->shape[last] * 4) == 0;
+        if (t->stride[i] & (line - 1)) return false;
+    return t->stride[last] == 1 && ((uintptr_t)t->data & (uintptr_t)(line * 4 - 1)) == 0;
 }
 
 static bool is_dtype(const weft_tensor *t, weft_dtype dtype)
@@ -201,7 +202,8 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
         .rows = rows_of(call),
         .bf16 = call->dtype == WEFT_BF16 && is_dtype(&pre->u, WEFT_BF16) && is_dtype(&pre->v, WEFT_BF16) &&
                 is_dtype(&pre->h, WEFT_F32) && is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
-        .layout = can_move(&pre->x) && can_move(&pre->u) && can_move(&pre->v) && can_move(&pre->sub_weight),
+        .layout = call->dtype == WEFT_BF16 && /* of others nobody asks */
+                  can_move(&pre->x) && can_move(&pre->u) && can_move(&pre->v) && can_move(&pre->sub_weight),
         .post = post != NULL,
         .capability = device.capability,
         .shared = call->device_shared,

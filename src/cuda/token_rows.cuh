@@ -18,10 +18,10 @@ static inline token_rows rows_of(const weft_tensor *t, int add = 0)
     token_rows r = {view_of(t, add), 0};
     if (!weft_has(t)) return r;
     int64_t count = t->ndim == 2 ? t->shape[1] : t->shape[1] * t->shape[2];
-    int64_t bytes = count % 4 == 0 ? 16 : count % 2 == 0 ? 8 : 4;
+    int64_t odd = count % 4 == 0 ? 15 : count % 2 == 0 ? 7 : 3; /* bits of an address that is not aligned */
     bool dense = t->ndim == 2 ? t->stride[1] == 1 : t->stride[2] == 1 && t->stride[1] == t->shape[2];
-    r.wide = t->dtype == WEFT_F32 && dense && (uintptr_t)t->data % (uintptr_t)bytes == 0 &&
-             (t->shape[0] <= 1 || t->stride[0] * 4 % bytes == 0);
+    r.wide = t->dtype == WEFT_F32 && dense && ((uintptr_t)t->data & (uintptr_t)odd) == 0 &&
+             (t->shape[0] <= 1 || (t->stride[0] * 4 & odd) == 0);
     return r;
 }
 

@@ -24,7 +24,7 @@ template <class T, int N, stream_layout L> struct stream_tile {
 static inline bool aligned_to(const weft_tensor *t, int64_t elements)
 {
     int64_t bytes = elements * (int64_t)weft_dtype_size(t->dtype);
-    return (uintptr_t)t->data % (uintptr_t)(bytes < 16 ? bytes : 16) == 0;
+    return bytes < 16 ? (uintptr_t)t->data % (uintptr_t)bytes == 0 : (uintptr_t)t->data % 16 == 0;
 }
 
 /* [tokens, channels] rows that can be read `width` elements at a time. Absent tensors fit anything. */
