@@ -145,6 +145,16 @@ static bool no_dtype(const gathered *g, const weft_arg_info *arg, const dl_tenso
     return false;
 }
 
+/* A token that is alone has no stride. It gets the one it would have in a row of its like, so that it goes the way that a token goes
+ * among others. */
+static int64_t stride_in_a_row(const weft_tensor *t)
+{
+    int64_t most = 1;
+    for (int d = 1; d < t->ndim; d++)
+        if (t->shape[d] * t->stride[d] > most) most = t->shape[d] * t->stride[d];
+    return most;
+}
+
 /* One whose dimensions may have to be joined or unfolded; the dtype is known. */
 static bool place_folded(gathered *g, const weft_arg_info *arg, const dl_tensor *v, weft_tensor *t)
 {
@@ -180,6 +190,7 @@ static bool place_folded(gathered *g, const weft_arg_info *arg, const dl_tensor 
         t->stride[first + d] = v->strides[lead + d];
         if (arg->dim[first + d] == WEFT_DIM_STREAMS && g->streams == 0) g->streams = v->shape[lead + d];
     }
+    if (first && t->shape[0] == 1) t->stride[0] = stride_in_a_row(t);
     return true;
 }
 
@@ -189,7 +200,7 @@ static inline bool place_tensor(gathered *g, const weft_arg_info *arg, const dl_
     if (t->dtype == WEFT_NONE) return no_dtype(g, arg, v);
     if (v->ndim != arg->ndim || g->streams == 0) return place_folded(g, arg, v, t);
     for (int d = 0; d < v->ndim; d++) t->shape[d] = v->shape[d], t->stride[d] = v->strides[d];
-    if (arg->dim[0] == WEFT_DIM_TOKENS && t->shape[0] <= 1) t->stride[0] = 0; /* as where dimensions are joined */
+    if (arg->dim[0] == WEFT_DIM_TOKENS && t->shape[0] == 1) t->stride[0] = stride_in_a_row(t);
     return true;
 }
 

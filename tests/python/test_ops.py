@@ -286,3 +286,23 @@ def test_replay_has_the_bits_of_the_chain(dtype, swapped, sub_norm, device):
 def test_replay_of_nothing(device):
     with pytest.raises(ValueError, match="mhc_replay_fwd: num_layers: expected 1 to 4096, got 0"):
         wt.replay(torch.randn(2, 4, 6, device=device), [], "liger")
+
+
+@pytest.mark.parametrize("name", ["pre", "pre_norm", "boundary", "boundary_norm", "head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_a_token_alone_has_the_bits_it_has_among_others(name, dtype, device):
+    """However its dimensions are written: a dimension of one has any stride."""
+    tokens = 5
+    case = cases.make(name, dtype=dtype, device=device, n=4, c=256, lead=(tokens,))
+    among = tuple_of(case.function(**case.tensors))
+
+    def of_first(lead):
+        return {
+            k: t[0].expand(*lead, *t.shape[1:]) if t is not None and t.shape[0] == tokens else t
+            for k, t in case.tensors.items()
+        }
+
+    for lead in ((), (1,), (1, 1)):
+        alone = tuple_of(case.function(**of_first(lead)))
+        for i, (one, all_of_them) in enumerate(zip(alone, among, strict=True)):
+            same(one, all_of_them[0].expand(one.shape), f"result {i}, leading dimensions {lead}")
