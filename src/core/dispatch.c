@@ -57,11 +57,13 @@ static plan_text *const cuda_plans[WEFT_OP_COUNT] = {
 #endif
 };
 
-/* Those that plan so much to know what workspace they need that they had better do it once: run calls weft_check_room. */
-static bool checks_room(const weft_call *call)
-{
-    return call->exec->backend == WEFT_BACKEND_CUDA && call->op == WEFT_OP_mhc_pre_fwd;
-}
+/* Operators that look for themselves whether the workspace has room (weft_check_room): to know what they need is to plan the call, and
+ * they had better do so once. */
+static const bool cuda_checks_room[WEFT_OP_COUNT] = {
+    [WEFT_OP_mhc_pre_fwd] = true,
+    [WEFT_OP_mhc_boundary_fwd] = true,
+    [WEFT_OP_mhc_head_fwd] = true,
+};
 
 static const weft_kernel *const *tables_of(const weft_call *call)
 {
@@ -246,7 +248,8 @@ static weft_status run(weft_op op, const weft_exec *exec, const void *args)
 {
     entered e;
     WEFT_TRY(enter(op, exec, args, false, &e));
-    if (!checks_room(&e.call)) WEFT_TRY(weft_check_room(&e.call, workspace_of(&e)));
+    const bool checks_room = exec->backend == WEFT_BACKEND_CUDA && cuda_checks_room[op];
+    if (!checks_room) WEFT_TRY(weft_check_room(&e.call, workspace_of(&e)));
 #if WEFT_HAVE_CUDA
     if (exec->backend == WEFT_BACKEND_CUDA) {
         int previous;

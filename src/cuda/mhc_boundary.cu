@@ -13,6 +13,13 @@
 
 /* ---- forward ------------------------------------------------------------------------------------------------------------ */
 
+/* The links run one after the other and share. */
+static size_t fwd_chain_bytes(const weft_call *call, const weft_mhc_post_fwd_args *post,
+                              const weft_mhc_pre_fwd_args *pre)
+{
+    return larger(chain_bytes(call, weft_cuda_mhc_post_fwd, post), chain_bytes(call, weft_cuda_mhc_pre_fwd, pre));
+}
+
 static weft_status fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_boundary_fwd_args *a = (const weft_mhc_boundary_fwd_args *)args;
@@ -20,6 +27,7 @@ static weft_status fwd(const weft_call *call, const void *args)
     const weft_mhc_pre_fwd_args pre = weft_boundary_pre_fwd(a);
     const weft_site_plan site = weft_cuda_site_fwd_plan(call, &post, &pre);
     if (site.path == WEFT_SITE_SINGLE_PASS) return weft_cuda_site_fwd(call, &site, &post, &pre);
+    WEFT_TRY(weft_check_room(call, fwd_chain_bytes(call, &post, &pre)));
     WEFT_TRY(chain_run(call, weft_cuda_mhc_post_fwd, &post, call->exec->workspace));
     return chain_run(call, weft_cuda_mhc_pre_fwd, &pre, call->exec->workspace);
 }
@@ -29,10 +37,7 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
     const weft_mhc_boundary_fwd_args *a = (const weft_mhc_boundary_fwd_args *)args;
     const weft_mhc_post_fwd_args post = weft_boundary_post_fwd(a);
     const weft_mhc_pre_fwd_args pre = weft_boundary_pre_fwd(a);
-    return single_or_chain_bytes(call, &post, &pre, [&] {
-        return larger(chain_bytes(call, weft_cuda_mhc_post_fwd, &post),
-                      chain_bytes(call, weft_cuda_mhc_pre_fwd, &pre));
-    });
+    return single_or_chain_bytes(call, &post, &pre, [&] { return fwd_chain_bytes(call, &post, &pre); });
 }
 
 const char *weft_cuda_mhc_boundary_fwd_plan(const weft_call *call, const void *args)

@@ -62,6 +62,7 @@ static weft_status fwd(const weft_call *call, const void *args)
     const weft_call inner = with_rows(call);
     weft_arena arena = cuda_arena(call);
     const fwd_chain c = fwd_lay_out(&arena, call, a);
+    WEFT_TRY(weft_check_room(call, weft_arena_bytes(&arena)));
     WEFT_TRY(chain_run(&inner, weft_cuda_mhc_project_fwd, &c.project, c.room));
     WEFT_TRY(weft_cuda_head_gates_fwd(call, a, &c.project.h, &c.project.ms, &c.aggregate.pre));
     return chain_run(call, weft_cuda_mhc_aggregate_fwd, &c.aggregate, c.room);

@@ -83,7 +83,6 @@ static weft_status fwd_by_links(const weft_call *call, weft_arena *arena, const 
     return chain_run(call, weft_cuda_rmsnorm_fwd, &ends->norm, c.room);
 }
 
-/* Plans once: what workspace each way needs is checked where it is taken (core/dispatch.c). */
 static weft_status fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_pre_fwd_args *a = (const weft_mhc_pre_fwd_args *)args;

@@ -21,6 +21,7 @@ static inline size_t chain_bytes(const weft_call *call, const weft_kernel *table
 {
     const weft_kernel *k = chain_row(call, table);
     weft_call query = *call;
+    query.exact = call->exact || !call->query;
     query.query = true;
     return k && k->workspace ? k->workspace(&query, args) : 0;
 }
