@@ -36,15 +36,19 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
     const uint32_t barriers = shared_address(shared) + S::barriers;
     const tiles_of_block b = {
         shared, {barriers, barriers + S::stages * 8, barriers + S::stages * 16, barriers + S::stages * 24}};
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < S::stages; s++) {
+    static_assert(S::stages < THREADS / 32, "a warp makes the barriers of a tile, another one psi's");
+    if (threadIdx.x % 32 == 0) {
+        const int s = (int)(threadIdx.x / 32);
+        if (s < S::stages) {
             barrier_init(b.at.full + s * 8, 1);
             barrier_init(b.at.done + s * 8, WARPS * 32);
             barrier_init(b.at.free + s * 8, (SERVERS - 1) * 32);
+        } else if (s == S::stages) {
+            barrier_init(b.at.psi, WARPS * 32);
         }
-        barrier_init(b.at.psi, WARPS * 32);
         tma_barriers_ready();
-        if constexpr (FULL_ && POST) mask = weft_mask_open(&p.dropout, p.channels);
+        if constexpr (FULL_ && POST)
+            if (s == 0) mask = weft_mask_open(&p.dropout, p.channels);
     }
     let_next_begin();
     __syncthreads();

@@ -241,7 +241,6 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_stream_kernel(const pro
     constexpr int OWN = PIECES / (WARPS * 32); /* pieces of a thread */
     static_assert(PIECES % (WARPS * 32) == 0, "every thread copies the same number of pieces");
     static_assert(STAGES * STAGE_BYTES >= 16 * (NT * 8 + 1) * 4, "the sums go through the ring");
-    static_assert(2 * BUFFERS <= WARPS * 32, "a thread initialises a barrier");
     extern __shared__ __align__(128) char shared[];
 
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -252,7 +251,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_stream_kernel(const pro
     const uint32_t ring = shared_address(shared) + warp * STAGES * STAGE_BYTES;
     uint4 *const taken = (uint4 *)(shared + shape::x_bytes);
     const uint32_t full = shared_address(taken) + shape::psi_bytes, empty = full + BUFFERS * 8;
-    if (tid < 2 * BUFFERS) barrier_init(full + tid * 8, WARPS * 32);
+    if (lane == 0)
+        for (int k = warp; k < 2 * BUFFERS; k += WARPS) barrier_init(full + k * 8, WARPS * 32);
 
     const uint4 *psi_from = p.packed + r.first * (PIECES / CHUNK) + tid;
     const uint4 *const psi_end = p.packed + stages * (PIECES / CHUNK);

@@ -15,45 +15,41 @@
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
-/* One warp. Every lane of a warp arrives for itself, behind what it did itself. */
+/* How many arrivals complete barrier i, in the order in which they lie (site_barriers). Every lane of a warp arrives for itself, behind
+ * what it did itself. What comes with bytes has one. */
 template <int N, site_kind KIND, int PAIRS>
-static __device__ __forceinline__ void init_barriers(const site_args &p, const site_barriers &b, int lane)
+static __device__ __forceinline__ int arrivals(const site_args &p, int i)
 {
-    constexpr int projectors = site_cast<PAIRS>::projectors;
-    const int left = p.boxes % 4 * (SITE_TILE / 4) * 32; /* of a box left over a warp has four rows */
-    const bool coefs_too = KIND == SITE_BOUNDARY || has(p.pre_in);
-    if (lane < p.stages) {
-        barrier_init(b.full + lane * 8, coefs_too ? 33 : 1);
-        barrier_init(b.mixed + lane * 8, MIXERS * 32);
-        barrier_init(b.mixed_left + lane * 8, left > 0 ? left : 1);
-        barrier_init(b.empty + lane * 8, MIXERS * 32);
-        barrier_init(b.pre + lane * 8, 1);
-        barrier_init(b.inverse + lane * 8, 1);
-    }
-    if (lane < 2)
-        barrier_init(b.logits_full + lane * 8, SITE_TILE * 32), barrier_init(b.logits_empty + lane * 8, 32);
-    if (lane < 2) barrier_init(b.left_full + lane * 8, projectors * 32), barrier_init(b.left_empty + lane * 8, 32);
-    if (lane == 2) barrier_init(b.psi_empty, projectors * 32);
-    if (KIND == SITE_BOUNDARY && site_cast<PAIRS>::wide && lane == 3)
-        barrier_init(b.f_full, 1), barrier_init(b.f_empty, MIXERS * 32);
-    if (lane < (site_once<N, KIND, PAIRS>() ? p.psi_boxes : 1)) barrier_init(b.psi_full + lane * 8, 1);
-#pragma unroll 1
-    for (int i = lane; i < p.slots; i += 32) {
-        barrier_init(b.sums + i * 8, 1);
-        barrier_init(b.squares + i * 8, 1);
-    }
-    tma_barriers_ready();
+    constexpr int mixers = MIXERS * 32, projectors = site_cast<PAIRS>::projectors * 32;
+    const int s = p.stages, left = p.boxes % 4 * (SITE_TILE / 4) * 32; /* of a box left over a warp has four rows */
+    const int rest = i - 6 * s - 2 * p.slots;
+    if (i < s) return KIND == SITE_BOUNDARY || has(p.pre_in) ? 33 : 1; /* full: 32 lanes copy coefficients */
+    if (i < 2 * s) return mixers;                                      /* mixed */
+    if (i < 3 * s) return left > 0 ? left : 1;                         /* mixed_left */
+    if (i < 4 * s) return mixers;                                      /* empty */
+    if (rest < 0) return 1;
+    if (rest < SITE_LOGITS_EMPTY) return SITE_TILE * 32;
+    if (rest < SITE_PSI_EMPTY) return 32;
+    if (rest < SITE_LEFT_EMPTY) return projectors; /* and psi_empty */
+    if (rest < SITE_F_FULL) return 32;
+    return rest == SITE_F_EMPTY ? mixers : 1;
 }
 
-/* One warp, when they exist. */
-template <int N, site_kind KIND>
-static __device__ __forceinline__ void arm_barriers(const site_args &p, const site_barriers &b, int lane)
+/* All warps but the bringer, one lane of each and one barrier at a time. Those for sums and squares are armed as well. */
+template <int N, site_kind KIND, int PAIRS>
+static __device__ __forceinline__ void make_barriers(const site_args &p, const site_barriers &b, int warp)
 {
+    typedef site_cast<PAIRS> cast;
+    const int sums = 6 * p.stages, squares = sums + p.slots, rest = squares + p.slots;
+    const int count = rest + SITE_PSI_FULL + (site_once<N, KIND, PAIRS>() ? p.psi_boxes : 1);
 #pragma unroll 1
-    for (int i = lane; i < p.slots; i += 32) {
-        tma_expect(b.sums + i * 8, (uint32_t)p.cluster * site_shape<N, KIND>::fours * 16);
-        tma_expect(b.squares + i * 8, (uint32_t)(p.cluster * p.boxes * 4));
+    for (int i = warp < cast::bringer ? warp : warp - 1; i < count; i += cast::warps - 1) {
+        const uint32_t at = b.full + i * 8;
+        barrier_init(at, arrivals<N, KIND, PAIRS>(p, i));
+        if (i >= sums && i < rest)
+            tma_expect(at, (uint32_t)p.cluster * (i < squares ? site_shape<N, KIND>::fours * 16 : p.boxes * 4));
     }
+    tma_barriers_ready();
 }
 
 template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
@@ -65,21 +61,23 @@ static __device__ __forceinline__ void site(const site_args &p)
      * for than spill. */
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = (int)threadIdx.x & 31;
     const uint32_t at = shared_address(shared + p.at.barriers), s = p.stages * 8, sums = at + 6 * s,
-                   logits = sums + 16 * p.slots;
+                   rest = sums + 16 * p.slots;
     site_block b = {shared,
-                    {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, at + 5 * s, sums, sums + 8 * p.slots, logits,
-                     logits + 16, logits + 32, logits + 40, logits + 56, logits + 72, logits + 80, logits + 88}};
+                    {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, at + 5 * s, sums, sums + 8 * p.slots,
+                     rest + SITE_LOGITS_FULL * 8, rest + SITE_LOGITS_EMPTY * 8, rest + SITE_PSI_EMPTY * 8,
+                     rest + SITE_LEFT_FULL * 8, rest + SITE_LEFT_EMPTY * 8, rest + SITE_F_FULL * 8,
+                     rest + SITE_F_EMPTY * 8, rest + SITE_PSI_FULL * 8}};
     b.rank = cluster_rank(), b.cluster = cluster_index(), b.lane = lane;
     b.count = (p.tiles - (int)b.cluster + p.clusters - 1) / p.clusters;
     b.first_channel = (int)b.rank * p.boxes * SITE_BOX;
-    if (warp == 0) init_barriers<N, KIND, PAIRS>(p, b.at, lane);
-    if (warp == cast::bringer && lane < (KIND == SITE_BOUNDARY ? 3 : 2))
-        tma_prefetch(lane == 0 ? &p.x : lane == 1 ? &p.psi : &p.f);
+    if (warp == cast::bringer) {
+        if (lane < (KIND == SITE_BOUNDARY ? 3 : 2)) tma_prefetch(lane == 0 ? &p.x : lane == 1 ? &p.psi : &p.f);
+    } else if (lane == 0) {
+        make_barriers<N, KIND, PAIRS>(p, b.at, warp);
+    }
     __syncthreads();
-    if (warp == 0) arm_barriers<N, KIND>(p, b.at, lane);
-    __syncwarp();
     cluster_arrive(); /* barriers exist; before it sends to another block a warp waits for that one's arrival */
-    let_next_begin(); /* and this one begins where memory is first touched: bringer, owner */
+    let_next_begin(); /* and this one begins where memory is first touched: bringer, clerk, owner */
 
     if (warp < cast::first_mixer) {
         set_registers<cast::projector_registers, true>();
@@ -92,6 +90,13 @@ static __device__ __forceinline__ void site(const site_args &p)
         if (warp == cast::bringer) {
             bring<N, KIND, PAIRS>(p, b);
         } else {
+            if (warp ==
+                cast::
+                    clerk) { /* has nothing to do yet, and psi is what all will wait for: the bringer would be later */
+                wait_for_previous();
+                if (lane == 0) bring_psi<N, KIND, site_once<N, KIND, PAIRS>()>(p, b, 0);
+                __syncwarp();
+            }
             cluster_wait_for_all();
             if (warp == cast::owner) own<N, KIND, cast::batches>(p, b);
             if (warp == cast::adder) adder<N, KIND, PAIRS>(p, b);
@@ -99,9 +104,6 @@ static __device__ __forceinline__ void site(const site_args &p)
                 if (warp == cast::clerk && has(p.res_out)) clerk<N, cast::batches>(p, b);
         }
     }
-    __syncwarp();
-    cluster_arrive(); /* nobody sends to a block that is gone */
-    cluster_wait_for_all();
 }
 
 #endif

@@ -12,15 +12,17 @@
  *   mixers      8 warps, a token each. Post, in place and to memory; when pre has come the aggregate, later yet the norm.
  *   projectors  8 warps, or 4, a share of the columns each, whose part of psi is in their registers (what does not fit: in
  *               shared memory). Tensor cores.
- *   bringer     one warp. Lets the copy engine fill the ring of tiles, and brings the coefficients of post.
+ *   bringer     one warp. Lets the copy engine fill the ring of tiles, and brings the coefficients of post and the rest of psi.
  *   owner       one warp. Adds the slices of a token in order, makes the gates, sends pre to all blocks.
  *   adder       one warp. Adds the projectors' sums of a tile and sends them to the tokens' owners. Is the owner for the sum
  *               of squares of u.
- *   clerk       one warp. Makes matrices of logits, eight tokens at a time, one a lane: nobody in this launch waits for them.
+ *   clerk       one warp. Brings the first of psi. Makes matrices of logits, eight tokens at a time, one a lane: nobody in this
+ *               launch waits for them.
  *
  * Sums are added in an order that follows from streams and channels alone. What must not be overwritten: a block sends
  * nothing of a tile before it has freed the stage of that tile, which it does when pre, or the norm's factors, of the stage's
- * last tile have come, and these were sent after everything received for it had been read. */
+ * last tile have come, and these were sent after everything received for it had been read. Whatever is sent to a block is waited for
+ * there, so a block may end when its own warps have, and nobody sends to one that is gone. */
 #ifndef WEFT_CUDA_SINGLE_PASS_CUH
 #define WEFT_CUDA_SINGLE_PASS_CUH
 

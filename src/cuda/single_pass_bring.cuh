@@ -71,19 +71,20 @@ static __device__ __noinline__ void copy_loose(const site_args &p, const site_bl
     }
 }
 
-/* One lane: this block's boxes of a tile. */
-template <int STREAMS>
+/* One lane: this block's boxes of a tile. Without post nothing is hinted: a hint costs 6 % of a head's time, also one that asks for
+ * what is done anyway. */
+template <int STREAMS, bool POST>
 static __device__ __forceinline__ void bring_rows(const site_args &p, const site_block &b, uint32_t to,
-                                                  const CUtensorMap *map, int token, uint32_t barrier,
-                                                  uint64_t hint)
+                                                  const CUtensorMap *map, int token, uint32_t barrier, bool keep)
 {
-    if (p.rows) {
-        tma_load_row(to, map, 0, token, (int)b.rank * p.boxes, barrier, hint);
-        return;
-    }
+    int channel = p.rows ? 0 : b.first_channel;
+    const int box = p.rows ? (int)b.rank * p.boxes : 0;
 #pragma unroll 1
-    for (int k = 0; k < p.boxes; k++, to += STREAMS * BOX_BYTES)
-        tma_load_row(to, map, b.first_channel + k * SITE_BOX, token, 0, barrier, hint);
+    for (int k = 0; k < (p.rows ? 1 : p.boxes); k++, to += STREAMS * BOX_BYTES, channel += SITE_BOX)
+        if constexpr (POST)
+            tma_load_hinted(to, map, channel, token, 0, box, barrier, keep ? evict_last() : evict_normal());
+        else
+            tma_load4(to, map, channel, token, 0, box, barrier);
 }
 
 /* One lane: psi of boxes of 64 channels from `box` on, as many as have room. */
@@ -135,8 +136,8 @@ static __device__ __forceinline__ void bring_f(const site_args &p, const site_bl
     barrier_wait(b.at.f_empty, (i & 1) ^ 1);
     if (b.lane == 0) {
         tma_expect(b.at.f_full, (uint32_t)p.boxes * BOX_BYTES);
-        bring_rows<1>(p, b, shared_address(b.shared + p.at.f), &p.f, (int)site_token(p, b, i, 0), b.at.f_full,
-                      evict_normal());
+        bring_rows<1, true>(p, b, shared_address(b.shared + p.at.f), &p.f, (int)site_token(p, b, i, 0), b.at.f_full,
+                            false);
         if (p.rows && i + AHEAD < b.count)
             tma_prefetch4(&p.f, 0, (int)site_token(p, b, i + AHEAD, 0), 0, (int)b.rank * p.boxes);
     }
@@ -185,10 +186,9 @@ static __device__ __forceinline__ void bring(const site_args &p, const site_bloc
             const uint32_t to = tiles + c.stage * p.at.stage;
             tma_publish(); /* what the mixers wrote here comes before what the copy engine writes */
             tma_expect(barrier, (uint32_t)p.boxes * (N + (POST && !APART)) * BOX_BYTES);
-            bring_rows<N>(p, b, to, &p.x, (int)token, barrier,
-                          POST && is_kept(p, b, i) ? evict_last() : evict_normal());
+            bring_rows<N, POST>(p, b, to, &p.x, (int)token, barrier, is_kept(p, b, i));
             if constexpr (POST && !APART)
-                bring_rows<1>(p, b, to + p.boxes * N * BOX_BYTES, &p.f, (int)token, barrier, evict_normal());
+                bring_rows<1, POST>(p, b, to + p.boxes * N * BOX_BYTES, &p.f, (int)token, barrier, false);
             tma_expect(b.at.pre + c.stage * 8, SITE_TILE * N * 4);
             if (p.norm) tma_expect(b.at.inverse + c.stage * 8, SITE_TILE * 4);
         }
@@ -209,11 +209,7 @@ static __device__ __forceinline__ void bring(const site_args &p, const site_bloc
             if (row < SITE_TILE) copy_line<4>(pre + c.stage * (SITE_TILE * N * 4), p.pre_in.data + at * 4, valid);
         }
         if (POST || has(p.pre_in)) copy_arrive(barrier);
-        if (i == 0) { /* a tile is mixed for the first time while psi comes */
-            if (b.lane == 0) bring_psi<N, KIND, ONCE>(p, b, 0);
-            __syncwarp();
-            cluster_wait_for_all();
-        }
+        if (i == 0) cluster_wait_for_all();
     }
     if (b.count <= p.early) bring_rest<N, KIND, ONCE>(p, b);
     if constexpr (POST) let_go<N>(p, b);

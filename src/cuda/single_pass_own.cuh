@@ -64,18 +64,21 @@ template <int N, int R> struct site_notes {
 };
 
 /* The slices of a value in the order of the blocks. */
+template <int CLUSTER> static __device__ __forceinline__ float add_slices_of(const float *from)
+{
+    float sum = 0.0f;
+#pragma unroll
+    for (int s = 0; s < CLUSTER; s++) sum += from[s * SITE_ROW];
+    return sum;
+}
+
 static __device__ __forceinline__ float add_slices(const float *from, int cluster)
 {
     float sum = 0.0f;
-    if (cluster >= 8) {
+    if (cluster == 16) return add_slices_of<16>(from);
+    if (cluster == 8) return add_slices_of<8>(from);
 #pragma unroll 1
-        for (int s = 0; s < cluster; s += 8)
-#pragma unroll
-            for (int k = 0; k < 8; k++) sum += from[(s + k) * SITE_ROW];
-    } else {
-#pragma unroll 1
-        for (int s = 0; s < cluster; s++) sum += from[s * SITE_ROW];
-    }
+    for (int s = 0; s < cluster; s++) sum += from[s * SITE_ROW];
     return sum;
 }
 
@@ -109,7 +112,17 @@ static __device__ __forceinline__ void own(const site_args &p, const site_block 
         const float h = add_slices(from, p.cluster);
         const float ms = __shfl_sync(0xffffffffu, h, R) * p.mean;
         const float inv = mm_inv_rms(ms, p.numbers.rms_eps, p.numbers.rms_eps_kind);
-        const float gate = gate_fwd(h, inv, alpha, beta, kind, p.numbers);
+        const float z = mm_gate_logit(h, inv, alpha, beta);
+        const bool is_live = at.tile * SITE_TILE + at.row < live;
+        if constexpr (KIND != SITE_HEAD) {
+            if (is_live && has(p.res_out)) { /* first: with few tokens the clerk is the last to be done */
+                const uint32_t batch = at.k / SITE_TILE % BATCHES;
+                barrier_wait(b.at.logits_empty + batch * 8, (at.k / LOGITS & 1) ^ 1);
+                if (lane >= 2 * N && lane < R) logits[(lane - 2 * N) * LOGITS + at.k % LOGITS] = z;
+                barrier_arrive(b.at.logits_full + batch * 8);
+            }
+        }
+        const float gate = gate_of(z, kind, p.numbers);
         const float stored = as_stored(p.pre, gate);
         float pre[N];
 #pragma unroll
@@ -118,17 +131,7 @@ static __device__ __forceinline__ void own(const site_args &p, const site_block 
         __syncwarp();
         to_all<N>(p, b, has(p.pre_in) ? aside : pre_at + (at.stage * SITE_TILE + at.row) * N * 4, pre,
                   b.at.pre + at.stage * 8);
-        if (at.tile * SITE_TILE + at.row >= live) continue;
-
-        if constexpr (KIND != SITE_HEAD) {
-            if (has(p.res_out)) {
-                const uint32_t batch = at.k / SITE_TILE % BATCHES;
-                barrier_wait(b.at.logits_empty + batch * 8, (at.k / LOGITS & 1) ^ 1);
-                if (lane >= 2 * N && lane < R) logits[(lane - 2 * N) * LOGITS + at.k % LOGITS] = gate;
-                barrier_arrive(b.at.logits_full + batch * 8);
-            }
-        }
-        notes.write(p, site_token(p, b, (int)at.tile, (int)at.row), h, ms, gate);
+        if (is_live) notes.write(p, site_token(p, b, (int)at.tile, (int)at.row), h, ms, gate);
     }
 }
 

@@ -75,7 +75,7 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     r->inverse = take(&at, p->stages * tile * 4);
     r->aside = take(&at, n * 4);
     r->logits = take(&at, (wide ? 1 : 2) * tile * n * n * 4);
-    r->barriers = take(&at, (6 * p->stages + 2 * p->slots + 11 + (once ? p->psi_boxes : 1)) * 8);
+    r->barriers = take(&at, (6 * p->stages + 2 * p->slots + SITE_PSI_FULL + (once ? p->psi_boxes : 1)) * 8);
     r->bytes = at;
 }
 

@@ -37,6 +37,19 @@ enum {
     SITE_NEWEST = 99
 };
 
+/* Barriers of a block behind six for each stage and two for each slot, in this order (single_pass.cuh says what they are for): where an
+ * array of them begins. psi's are as many as the boxes of psi that come apart. */
+enum {
+    SITE_LOGITS_FULL,
+    SITE_LOGITS_EMPTY = SITE_LOGITS_FULL + 2,
+    SITE_PSI_EMPTY = SITE_LOGITS_EMPTY + 2,
+    SITE_LEFT_FULL,
+    SITE_LEFT_EMPTY = SITE_LEFT_FULL + 2,
+    SITE_F_FULL = SITE_LEFT_EMPTY + 2,
+    SITE_F_EMPTY,
+    SITE_PSI_FULL
+};
+
 /* Why a call takes the chain of single operators instead. */
 typedef enum weft_site_path {
     WEFT_SITE_SINGLE_PASS = 0,

@@ -19,9 +19,9 @@ static __device__ __forceinline__ float2 take_two(uint32_t from)
 }
 
 /* psi for the 32 columns of a pair of steps, which are 32 channels of one stream, as operands of the tensor cores. from: rows of
- * pair 0. */
+ * pair 0. turn: 1 for the second step first. */
 template <int ROWS, int TILES>
-static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t from, int pair, int lane)
+static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t from, int pair, int lane, int turn)
 {
     const int g = lane >> 2, t = lane & 3;
 #pragma unroll
@@ -34,7 +34,7 @@ static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t
             for (int k = 0; k < 2; k++) {
                 const int row = pair * ROWS + g + 8 * q;
                 if (ROWS % 8 == 0 || g < ROWS)
-                    v[k] = take_two(from + tma_piece(row, 4 * s + 2 * k + (t >> 1)) + (t & 1) * 8);
+                    v[k] = take_two(from + tma_piece(row, (4 * s + 2 * k + (t >> 1)) ^ turn << 2) + (t & 1) * 8);
             }
             split2(hi[q].x, lo[q].x, v[0].x, v[0].y);
             split2(hi[q].y, lo[q].y, v[1].x, v[1].y);
@@ -125,14 +125,19 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
         else
             take_some(p, b, warp);
     }
-    /* Pair k of those that are there: makes its operands in place. */
+    /* Pair k of those that are there: makes its operands in place. Rows next to each other take their steps in turns: at the same
+     * step they would want the same banks. */
     __device__ __forceinline__ static void make(uint32_t from, int k, int lane)
     {
         uint4 a[2 * T];
-        take_psi<shape::rows, T>(a, from, k, lane);
+        const int turn = lane >> 2 & 1;
+        const uint32_t to = from + k * shape::psi_pair + lane * 16;
+        take_psi<shape::rows, T>(a, from, k, lane, turn);
         __syncwarp();
 #pragma unroll
-        for (int e = 0; e < 2 * T; e++) put_four(from + k * shape::psi_pair + e * 512 + lane * 16, a[e]);
+        for (int e = 0; e < T; e++) put_four(to + (turn * T + e) * 512, a[e]);
+#pragma unroll
+        for (int e = 0; e < T; e++) put_four(to + ((turn ^ 1) * T + e) * 512, a[T + e]);
     }
     __device__ __forceinline__ static void together()
     {
@@ -194,7 +199,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
                     for (int e = 0; e < 2 * T; e++)
                         a[e] = take_four(from + k0 * shape::psi_pair + e * 512 + b.lane * 16);
                 else
-                    take_psi<shape::rows, T>(a, from, k0, b.lane);
+                    take_psi<shape::rows, T>(a, from, k0, b.lane, 0);
 #pragma unroll
                 for (int e = 0; e < 2 * T; e++) {
                     const int k = j * 2 * T + e;

@@ -143,14 +143,20 @@ static __device__ __forceinline__ void stage_params(float *to, const view &alpha
         to[k] = k < rows ? get(beta, k * beta.stride[0]) : get(alpha, (k - rows) * alpha.stride[0]);
 }
 
-/* Group 0, 1, 2: pre, post or logit, from h. */
-static __device__ __forceinline__ float gate_fwd(float h, float inv, float alpha, float beta, int group,
-                                                 const gate_numbers &m)
+/* Group 0, 1, 2: pre, post or the logit as it is. */
+static __device__ __forceinline__ float gate_of(float z, int group, const gate_numbers &m)
 {
-    float z = mm_gate_logit(h, inv, alpha, beta), s, t;
+    float s, t;
     if (group == 2) return z;
     mm_sigmoid(z, &s, &t);
     return group == 0 ? s + m.pre_eps : s * m.post_mult;
+}
+
+/* The same from h. */
+static __device__ __forceinline__ float gate_fwd(float h, float inv, float alpha, float beta, int group,
+                                                 const gate_numbers &m)
+{
+    return gate_of(mm_gate_logit(h, inv, alpha, beta), group, m);
 }
 
 /* dz: upstream, becomes the gradient of z. Adds to d_inv and d_alpha, returns d_h. */

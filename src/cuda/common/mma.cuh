@@ -78,7 +78,8 @@ template <int Pending> static __device__ __forceinline__ void copy_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-/* Barriers in shared memory, whose phases have the parities 0, 1, 0, ... A wait for parity 1 on a new one returns. */
+/* Barriers in shared memory, whose phases have the parities 0, 1, 0, ... A wait for parity 1 on a new one returns. One is made in 50
+ * cycles and a warp makes one at a time, whatever the number of its lanes that want to: several are for several warps. */
 static __device__ __forceinline__ void barrier_init(uint32_t barrier, int count)
 {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");

@@ -74,7 +74,7 @@ static inline weft_status tma_map_of(const weft_call *call, tma_encode *encode, 
     const CUresult error =
         encode(map, bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, t->data,
                size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+               CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return error == CUDA_SUCCESS ? WEFT_OK : weft_cuda_status(call, "a tensor map", cudaErrorInvalidValue);
 }
 
@@ -201,14 +201,14 @@ static __device__ __forceinline__ void make_normal(const void *at)
     asm volatile("applypriority.global.L2::evict_normal [%0], 128;" ::"l"(at) : "memory");
 }
 
-/* Of a map of rows. Rows of boxes: the first box's number; otherwise: the box's first channel. hint: what the L2 does with it. */
-static __device__ __forceinline__ void tma_load_row(uint32_t to, const CUtensorMap *map, int channel, int token,
-                                                    int box, uint32_t barrier, uint64_t hint)
+/* hint: what the L2 does with it. */
+static __device__ __forceinline__ void tma_load_hinted(uint32_t to, const CUtensorMap *map, int channel, int token,
+                                                       int c2, int c3, uint32_t barrier, uint64_t hint)
 {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
         "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(channel), "r"(token), "r"(0), "r"(box), "l"(hint)
+        "l"(map), "r"(barrier), "r"(channel), "r"(token), "r"(c2), "r"(c3), "l"(hint)
         : "memory");
 }
 
