@@ -86,5 +86,10 @@ plain = of('int a = 1; const char *b = "/* 1 */";\n')
 assert of('/* why */ int a = 1; // how\nconst char\n    *b = "/* 1 */";\n') == plain
 assert of('int a = 2; const char *b = "/* 1 */";\n') != plain
 assert of('int a = 1; const char *b = "/* 2 */";\n') != plain
+wide = of('int a = f(g[1], h::k, "( x :: y");\n')
+assert of('int a = f(\n    g[\n1], h::\n    k, "( x :: y");\n') == wide
+assert of('int a = f(g[1], h::k, "(x :: y");\n') != wide
+assert of('int a = f(g[1], h::k, "( x::y");\n') != wide
+assert of("#define F(x) 1\n") != of("#define F (x) 1\n")
 END
 "$tools/gpu_record.py" --verify

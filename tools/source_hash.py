@@ -15,12 +15,17 @@ SUFFIXES = {".c", ".h", ".cu", ".cuh", ".def"}
 NOT_RECORDED = re.compile(
     r"src/cuda/(gdn|nn)[_.]|src/cuda/blas|src/(core|ops)/(gdn|nn|sequences)|include/weft/(gdn|model|optim|plan|blas)\.h"
 )
-# Strings are matched so that what looks like a comment inside one stays.
-STRING_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|/\*.*?\*/|//[^\n]*""", re.S)
+# Strings are matched so that what looks like a comment, or like a wrapped line, inside one stays.
+STRING = r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
+STRING_OR_COMMENT = re.compile(STRING + r"|/\*.*?\*/|//[^\n]*", re.S)
+# Where a line may be wrapped that had no space: behind an opening bracket and beside "::". (In front of a bracket a space
+# tells a macro with arguments from one without.)
+STRING_OR_WRAP = re.compile(STRING + r"|(?<=[(\[]) | ?:: ?")
 
 
 def code_of(text):
-    return " ".join(STRING_OR_COMMENT.sub(lambda m: m.group(1) or " ", text).split())
+    flat = " ".join(STRING_OR_COMMENT.sub(lambda m: m.group(1) or " ", text).split())
+    return STRING_OR_WRAP.sub(lambda m: m.group(1) or m.group().strip(), flat)
 
 
 def source_hash(root=ROOT):

@@ -90,9 +90,8 @@ static __device__ __forceinline__ void site(const site_args &p)
         if (warp == cast::bringer) {
             bring<N, KIND, PAIRS>(p, b);
         } else {
-            if (warp ==
-                cast::
-                    clerk) { /* has nothing to do yet, and psi is what all will wait for: the bringer would be later */
+            /* The clerk has nothing to do yet, and psi is what all will wait for: the bringer would be later. */
+            if (warp == cast::clerk) {
                 wait_for_previous();
                 if (lane == 0) bring_psi<N, KIND, site_once<N, KIND, PAIRS>()>(p, b, 0);
                 __syncwarp();
