@@ -118,10 +118,16 @@ static void blocks_fill_the_machine(void **state)
 static void shared_memory_is_enough(void **state)
 {
     (void)state;
-    const boundary_bwd_ring four = weft_boundary_bwd_ring(4), two = weft_boundary_bwd_ring(2);
+    const boundary_bwd_ring four = weft_boundary_bwd_ring(4, SITE_BOUNDARY),
+                            two = weft_boundary_bwd_ring(2, SITE_BOUNDARY);
     assert_int_equal(four.tile_bytes, 40 * 1024);
     assert_int_equal(four.record_bytes, BOUNDARY_TILE * 13 * 16);
     assert_int_equal(two.record_bytes, BOUNDARY_TILE * 5 * 16);
+    /* without a post less of a record, in pieces of an odd number */
+    assert_int_equal(weft_boundary_bwd_ring(4, SITE_PRE).record_bytes, BOUNDARY_TILE * 9 * 16);
+    assert_int_equal(weft_boundary_bwd_ring(2, SITE_PRE).record_bytes, BOUNDARY_TILE * 5 * 16);
+    assert_int_equal(weft_boundary_bwd_ring(4, SITE_HEAD).record_bytes, BOUNDARY_TILE * 5 * 16);
+    assert_int_equal(weft_boundary_bwd_ring(2, SITE_HEAD).record_bytes, BOUNDARY_TILE * 5 * 16);
     assert_true(four.tile_bytes % 1024 == 0 && two.tile_bytes % 1024 == 0);
     assert_true(four.bytes <= 232448 - 4096 && two.bytes < four.bytes);
     assert_true(four.bytes >= (int64_t)BOUNDARY_STAGES * (four.tile_bytes + four.record_bytes));

@@ -56,7 +56,7 @@ static const char *const absent[] = {" d_v bias pre_in ",
                                      " y d_y bias d_u ",
                                      " d_post d_x d_sub_weight ",
                                      " d_f d_phi d_res d_post "};
-static const single_pass single = {"mhc_boundary_bwd", absent, sizeof absent / sizeof *absent};
+static const single_pass single = {"mhc_boundary_bwd", absent, sizeof absent / sizeof *absent, true};
 
 int main(void)
 {

@@ -40,6 +40,17 @@ static void backward_rounds_once(void **state)
     grid_rounding("mhc_head_bwd");
 }
 
+/* ---- the single pass of CUDA's backward -------------------------------------------------------------------------- */
+
+static const char *const absent[] = {" ",
+                                     " norm_weight ",
+                                     " d_x ",
+                                     " d_phi d_norm_weight ",
+                                     " d_alpha d_beta ",
+                                     " norm_weight d_alpha ",
+                                     " d_norm_weight d_x d_beta "};
+static const single_pass single = {"mhc_head_bwd", absent, sizeof absent / sizeof *absent, false};
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -49,6 +60,7 @@ int main(void)
         cmocka_unit_test(reference_against_its_chain),
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
+        SINGLE_PASS_TESTS(&single),
         cmocka_unit_test_prestate(single_pass_of_any_width, "mhc_head_fwd"),
     };
     return suite_run("mhc_head", tests);

@@ -55,7 +55,7 @@ static const char *const absent[] = {" d_v pre_in ",
                                      " d_x d_sub_weight ",
                                      " d_phi d_alpha d_pre ",
                                      " d_v pre_in d_x d_norm_weight "};
-static const single_pass single = {"mhc_pre_bwd", absent, sizeof absent / sizeof *absent};
+static const single_pass single = {"mhc_pre_bwd", absent, sizeof absent / sizeof *absent, true};
 
 /* ---- CUDA's forward of fp32 streams in one launch ---------------------------------------------------------------- */
 

@@ -52,6 +52,7 @@ static plan_text *const cuda_plans[WEFT_OP_COUNT] = {
     [WEFT_OP_mhc_boundary_fwd] = weft_cuda_mhc_boundary_fwd_plan,
     [WEFT_OP_mhc_boundary_bwd] = weft_cuda_mhc_boundary_bwd_plan,
     [WEFT_OP_mhc_head_fwd] = weft_cuda_mhc_head_fwd_plan,
+    [WEFT_OP_mhc_head_bwd] = weft_cuda_mhc_head_bwd_plan,
 #else
     [0] = NULL, /* C wants one */
 #endif

@@ -67,6 +67,7 @@ const char *weft_cuda_mhc_pre_bwd_plan(const weft_call *call, const void *args);
 const char *weft_cuda_mhc_boundary_fwd_plan(const weft_call *call, const void *args);
 const char *weft_cuda_mhc_boundary_bwd_plan(const weft_call *call, const void *args);
 const char *weft_cuda_mhc_head_fwd_plan(const weft_call *call, const void *args);
+const char *weft_cuda_mhc_head_bwd_plan(const weft_call *call, const void *args);
 
 /* The CUDA backend's part of validation (src/cuda/device.c), in builds that have it. */
 int weft_cuda_available(void);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * boundary's backward with a single pass over the streams at its end [M11]: who runs when.
+ * boundary's backward with a single pass over the streams at its end [M11]: who runs when. pre's and the head's are the same
+ * without a post, the head's also without the rows and gates of post and res.
  *
  *     records        gates and Sinkhorn, without what waits for the next launch                  mhc_boundary_bwd_gates.cu
  *     d_pre, r, k    sums over the whole token, where something waits for them, into records     mhc_boundary_bwd_sums.cu
@@ -16,6 +17,12 @@
 #include "cuda/mhc_boundary_bwd.cuh"
 #include "cuda/mhc_coef_plan.h"
 
+static site_kind kind_of(const weft_call *call, const weft_mhc_boundary_bwd_args *a)
+{
+    if (weft_has(&a->x)) return SITE_BOUNDARY;
+    return call->rows == call->streams ? SITE_HEAD : SITE_PRE;
+}
+
 /* ---- path ------------------------------------------------------------------------------------------------------------------- */
 
 boundary_bwd_path weft_cuda_boundary_bwd_path(const weft_call *call, const weft_mhc_boundary_bwd_args *a)
@@ -30,6 +37,7 @@ boundary_bwd_path weft_cuda_boundary_bwd_path(const weft_call *call, const weft_
         .bf16 = call->dtype == WEFT_BF16,
         .rows_are_wide = true,
         .gates_on_chip =
+            kind_of(call, a) == SITE_HEAD ||
             weft_cuda_coef_plan_bwd(call->tokens, call->streams, &a->numerics, most_shared(call)).in_registers,
         .capability = weft_cuda_boundary_bwd_code(call->exec->device),
         .shared = (int64_t)most_shared(call)};
@@ -49,14 +57,14 @@ static boundary_work lay_out(weft_arena *arena, const weft_call *call, const wef
     const bool shifted = weft_has(&a->pre_in), normed = weft_has(&a->d_v), has_du = normed || weft_has(&a->d_u);
     auto floats = [&](int64_t count) { return (float *)weft_arena_take(arena, (size_t)count * 4); };
     boundary_work w = {};
-    w.a = a;
+    w.a = a, w.kind = kind_of(call, a);
     w.plan = weft_boundary_bwd_plan(call->tokens, call->channels);
     const int64_t padded = w.plan.tiles * BOUNDARY_TILE, pieces = boundary_pieces(&w.plan);
     w.stored = weft_has(&a->y) && tma_fits(&a->y);
     w.late_pre = has_du && !shifted;
     w.waits = normed || w.late_pre;
-    w.records =
-        (uint4 *)weft_arena_take(arena, (size_t)(padded * weft_boundary_bwd_ring(n).record_bytes / BOUNDARY_TILE));
+    w.records = (uint4 *)weft_arena_take(
+        arena, (size_t)(padded * weft_boundary_bwd_ring(n, w.kind).record_bytes / BOUNDARY_TILE));
     w.psi = floats(call->rows * columns);
     if (weft_has(&a->d_phi.to) || weft_has(&a->d_norm_weight.to))
         w.dpsi = floats(pieces * call->rows * n * BOUNDARY_SLICE);
@@ -68,7 +76,7 @@ static boundary_work lay_out(weft_arena *arena, const weft_call *call, const wef
     if (weft_has(&a->d_alpha.to) || weft_has(&a->d_beta.to)) {
         int64_t chunks;
         weft_cuda_coef_cut(call->tokens, &chunks, &w.gate_slots);
-        w.gates = floats((call->rows + 3) * w.gate_slots);
+        if (w.kind != SITE_HEAD) w.gates = floats((call->rows + 3) * w.gate_slots);
         if (w.late_pre) w.late = floats((n + 1) * padded);
     }
     return w;

@@ -69,20 +69,26 @@ static __device__ __forceinline__ void fold_slices(const fold_args &a, int64_t b
     }
 }
 
+/* As weft_boundary_bwd_sums. */
+template <int N, site_kind KIND, bool SHIFTED> static constexpr int sums_of()
+{
+    return ((KIND == SITE_BOUNDARY ? N + N * N : 0) + (SHIFTED ? N : 0) + 3) / 4 * 4;
+}
+
 /* Blocks for a row. */
 static __host__ __device__ __forceinline__ int64_t phi_across(const columns &k)
 {
     return (k.count + BLOCK * COLUMNS - 1) / (BLOCK * COLUMNS);
 }
 
-template <int N> static __device__ __forceinline__ void fold_phi(const fold_args &a, int64_t block)
+template <int N, site_kind KIND> static __device__ __forceinline__ void fold_phi(const fold_args &a, int64_t block)
 {
     const int64_t across = phi_across(a.phi.k), column = (block % across * BLOCK + threadIdx.x) * COLUMNS;
     if (column >= a.phi.k.count) return;
     uint32_t stream, channel;
     column_at(a.phi.k, (uint32_t)column, stream, channel);
     const int slice = (int)channel / BOUNDARY_SLICE;
-    constexpr int ROW = N * BOUNDARY_SLICE, PIECE = boundary_record<N>::rows * ROW;
+    constexpr int ROW = N * BOUNDARY_SLICE, PIECE = boundary_record<N, KIND>::rows * ROW;
     const float *first =
         a.dpsi + boundary_first_piece(&a.plan, slice) * PIECE + stream * BOUNDARY_SLICE + channel % BOUNDARY_SLICE;
     const finish_parts parts = {first, ROW, PIECE, boundary_pieces_of(&a.plan, slice)};
@@ -122,18 +128,18 @@ static __device__ __forceinline__ float fold_tokens(const float *column, int64_t
 }
 
 /* Who reads what earlier launches wrote waits for them, behind everything that can be done before. */
-template <int N, int COUNT>
+template <int N, site_kind KIND, bool SHIFTED>
 static __global__ void __launch_bounds__(BLOCK, 9) fold_kernel(const __grid_constant__ fold_args a)
 {
     __shared__ float4 room[PARTS][32];
     int64_t block = blockIdx.x;
     if (block < a.sums_blocks) {
-        fold_slices<N, COUNT>(a, block, room);
+        if constexpr (KIND != SITE_HEAD) fold_slices<N, sums_of<N, KIND, SHIFTED>()>(a, block, room);
         return;
     }
     block -= a.sums_blocks;
     if (block < a.phi_blocks) {
-        fold_phi<N>(a, block);
+        fold_phi<N, KIND>(a, block);
         return;
     }
     block -= a.phi_blocks;
@@ -145,7 +151,7 @@ static __global__ void __launch_bounds__(BLOCK, 9) fold_kernel(const __grid_cons
         }
         block -= a.row_blocks[e];
     }
-    constexpr int ROWS = 2 * N + N * N;
+    constexpr int ROWS = boundary_record<N, KIND>::rows;
     const int k = (int)block;
     wait_for_previous();
     const float s = a.late && (k < N || k == ROWS)
@@ -154,15 +160,14 @@ static __global__ void __launch_bounds__(BLOCK, 9) fold_kernel(const __grid_cons
     if (threadIdx.x == 0) put_sum(a.d_alpha, a.d_beta, ROWS, k, s);
 }
 
-template <int N> static weft_status run(const weft_call *call, const boundary_work *w)
+template <int N, site_kind KIND> static weft_status run(const weft_call *call, const boundary_work *w)
 {
     const weft_mhc_boundary_bwd_args *a = w->a;
     const weft_mhc_project_bwd_args project = {
         .phi = a->phi, .norm_weight = a->norm_weight, .d_phi = a->d_phi, .d_norm_weight = a->d_norm_weight};
     const columns k = columns_of(call, LAYOUT_NC);
+    constexpr bool post = KIND == SITE_BOUNDARY;
     const bool shifted = weft_has(&a->d_pre_in.to);
-    const bool post = weft_has(&a->x);
-    constexpr int POST = (N + N * N + 3) / 4 * 4, BOTH = (2 * N + N * N + 3) / 4 * 4, PRE = (N + 3) / 4 * 4;
     fold_args p = {.sums = w->sums,
                    .tokens = call->tokens,
                    .padded = w->plan.tiles * BOUNDARY_TILE,
@@ -188,17 +193,16 @@ template <int N> static weft_status run(const weft_call *call, const boundary_wo
     if (w->dpsi) p.phi_blocks = phi_across(k) * finish_rows(&p.phi);
     for (int e = 0; e < 2; e++)
         if (p.rows[e]) p.row_blocks[e] = (call->channels + BLOCK - 1) / BLOCK;
+    constexpr int gates = boundary_record<N, KIND>::rows + (KIND == SITE_HEAD ? 1 : 3);
     const int64_t blocks =
-        p.sums_blocks + p.phi_blocks + p.row_blocks[0] + p.row_blocks[1] + (w->gates ? 2 * N + N * N + 3 : 0);
+        p.sums_blocks + p.phi_blocks + p.row_blocks[0] + p.row_blocks[1] + (w->gate_slots ? gates : 0);
     if (blocks == 0) return WEFT_OK;
     return launch(call, "partial sums",
-                  !post     ? fold_kernel<N, PRE>
-                  : shifted ? fold_kernel<N, BOTH>
-                            : fold_kernel<N, POST>,
+                  shifted ? fold_kernel<N, KIND, KIND != SITE_HEAD> : fold_kernel<N, KIND, KIND == SITE_PRE>,
                   {.grid = (unsigned)blocks, .block = BLOCK, .order = OVERLAP}, p);
 }
 
 weft_status weft_cuda_boundary_bwd_fold(const weft_call *call, const boundary_work *w)
 {
-    return call->streams == 2 ? run<2>(call, w) : run<4>(call, w);
+    return of_site(call, w, [&](auto n, auto kind) { return run<n.value, kind.value>(call, w); });
 }

@@ -23,13 +23,13 @@
 #include "cuda/mhc_boundary_bwd_work.cuh"
 
 /* FULL: also bias, dropout, d_u beside d_v, and gradients of any dtype and layout. SHIFTED: also the gradient of pre_in.
- * NORM: the gradient comes through the sub-layer's norm. POST: behind a post, as in boundary; else y is what is read, its
- * gradient is what is written, and d_y is what was there before. */
-template <int N, bool FULL_, bool SHIFTED, bool NORM, bool POST>
+ * NORM: the gradient comes through the sub-layer's norm. Where a site is not behind a post y is what is read, its gradient is
+ * what is written, and d_y is what was there before. */
+template <int N, bool FULL_, bool SHIFTED, bool NORM, site_kind KIND>
 static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_constant__ fused_args p)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
-    typedef sizes<N, FULL_> S;
+    typedef sizes<N, FULL_, KIND> S;
     extern __shared__ char raw_shared[];
     __shared__ weft_mask mask; /* registers are scarce */
     char *const shared = raw_shared + (-shared_address(raw_shared) & (TMA_ALIGN - 1));
@@ -47,7 +47,7 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
             barrier_init(b.at.psi, WARPS * 32);
         }
         tma_barriers_ready();
-        if constexpr (FULL_ && POST)
+        if constexpr (FULL_ && KIND == SITE_BOUNDARY)
             if (s == 0) mask = weft_mask_open(&p.dropout, p.channels);
     }
     let_next_begin();
@@ -56,9 +56,9 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
         set_registers<SERVING_REGISTERS, false>();
         const int server = (int)(threadIdx.x >> 5) - WARPS;
         if (server < SERVERS - 1)
-            clear<N, FULL_, SHIFTED, POST>(p, b, server);
+            clear<N, FULL_, SHIFTED, KIND>(p, b, server);
         else if ((threadIdx.x & 31) == 0)
-            bring<N, FULL_, POST>(p, b);
+            bring<N, FULL_, KIND>(p, b);
     } else {
         set_registers<WORKING_REGISTERS, true>();
         ring_place ring;
@@ -68,7 +68,7 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
              slice <= boundary_last_slice(&p.plan, blockIdx.x); slice++) {
             const boundary_piece piece = boundary_piece_of(&p.plan, blockIdx.x, slice);
             if (piece.count == 0) continue;
-            work<N, FULL_, SHIFTED, NORM, POST>(p, b, mask, slice, piece, is_first, ring);
+            work<N, FULL_, SHIFTED, NORM, KIND>(p, b, mask, slice, piece, is_first, ring);
             is_first = false;
         }
     }
@@ -125,7 +125,7 @@ static weft_status args_of(const weft_call *call, const boundary_work *w, fused_
     return WEFT_OK;
 }
 
-template <int N, bool POST> static weft_status run(const weft_call *call, const boundary_work *w)
+template <int N, site_kind KIND> static weft_status run(const weft_call *call, const boundary_work *w)
 {
     const weft_mhc_boundary_bwd_args *a = w->a;
     const bool shifted = weft_has(&a->d_pre_in.to), norm = weft_has(&a->d_v);
@@ -133,15 +133,18 @@ template <int N, bool POST> static weft_status run(const weft_call *call, const 
     WEFT_TRY(args_of(call, w, &p));
     const bool plain =
         !has(p.d_x_any) && !has(p.d_f_any) && !has(p.bias) && !p.d_bias && !has(p.d_u) && !(a->dropout.p > 0);
+    constexpr bool MORE = KIND != SITE_HEAD; /* a head is neither shifted nor does it have a norm */
     void (*const kernels[2][2][2])(fused_args) = {
-        {{fused_kernel<N, false, false, false, POST>, fused_kernel<N, false, false, true, POST>},
-         {fused_kernel<N, false, true, false, POST>, fused_kernel<N, false, true, true, POST>}},
-        {{fused_kernel<N, true, false, false, POST>, fused_kernel<N, true, false, true, POST>},
-         {fused_kernel<N, true, true, false, POST>, fused_kernel<N, true, true, true, POST>}}};
-    return launch(call, POST ? "boundary backward" : "pre backward", kernels[!plain][shifted][norm],
+        {{fused_kernel<N, false, false, false, KIND>, fused_kernel<N, false, false, MORE, KIND>},
+         {fused_kernel<N, false, MORE, false, KIND>, fused_kernel<N, false, MORE, MORE, KIND>}},
+        {{fused_kernel<N, true, false, false, KIND>, fused_kernel<N, true, false, MORE, KIND>},
+         {fused_kernel<N, true, MORE, false, KIND>, fused_kernel<N, true, MORE, MORE, KIND>}}};
+    static const char *const names[] = {
+        [SITE_HEAD] = "head backward", [SITE_PRE] = "pre backward", [SITE_BOUNDARY] = "boundary backward"};
+    return launch(call, names[KIND], kernels[!plain][shifted][norm],
                   {.grid = (unsigned)w->plan.blocks,
                    .block = THREADS,
-                   .shared = (size_t)(plain ? sizes<N, false>::all : sizes<N, true>::all),
+                   .shared = (size_t)(plain ? sizes<N, false, KIND>::all : sizes<N, true, KIND>::all),
                    .order = OVERLAP},
                   p);
 }
@@ -152,7 +155,8 @@ int32_t weft_cuda_boundary_bwd_code(int32_t device)
     return (int32_t)(kept_answer(known, device,
                                  [] {
                                      cudaFuncAttributes code = {};
-                                     if (cudaFuncGetAttributes(&code, fused_kernel<4, false, false, false, true>) !=
+                                     if (cudaFuncGetAttributes(
+                                             &code, fused_kernel<4, false, false, false, SITE_BOUNDARY>) !=
                                          cudaSuccess)
                                          (void)cudaGetLastError();
                                      return (uint64_t)1 | (uint64_t)code.ptxVersion << 8;
@@ -162,6 +166,5 @@ int32_t weft_cuda_boundary_bwd_code(int32_t device)
 
 weft_status weft_cuda_boundary_bwd_pass(const weft_call *call, const boundary_work *w)
 {
-    if (!weft_has(&w->a->x)) return call->streams == 2 ? run<2, false>(call, w) : run<4, false>(call, w);
-    return call->streams == 2 ? run<2, true>(call, w) : run<4, true>(call, w);
+    return of_site(call, w, [&](auto n, auto kind) { return run<n.value, kind.value>(call, w); });
 }

@@ -15,18 +15,18 @@ enum { WORKING_REGISTERS = 232, SERVING_REGISTERS = 40 };
 
 /* Shared memory. A stage of the ring: x and d_y as two boxes of 64 channels each, f, and d_u or d_v. Behind all tiles their
  * records, the norm's weights, a lane's sums over tokens, and where there are no registers left for it psi's lo part. */
-template <int N, bool FULL_> struct sizes {
+template <int N, bool FULL_, site_kind KIND> struct sizes {
     static constexpr int stages = FULL_ ? BOUNDARY_FULL_STAGES : BOUNDARY_STAGES;
     static constexpr int row_box = BOUNDARY_TILE * TMA_ROW, box = N * row_box;
     static constexpr int x = 0, d_y = 2 * box, f = 4 * box, row = f + 2 * row_box, tile = row + 2 * row_box;
-    static constexpr int record = BOUNDARY_TILE * boundary_record<N>::pieces * 16;
+    static constexpr int record = BOUNDARY_TILE * boundary_record<N, KIND>::pieces * 16;
     static constexpr int records = stages * tile, weight = records + stages * record;
     static constexpr int d_weight = weight + BOUNDARY_SLICE * 4, d_bias = d_weight + WARPS * 32 * 16;
     static constexpr int psi_lo = d_bias + (FULL_ ? WARPS * 32 * 16 : 0);
     static constexpr int barriers = psi_lo + (FULL_ ? WARPS * 2 * N * 32 * 16 : 0);
     static constexpr int all = barriers + 3 * stages * 8 + 8 + TMA_ALIGN;
     static_assert(tile % TMA_ALIGN == 0, "boxes begin on multiples of what the copy engine swizzles");
-    static_assert(boundary_record<N>::row_tiles <= 3, "a tile of psi's lo part is a piece of 16 bytes");
+    static_assert(boundary_record<N, KIND>::row_tiles <= 3, "a tile of psi's lo part is a piece of 16 bytes");
 };
 
 struct fused_args {
@@ -51,24 +51,25 @@ struct fused_args {
 /* How many numbers a token's sums over channels are, to a multiple of four, and where they lie between two warps: in place
  * of the warp's y, where a token has two pieces of 16 bytes for each stream. Either half of the numbers takes one of them;
  * tokens 8 to 15 swap the halves of a piece, or they would meet tokens 0 to 7 in the same banks. */
-template <int N, bool SHIFTED, bool POST> struct sum_room {
-    static constexpr int used = (POST ? N + N * N : 0) + (SHIFTED ? N : 0), count = (used + 3) / 4 * 4,
-                         half = count / 2;
+template <int N, bool SHIFTED, site_kind KIND> struct sum_room {
+    typedef sizes<N, false, KIND> S;
+    static constexpr int used = (KIND == SITE_BOUNDARY ? N + N * N : 0) + (SHIFTED ? N : 0),
+                         count = (used + 3) / 4 * 4, half = count / 2;
     static_assert(half <= N * 4, "a piece for each stream");
     static __device__ __forceinline__ uint32_t at(int warp, int token, int part, int k)
     {
-        return (warp >> 2) * sizes<N, false>::box + (k >> 2) * sizes<N, false>::row_box +
-               tma_piece(token, 2 * (warp & 3) + part) + (((k >> 1) ^ (token >> 3)) & 1) * 8;
+        return (warp >> 2) * S::box + (k >> 2) * S::row_box + tma_piece(token, 2 * (warp & 3) + part) +
+               (((k >> 1) ^ (token >> 3)) & 1) * 8;
     }
     /* Of the first warp: the piece that k is in. */
     static __device__ __forceinline__ uint32_t piece_at(int token, int part, int k)
     {
-        return (k >> 2) * sizes<N, false>::row_box + tma_piece(token, part);
+        return (k >> 2) * S::row_box + tma_piece(token, part);
     }
     /* The place in another warp's room that is like this one of warp 0; tiles are aligned to more than a row. */
     static __device__ __forceinline__ uint32_t of_warp(uint32_t of_first, int warp)
     {
-        return (of_first ^ (uint32_t)(warp & 3) << 5) + (warp >> 2) * sizes<N, false>::box;
+        return (of_first ^ (uint32_t)(warp & 3) << 5) + (warp >> 2) * S::box;
     }
 };
 

@@ -20,7 +20,7 @@ boundary_bwd_path weft_boundary_bwd_path(const boundary_bwd_facts *f)
     if (!f->rows_are_wide) return BOUNDARY_BWD_LAYOUT;
     if (!f->gates_on_chip) return BOUNDARY_BWD_GATES;
     if (f->tokens > most || f->channels > most / 80) return BOUNDARY_BWD_SIZE;
-    if (weft_boundary_bwd_ring(f->streams).bytes > f->shared) return BOUNDARY_BWD_SMALL_GPU;
+    if (weft_boundary_bwd_ring(f->streams, SITE_BOUNDARY).bytes > f->shared) return BOUNDARY_BWD_SMALL_GPU;
     return BOUNDARY_BWD_FUSED;
 }
 
@@ -42,20 +42,21 @@ const char *weft_boundary_bwd_path_text(boundary_bwd_path path)
     return path >= 0 && path < BOUNDARY_BWD_PATHS ? text[path] : NULL;
 }
 
-/* A record: rows of d_h as bf16 hi and lo, then the mix, post, pre and four more floats. */
-static int32_t record_bytes(int64_t streams)
+/* A record, in pieces of 16 bytes: rows of d_h as bf16 hi and lo, then the mix and post, pre, and four more floats; the number of
+ * pieces is odd. */
+static int32_t record_bytes(int64_t n, site_kind kind)
 {
-    const int64_t n = streams, row_tiles = ceil_div(2 * n + n * n, 8);
-    return (int32_t)(2 * row_tiles * 16 + (n * n + 2 * n + 4) * 4);
+    const int64_t rows = kind == SITE_HEAD ? n : 2 * n + n * n, mix = kind == SITE_BOUNDARY ? n * n + n : 0;
+    return (int32_t)((2 * ceil_div(rows, 8) + ceil_div(mix + n, 4) + 1) | 1) * 16;
 }
 
-boundary_bwd_ring weft_boundary_bwd_ring(int64_t streams)
+boundary_bwd_ring weft_boundary_bwd_ring(int64_t streams, site_kind kind)
 {
     boundary_bwd_ring r = {0};
     r.row_bytes = BOUNDARY_TILE * BOUNDARY_SLICE * 2;
     r.streams_bytes = (int32_t)streams * r.row_bytes;
     r.tile_bytes = 2 * r.streams_bytes + 2 * r.row_bytes; /* x, d_y; f, d_u */
-    r.record_bytes = BOUNDARY_TILE * record_bytes(streams);
+    r.record_bytes = BOUNDARY_TILE * record_bytes(streams, kind);
     r.bytes =
         1024 + (int64_t)BOUNDARY_STAGES * (r.tile_bytes + r.record_bytes + 3 * 8) + 8 + BOUNDARY_SLICE * 4 + 4096;
     return r;

@@ -6,8 +6,7 @@
 #ifndef WEFT_CUDA_MHC_BOUNDARY_BWD_PLAN_H
 #define WEFT_CUDA_MHC_BOUNDARY_BWD_PLAN_H
 
-#include <stdbool.h>
-#include <stdint.h>
+#include "cuda/single_pass_plan.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -41,7 +40,7 @@ typedef struct boundary_bwd_facts {
     int64_t tokens, streams, channels;
     bool bf16;          /* the streams, f, and the upstream gradients of y, u and v as far as there are any */
     bool rows_are_wide; /* the same tensors: channels side by side, everything else a multiple of 16 bytes apart */
-    bool gates_on_chip; /* Sinkhorn's history fits a block's shared memory */
+    bool gates_on_chip; /* Sinkhorn's history fits a block's shared memory; a head has none */
     int32_t capability; /* that the kernels were compiled for, 10 major + minor */
     int64_t shared;     /* bytes of shared memory that a block may have */
 } boundary_bwd_facts;
@@ -57,7 +56,7 @@ typedef struct boundary_bwd_ring {
     int64_t bytes;                    /* with room to align the first tile */
 } boundary_bwd_ring;
 
-boundary_bwd_ring weft_boundary_bwd_ring(int64_t streams);
+boundary_bwd_ring weft_boundary_bwd_ring(int64_t streams, site_kind kind);
 
 /* Floats of a token's sums over channels: with `post` gradients of post and res, with `shifted` of pre_in; to a multiple of
  * four. */

@@ -10,14 +10,15 @@
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
 /* One thread: tiles in. */
-template <int N, bool FULL_, bool POST>
+template <int N, bool FULL_, site_kind KIND>
 static __device__ __forceinline__ void bring(const fused_args &p, const tiles_of_block &b)
 {
-    typedef sizes<N, FULL_> S;
+    typedef sizes<N, FULL_, KIND> S;
+    constexpr bool POST = KIND == SITE_BOUNDARY;
     const uint32_t tiles = shared_address(b.shared), records = tiles + S::records;
     auto load_record = [&](const tile_walk &i) {
         tma_load_bytes(records + i.ring.slot * S::record,
-                       p.records + (int64_t)i.tile * (BOUNDARY_TILE * boundary_record<N>::pieces), S::record,
+                       p.records + (int64_t)i.tile * (BOUNDARY_TILE * boundary_record<N, KIND>::pieces), S::record,
                        b.at.full + i.ring.slot * 8);
     };
     auto load_tile = [&](const tile_walk &i) {
@@ -40,7 +41,7 @@ static __device__ __forceinline__ void bring(const fused_args &p, const tiles_of
     auto prefetch_psi = [&](int slice) {
         const int c = slice * BOUNDARY_SLICE, bytes = min(p.channels - c, (int)BOUNDARY_SLICE) * 4;
 #pragma unroll 1 /* code that runs for the first time is slow, and in a row this is 1400 instructions of it */
-        for (int k = 0; whole && k < boundary_record<N>::rows * N; k++)
+        for (int k = 0; whole && k < boundary_record<N, KIND>::rows * N; k++)
             tma_prefetch_bytes(p.psi + k / N * p.psi_stride + k % N * p.channels + c, bytes);
     };
     /* At the beginning one tile, what the gates and the sums left, another tile, and no more before psi is there: what is asked
@@ -59,11 +60,12 @@ static __device__ __forceinline__ void bring(const fused_args &p, const tiles_of
 }
 
 /* The other serving warps, `server` from 0 on: tiles out, and the sums of the eight warps in their order. */
-template <int N, bool FULL_, bool SHIFTED, bool POST>
+template <int N, bool FULL_, bool SHIFTED, site_kind KIND>
 static __device__ __forceinline__ void clear(const fused_args &p, const tiles_of_block &b, int server)
 {
-    typedef sizes<N, FULL_> S;
-    typedef sum_room<N, SHIFTED, POST> room;
+    typedef sizes<N, FULL_, KIND> S;
+    typedef sum_room<N, SHIFTED, KIND> room;
+    constexpr bool POST = KIND == SITE_BOUNDARY;
     /* A lane adds four of a token's sums. */
     constexpr int EACH = room::half ? (room::half + 3) / 4 : 1, PIECES = BOUNDARY_TILE * 2 * EACH,
                   ITEMS = BOUNDARY_TILE * room::count / 2;

@@ -65,7 +65,7 @@ static __device__ __forceinline__ late_factors factors_of(const late_input &t, c
 }
 
 /* The rows of d_h that belong to pre; the gates' kernel makes the others. Returns their part of 2 d_ms / K. */
-template <int N>
+template <int N, site_kind KIND>
 static __device__ __forceinline__ float put_late(uint4 *record, const late_factors *f, const late_gates &a,
                                                  int token, const float *sum)
 {
@@ -80,8 +80,8 @@ static __device__ __forceinline__ float put_late(uint4 *record, const late_facto
     }
 #pragma unroll
     for (int i = 0; i < N; i += 2)
-        split2(((uint32_t *)record)[i / 2], ((uint32_t *)(record + boundary_record<N>::row_tiles))[i / 2], d_h[i],
-               d_h[i + 1]);
+        split2(((uint32_t *)record)[i / 2], ((uint32_t *)(record + boundary_record<N, KIND>::row_tiles))[i / 2],
+               d_h[i], d_h[i + 1]);
     if (a.dz)
 #pragma unroll
         for (int i = 0; i <= N; i++) a.dz[i * a.apart + token] = dz[i];
@@ -94,13 +94,13 @@ template <int N> struct sums_tile {
 };
 
 /* As many blocks at once as can be, where the registers allow it: a multiprocessor that also has one of the gates keeps three. */
-template <int N, bool REBUILD, bool NORM>
+template <int N, site_kind KIND, bool REBUILD, bool NORM>
 static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
     sums_kernel(const __grid_constant__ sums_task a)
 {
     /* As many tiles on their way as the registers hold. */
     constexpr int W = 8, K = REBUILD && NORM ? 1 : TILES, M = NORM ? 3 * N + 2 : N;
-    typedef boundary_record<N> R;
+    typedef boundary_record<N, KIND> R;
     __shared__ float room[BLOCK / 32 * M];
     extern __shared__ late_factors factors[]; /* of the gates of the block's tokens */
     const place p = place_of(a.team);
@@ -145,8 +145,8 @@ static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
     for (int e = 0; e < M; e++) sum[e] = 0.0f;
     for (int c0 = p.lane * W; c0 < end; c0 += step * K) {
         if (c0 > p.lane * W) load(c0);
-        token_coefs<N> k = {};
-        if constexpr (REBUILD || NORM) get_record<N>(k, (const char *)(a.records + (int64_t)token * R::pieces));
+        token_coefs<N, KIND> k = {};
+        if constexpr (REBUILD || NORM) get_record(k, (const char *)(a.records + (int64_t)token * R::pieces));
 #pragma unroll
         for (int b = 0; b < K; b++) {
             const int c = c0 + b * step;
@@ -228,14 +228,14 @@ static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
         }
         uint4 *const record = a.records + (int64_t)token * R::pieces;
         float *const rest = (float *)(record + R::rest_at);
-        const float part = a.late.on ? put_late<N>(record, factors + p.slot * N, a.late, token, sum) : 0.0f;
+        const float part = a.late.on ? put_late<N, KIND>(record, factors + p.slot * N, a.late, token, sum) : 0.0f;
         rest[1] = r, *(float2 *)(rest + 2) = make_float2(k, part);
     }
     /* This kernel runs beside the one before it, and only its end waits for it: who waits for this one waits for both. */
     if (blockIdx.x == gridDim.x - 1) wait_for_previous();
 }
 
-template <int N> static weft_status run(const weft_call *call, const boundary_work *w)
+template <int N, site_kind KIND> static weft_status run(const weft_call *call, const boundary_work *w)
 {
     const weft_mhc_boundary_bwd_args *a = w->a;
     const bool norm = weft_has(&a->d_v);
@@ -263,9 +263,12 @@ template <int N> static weft_status run(const weft_call *call, const boundary_wo
                             .channels = call->channels,
                             .eps = (float)a->sub_eps,
                             .team = plan.team};
-    return launch(call, "sums over y",
-                  norm ? (w->stored ? sums_kernel<N, false, true> : sums_kernel<N, true, true>)
-                       : (w->stored ? sums_kernel<N, false, false> : sums_kernel<N, true, false>),
+    void (*kernel)(sums_task) = sums_kernel<N, KIND, false, false>;
+    if constexpr (KIND != SITE_HEAD)
+        if (norm) kernel = sums_kernel<N, KIND, false, true>;
+    if constexpr (KIND == SITE_BOUNDARY)
+        if (!w->stored) kernel = norm ? sums_kernel<N, KIND, true, true> : sums_kernel<N, KIND, true, false>;
+    return launch(call, "sums over y", kernel,
                   {.grid = dim3((unsigned)plan.grid),
                    .block = (unsigned)plan.block,
                    .shared = sizeof(late_factors) * (size_t)(plan.team.per_block * N),
@@ -275,5 +278,5 @@ template <int N> static weft_status run(const weft_call *call, const boundary_wo
 
 weft_status weft_cuda_boundary_bwd_sums(const weft_call *call, const boundary_work *w)
 {
-    return call->streams == 2 ? run<2>(call, w) : run<4>(call, w);
+    return of_site(call, w, [&](auto n, auto kind) { return run<n.value, kind.value>(call, w); });
 }

@@ -62,13 +62,15 @@ static __device__ __forceinline__ void put_sums(float *to, const float2 *from)
 }
 
 /* One of the eight warps, with a piece. */
-template <int N, bool FULL_, bool SHIFTED, bool NORM, bool POST>
+template <int N, bool FULL_, bool SHIFTED, bool NORM, site_kind KIND>
 static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_block &b, const weft_mask &mask,
                                             int slice, const boundary_piece &part, bool is_first, ring_place &ring)
 {
-    typedef sizes<N, FULL_> S;
-    typedef sum_room<N, SHIFTED, POST> room;
-    constexpr int NT = boundary_record<N>::row_tiles, PIECES = boundary_record<N>::pieces, M = room::count;
+    typedef sizes<N, FULL_, KIND> S;
+    typedef boundary_record<N, KIND> R;
+    typedef sum_room<N, SHIFTED, KIND> room;
+    constexpr bool POST = KIND == SITE_BOUNDARY;
+    constexpr int NT = R::row_tiles, PIECES = R::pieces, M = room::count;
     /* y is stored word by word where there is no register left to keep it in. */
     constexpr bool AT_ONCE = POST && SHIFTED && NORM;
     constexpr int PRE_AT = room::used - N; /* of d_pre_in among the sums */
@@ -91,7 +93,8 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
         for (int h = 0; h < NT; h++) {
             float v[2] = {};
             const float *from = p.psi + (8 * h + 2 * t) * p.psi_stride + (int64_t)(q >> 1) * p.channels + c;
-            if (c < p.channels) v[0] = __ldg(from), v[1] = __ldg(from + p.psi_stride);
+            const bool is_row = R::rows % 8 == 0 || 8 * h + 2 * t < R::rows;
+            if (is_row && c < p.channels) v[0] = __ldg(from), v[1] = __ldg(from + p.psi_stride);
             split2(psi_hi[q][h], psi_lo[q][h], v[0], v[1]);
         }
         if constexpr (FULL_)
@@ -171,8 +174,8 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
             const int half = turn ? t & 1 : ~t & 1;
             char *const mine = tile + at + half * 8 * TMA_ROW, *const my_row = tile + row_at + half * 8 * TMA_ROW;
             const int own = tile_token + token + half * 8;
-            token_coefs<N> k;
-            get_record<N>(k, record + (token + half * 8) * PIECES * 16);
+            token_coefs<N, KIND> k;
+            get_record(k, record + (token + half * 8) * PIECES * 16);
             const float scale = k.scale + k.late;
             quad x[N], out[N], f = {}, row = {};
             if constexpr (POST) f = get_quad(my_row + S::f);
@@ -339,14 +342,15 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
     const int64_t piece_of_all = (int64_t)blockIdx.x + slice;
     if (p.dpsi) {
         constexpr int ROW = N * BOUNDARY_SLICE;
-        float *const to = p.dpsi + piece_of_all * (boundary_record<N>::rows * ROW) + warp * 16 + g;
+        float *const to = p.dpsi + piece_of_all * (R::rows * ROW) + warp * 16 + g;
 #pragma unroll
         for (int o = 0; o < N; o++)
 #pragma unroll
             for (int q = 0; q < NT; q++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    to[(q * 8 + 2 * t + (e & 1)) * ROW + o * BOUNDARY_SLICE + (e >> 1) * 8] = dpsi[o][q][e];
+                    if (R::rows % 8 == 0 || q * 8 + 2 * t < R::rows)
+                        to[(q * 8 + 2 * t + (e & 1)) * ROW + o * BOUNDARY_SLICE + (e >> 1) * 8] = dpsi[o][q][e];
     }
     const int64_t own = piece_of_all * BOUNDARY_SLICE + warp * 16 + t * 4;
     if constexpr (NORM)

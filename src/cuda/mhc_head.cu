@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Learned head contraction [M9]: forward in a single pass where the plan allows it, else a chain of launches: projection
- * to n rows, gates, aggregate. */
+ * Learned head contraction [M9]: forward in a single pass where the plan allows it, backward with the launches of boundary's where
+ * it can; else chains of launches: projection to n rows, gates, aggregate. */
 #include "cuda/common/chain.h"
 #include "cuda/head_gates.h"
+#include "cuda/mhc_boundary_bwd.h"
 #include "cuda/mhc_project.cuh"
 #include "cuda/single_or_chain.h"
 
@@ -111,13 +112,28 @@ static bwd_chain bwd_lay_out(weft_arena *arena, const weft_call *call, const wef
     return c;
 }
 
+/* A boundary without x and f, whose y is the streams. */
+static weft_mhc_boundary_bwd_args as_boundary(const weft_mhc_head_bwd_args *a)
+{
+    weft_mhc_boundary_bwd_args b = {};
+    b.numerics.rms_eps = a->rms_eps, b.numerics.rms_eps_kind = a->rms_eps_kind, b.numerics.pre_eps = a->pre_eps;
+    b.y = a->x, b.phi = a->phi, b.norm_weight = a->norm_weight, b.alpha = a->alpha, b.beta = a->beta;
+    b.h = a->h, b.ms = a->ms, b.d_u = a->d_u;
+    b.d_x = a->d_x, b.d_phi = a->d_phi, b.d_norm_weight = a->d_norm_weight, b.d_alpha = a->d_alpha,
+    b.d_beta = a->d_beta;
+    return b;
+}
+
 static weft_status bwd(const weft_call *call, const void *args)
 {
     const weft_mhc_head_bwd_args *a = (const weft_mhc_head_bwd_args *)args;
+    const weft_mhc_boundary_bwd_args single = as_boundary(a);
+    weft_call inner = with_rows(call);
+    if (weft_cuda_boundary_bwd_path(&inner, &single) == BOUNDARY_BWD_FUSED)
+        return weft_cuda_boundary_bwd(&inner, &single);
     weft_arena arena = cuda_arena(call);
     const bwd_chain c = bwd_lay_out(&arena, call, a);
     weft_exec exec = *call->exec;
-    weft_call inner = with_rows(call);
     exec.workspace = c.room;
     inner.exec = &exec;
     /* d_gate needs x and d_u only; the gates themselves come with the next link. */
@@ -131,9 +147,21 @@ static weft_status bwd(const weft_call *call, const void *args)
 
 static size_t bwd_workspace(const weft_call *call, const void *args)
 {
+    const weft_mhc_head_bwd_args *a = (const weft_mhc_head_bwd_args *)args;
+    const weft_mhc_boundary_bwd_args single = as_boundary(a);
+    const weft_call inner = with_rows(call);
+    if (weft_cuda_boundary_bwd_path(&inner, &single) == BOUNDARY_BWD_FUSED)
+        return weft_cuda_boundary_bwd_bytes(&inner, &single);
     weft_arena arena = cuda_arena(call);
-    bwd_lay_out(&arena, call, (const weft_mhc_head_bwd_args *)args);
+    bwd_lay_out(&arena, call, a);
     return weft_arena_bytes(&arena);
+}
+
+const char *weft_cuda_mhc_head_bwd_plan(const weft_call *call, const void *args)
+{
+    const weft_mhc_boundary_bwd_args single = as_boundary((const weft_mhc_head_bwd_args *)args);
+    const weft_call inner = with_rows(call);
+    return weft_boundary_bwd_path_text(weft_cuda_boundary_bwd_path(&inner, &single));
 }
 
 const weft_kernel weft_cuda_mhc_head_fwd[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {}};

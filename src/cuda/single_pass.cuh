@@ -76,9 +76,6 @@ struct site_args {
     weft_site_room at;
 };
 
-/* What makes the streams. */
-enum site_kind { SITE_HEAD, SITE_PRE, SITE_BOUNDARY };
-
 /* Pairs of steps that a warp has where PAIRS says so; 0: any number up to the most. */
 template <int PAIRS> static __host__ __device__ constexpr int site_most()
 {

@@ -50,6 +50,10 @@ enum {
     SITE_PSI_FULL
 };
 
+/* What a site is: n rows of the projection for the aggregate alone; all of them, on streams that are there; the same behind a
+ * post that makes the streams. */
+typedef enum site_kind { SITE_HEAD, SITE_PRE, SITE_BOUNDARY } site_kind;
+
 /* Why a call takes the chain of single operators instead. */
 typedef enum weft_site_path {
     WEFT_SITE_SINGLE_PASS = 0,

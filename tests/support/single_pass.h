@@ -12,6 +12,7 @@ typedef struct single_pass {
     const char *op;
     const char *const *absent; /* names between spaces */
     int num_absent;            /* no multiple of 3, so that every shape meets all of them */
+    bool has_matrix;           /* from Sinkhorn, whose history has to find room */
 } single_pass;
 
 /* Tests whose state is the single_pass. The first takes the grid once more where there is no GPU. */
