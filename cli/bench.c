@@ -266,6 +266,7 @@ static void print_timing(const bench *b, const weft_op_info *op, const timing *t
         printf("%-15.*s %s %12.1f %9.2f %9.2f", stem, op->name, pass, t->seconds * 1e6, rate * 1e-9,
                b->copy > 0 ? rate / b->copy : 0);
         if (sinkhorn) printf("   %.1f million matrices per second and core", matrices * 1e-6);
+        if (t->sustained > 1.02 * t->seconds) printf("   %.1f in the long run", t->sustained * 1e6);
         printf("\n");
         return;
     }
@@ -279,6 +280,7 @@ static void print_timing(const bench *b, const weft_op_info *op, const timing *t
            b->preset, b->threads, t->seconds * 1e6, t->best * 1e6, rate * 1e-9, b->copy > 0 ? rate / b->copy : 0,
            b->copy * 1e-9, t->bytes);
     if (sinkhorn) printf(", \"matrices_per_s_core\": %.0f", matrices);
+    if (t->sustained > 0) printf(", \"us_sustained\": %.2f", t->sustained * 1e6);
     if (is_gdn(op))
         printf(", \"key_heads\": %lld, \"value_heads\": %lld, \"packed\": %lld", (long long)b->key_heads,
                (long long)b->value_heads, (long long)b->sequences);

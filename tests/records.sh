@@ -22,6 +22,8 @@ lines += [{**row, "op": op, "tokens": tokens, "channels": 4096, "of_copy": share
 lines.append({"part": "bench", "suite": "te", "result": "passed", "rows": 9, "seconds": 1.0})
 lines += [{**row, "suite": "all", "op": "rmsnorm", "pass": name, "tokens": 64, "channels": 128, "us": us}
           for name, us in (("fwd", 5.04), ("bwd", 123.6))]
+lines[-1]["us_sustained"] = 130.4
+lines[-2]["us_sustained"] = 5.1
 with open(sys.argv[1], "w", encoding="utf-8") as file:
     file.writelines(json.dumps(line) + "\n" for line in lines)
 END
@@ -36,6 +38,7 @@ fi
 "$tools/gpu_table.py" "$record" >"$1/tables.md"
 for line in '| tokens x channels | `mhc_post` fwd | `mhc_project` fwd | `rmsnorm` fwd |' \
     '| 2048 x 4096 | 12.5 (97 %) | 12.5 (2 %) | 12.5 (140 %) |' '| `rmsnorm` | 5.0 | 70 % | 124 | 70 % |' \
+    'Runs behind the first twenty took more than 2 % longer, in microseconds: `rmsnorm` bwd at 64 x 128 130.' \
     'Compute capability 9.0; driver 1.2; CUDA 3.4; weft 0.1.0, `make gpu-record`, 2026-01-01.'; do
     grep -qxF -- "$line" "$1/tables.md" || { echo "gpu_table.py lacks: $line" >&2; exit 1; }
 done

@@ -109,6 +109,15 @@ def of_operators(rows):
     return table(["operator", "fwd us", "fwd of copy", "bwd us", "bwd of copy"], lines)
 
 
+def in_the_long_run(rows):
+    """Operators whose later runs took more than 2 % longer than the first twenty, in words."""
+    heads = has_heads(rows)
+    slower = [f"`{row['op']}` {row['pass']} at {shape_of(row, heads)} {row['us_sustained']:.0f}"
+              for row in rows if row.get("us_sustained", 0) > 1.02 * row["us"] and row["us"] >= 100]
+    return ["Runs behind the first twenty took more than 2 % longer, in microseconds: " + "; ".join(slower) + ".",
+            ""] if slower else []
+
+
 def of_suite(suite, rows, result):
     several = len(by_shape(rows)) > 1
     options = " ".join(SUITES.get(suite, ["of the suite", suite]))
@@ -121,7 +130,7 @@ def of_suite(suite, rows, result):
         text[0] += " Microseconds and, in brackets, per cent of copy."
     if result != "passed":
         text[0] += f" This run {result or 'was not finished'}: what is missing here is not measured."
-    return [*text, "", *(of_shapes(rows) if several else of_operators(rows)), ""]
+    return [*text, "", *(of_shapes(rows) if several else of_operators(rows)), "", *in_the_long_run(rows)]
 
 
 def of_record(path):
