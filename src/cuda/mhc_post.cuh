@@ -128,17 +128,6 @@ static __device__ __forceinline__ void pack_row(raw<T, W> &r, const float (&v)[P
     }
 }
 
-/* W values of a parameter over the channels, whose dtype is its own. */
-template <int W> static __device__ __forceinline__ void get_param(float (&v)[W], const view &from, int64_t c)
-{
-    if (from.dtype == WEFT_F32)
-        load<float, W>(v, (const float *)from.data + c);
-    else if (from.dtype == WEFT_BF16)
-        load<bf16, W>(v, (const bf16 *)from.data + c);
-    else
-        load<f16, W>(v, (const f16 *)from.data + c);
-}
-
 /* Element e of the coefficients of a token: post, then w by rows of o. */
 static __device__ __forceinline__ float coef_at(const view &post, const view &res, bool in_out, int n,
                                                 int64_t token, int e)

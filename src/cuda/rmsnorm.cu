@@ -37,12 +37,8 @@ template <int W> static __device__ __forceinline__ void get_weight(float (&w)[W]
 {
     if constexpr (W == 1) {
         w[0] = has(from) ? get(from, c * from.stride[0]) : 1.0f;
-    } else if (from.dtype == WEFT_F32) {
-        load<float, W>(w, (const float *)from.data + c);
-    } else if (from.dtype == WEFT_BF16) {
-        load<bf16, W>(w, (const bf16 *)from.data + c);
-    } else if (from.dtype == WEFT_F16) {
-        load<f16, W>(w, (const f16 *)from.data + c);
+    } else if (has(from)) {
+        get_param<W>(w, from, c);
     } else {
 #pragma unroll
         for (int k = 0; k < W; k++) w[k] = 1.0f;

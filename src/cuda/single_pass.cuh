@@ -37,17 +37,15 @@ enum { MIXERS = SITE_TILE, BOX_BYTES = SITE_TILE * TMA_ROW };
 
 /* Who is who among the warps of a block, and the registers of each: they are handed from the others to the projectors. 640
  * threads have 61440 at launch; one warp more would be a sixth one on a quarter of the multiprocessor, and all would have 80. 512
- * threads have all 65536, and half as many projectors lose less to what is not psi. Shared memory is laid out for the same numbers
- * (lay_out in single_pass_plan.c). */
+ * threads have all 65536, and half as many projectors lose less to what is not psi. */
 template <int PAIRS> struct site_cast {
-    static constexpr bool wide = PAIRS == SITE_WIDE_PAIRS;
-    static constexpr int projectors = wide ? SITE_WIDE_PROJECTORS : SITE_PROJECTORS;
+    static constexpr bool wide = site_is_wide(PAIRS);
+    static constexpr int projectors = site_projectors(PAIRS), kept = site_kept(PAIRS),
+                         batches = site_batches(PAIRS);
     static constexpr int first_mixer = projectors, bringer = first_mixer + MIXERS, owner = bringer + 1,
                          adder = owner + 1, clerk = adder + 1, warps = clerk + 1;
     static constexpr int projector_registers = wide ? 256 : 128, mixer_registers = wide ? 96 : 88,
                          server_registers = wide ? 64 : 48;
-    static constexpr int kept = wide ? SITE_WIDE_KEPT : SITE_KEPT; /* operands of psi in registers */
-    static constexpr int batches = wide ? 1 : 2;                   /* of logits that have room */
 };
 
 struct site_args {

@@ -25,9 +25,8 @@ static void cut(weft_site_plan *p, int64_t streams, int64_t channels)
         }
         p->boxes = (int32_t)boxes;
         p->pairs = (int32_t)pairs_of(boxes, streams);
-        p->projectors = SITE_PROJECTORS;
-        if (streams == 4 && p->pairs == SITE_MANY_PAIRS)
-            p->projectors = SITE_WIDE_PROJECTORS, p->pairs = SITE_WIDE_PAIRS;
+        if (streams == 4 && p->pairs == SITE_MANY_PAIRS) p->pairs = SITE_WIDE_PAIRS;
+        p->projectors = site_projectors(p->pairs);
         return;
     }
 }
@@ -48,9 +47,9 @@ static int32_t psi_bytes(const weft_site_facts *f)
 static void lay_out(weft_site_plan *p, const weft_site_facts *f)
 {
     const int64_t n = f->streams, operands = 2 * p->pairs * (f->rows > 8 ? 3 : 1), tile = SITE_TILE;
-    const bool once = p->pairs <= SITE_ONCE_PAIRS, wide = p->pairs == SITE_WIDE_PAIRS, apart = wide && f->post;
-    const int64_t kept = wide ? SITE_WIDE_KEPT : SITE_KEPT;
-    const int64_t spare = (operands > kept ? operands - kept : 0) * p->projectors * 32 * 16;
+    const bool once = p->pairs <= SITE_ONCE_PAIRS, apart = site_is_wide(p->pairs) && f->post;
+    const int64_t kept = site_kept(p->pairs),
+                  spare = (operands > kept ? operands - kept : 0) * p->projectors * 32 * 16;
     const int64_t stream = p->boxes * tile * SITE_BOX * 2; /* bytes of one in a tile */
     weft_site_room *r = &p->room;
     int32_t at = 0, end;
@@ -74,7 +73,7 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     r->received = take(&at, (int64_t)p->slots * p->cluster * SITE_ROW * 4);
     r->inverse = take(&at, p->stages * tile * 4);
     r->aside = take(&at, n * 4);
-    r->logits = take(&at, (wide ? 1 : 2) * tile * n * n * 4);
+    r->logits = take(&at, site_batches(p->pairs) * tile * n * n * 4);
     r->barriers = take(&at, (6 * p->stages + 2 * p->slots + SITE_PSI_FULL + (once ? p->psi_boxes : 1)) * 8);
     r->bytes = at;
 }

@@ -37,6 +37,31 @@ enum {
     SITE_NEWEST = 99
 };
 
+/* What a block of these pairs has room for, in shared memory (the plan) and in registers (the kernel). */
+#ifdef __cplusplus
+#define SITE_FN static constexpr
+#else
+#define SITE_FN static inline
+#endif
+SITE_FN bool site_is_wide(int32_t pairs)
+{
+    return pairs == SITE_WIDE_PAIRS;
+}
+SITE_FN int32_t site_projectors(int32_t pairs)
+{
+    return site_is_wide(pairs) ? SITE_WIDE_PROJECTORS : SITE_PROJECTORS;
+}
+/* Operands of psi that a lane keeps. */
+SITE_FN int32_t site_kept(int32_t pairs)
+{
+    return site_is_wide(pairs) ? SITE_WIDE_KEPT : SITE_KEPT;
+}
+/* Batches of logits that have a place. */
+SITE_FN int32_t site_batches(int32_t pairs)
+{
+    return site_is_wide(pairs) ? 1 : 2;
+}
+
 /* Barriers of a block behind six for each stage and two for each slot, in this order (single_pass.cuh says what they are for): where an
  * array of them begins. psi's are as many as the boxes of psi that come apart. */
 enum {

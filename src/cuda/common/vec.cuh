@@ -255,6 +255,17 @@ static __device__ __forceinline__ float get(const view &v, int64_t i)
     return widen(((const f16 *)v.data)[i]);
 }
 
+/* W neighbours of a parameter over the channels, side by side, whose dtype is its own. */
+template <int W> static __device__ __forceinline__ void get_param(float (&v)[W], const view &from, int64_t c)
+{
+    if (from.dtype == WEFT_F32)
+        load<float, W>(v, (const float *)from.data + c);
+    else if (from.dtype == WEFT_BF16)
+        load<bf16, W>(v, (const bf16 *)from.data + c);
+    else
+        load<f16, W>(v, (const f16 *)from.data + c);
+}
+
 static __device__ __forceinline__ void put(const view &v, int64_t i, float value)
 {
     if (v.add) value = get(v, i) + value;
