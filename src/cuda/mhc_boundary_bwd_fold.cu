@@ -197,6 +197,7 @@ template <int N, site_kind KIND> static weft_status run(const weft_call *call, c
     const int64_t blocks =
         p.sums_blocks + p.phi_blocks + p.row_blocks[0] + p.row_blocks[1] + (w->gate_slots ? gates : 0);
     if (blocks == 0) return WEFT_OK;
+    /* a head, and a pre that is not shifted, have no sums over channels: any instance does */
     return launch(call, "partial sums",
                   shifted ? fold_kernel<N, KIND, KIND != SITE_HEAD> : fold_kernel<N, KIND, KIND == SITE_PRE>,
                   {.grid = (unsigned)blocks, .block = BLOCK, .order = OVERLAP}, p);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Which backward of `boundary` a call takes on the CUDA backend [M11], and how the single pass is cut into blocks. What is
+ * Which backward of `boundary` a call takes on the CUDA backend [M11], of `pre` and `head` as well, which are boundaries that lack
+ * something, and how the single pass is cut into blocks. What is
  * decided here decides bits, so it looks at the inputs and the shape alone: not at which gradients are wanted or where
  * they go, and at the GPU only as far as it can run the kernel at all. */
 #ifndef WEFT_CUDA_MHC_BOUNDARY_BWD_PLAN_H
