@@ -186,6 +186,7 @@ static void many_elements(void **state)
             spec s = {
                 .op = ops[i].op, .streams = 4, .channels = ops[i].channels, .act = WEFT_BF16, .wide = WEFT_BF16};
             s.stream_layout = s.param_layout = (layout)v;
+            /* beyond 2^32 elements, either way, and not beyond the device's memory */
             crowd_check(&s, s.channels == 7168 ? 160000 : 300000);
         }
     test_verdict();
