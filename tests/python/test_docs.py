@@ -74,6 +74,17 @@ def test_every_drop_in_is_documented(root):
             assert not missing, f"docs/python.md: section `{name}` does not name {', '.join(missing)}"
 
 
+def test_what_drop_ins_lack_is_true(root):
+    """The table of missing names has a row for every drop-in, and a name in it is not exported."""
+    section = (root / "docs" / "python.md").read_text().split("\n## `weft.compat`\n")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.M))
+    assert {f"weft.compat.{name}" for name in rows} == {m for m in modules() if m.startswith("weft.compat.")}
+    for name, row in rows.items():
+        module = importlib.import_module(f"weft.compat.{name}")
+        there = [e for e in re.findall(r"`(\w+)`", row) if hasattr(module, e)]
+        assert not there, f"docs/python.md: {name} has {', '.join(there)}"
+
+
 def test_public_names_of_weft_torch_are_exported():
     """A class or function of these files without an underscore is public, or else has one."""
     import weft.torch as wt

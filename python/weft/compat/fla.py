@@ -6,8 +6,12 @@ Conventions: x is [B, T, D], or [1, T, D] with cu_seqlens; weight is [D, W], its
 state is [N, D, W], of which the oldest column never meets a tap; the eps of the norm is inside the root; g is in
 natural logarithms. Arithmetic is fp32, with one rounding where a result is stored.
 
-Arguments without a meaning here: backend, chunk_indices, cu_seqlens_cpu. Whoever has the projection row of a whole
-layer should give it to weft.torch.gdn_pre, which does all of this in one pass."""
+Arguments without a meaning here: backend, chunk_indices, cu_seqlens_cpu. With the projection row of a whole layer at
+hand, weft.torch.gdn_pre does all of this in one pass.
+
+Slower than it could be: causal_conv1d_update, and ShortConvolution with one token a sequence, copy the weight and the
+whole state on every call (weft.torch.gdn_pre_step works in place), and ShortConvolution without gradients reads
+cu_seqlens on the host, which waits for the device."""
 
 import torch
 from torch import Tensor, nn

@@ -5,6 +5,11 @@ Conventions: streams are the last axis, x is (s, b, C, n); phi is (2n + n*n, C*n
 applied as x @ H_res; Sinkhorn in log space; the eps of the RMS norm is 2^-23, inside the root; H_pre is a
 sigmoid and H_post twice a sigmoid. TransformerEngine wants n = 4; here n is 1 to 32, and N = 2n + n*n.
 
+Speed on a GPU: with the streams as last axis the channels of a stream are not neighbours in memory, so nothing here is
+weft's single pass over the streams, forward or backward, whatever dtype and n are. mhc_generate_mix_and_aggregate is a
+chain of kernels, and its backward is the slow one of them (docs/python.md has figures). The single pass is
+weft.torch.pre or weft.torch.boundary on bf16 memory of the order (..., n, C).
+
 Arguments without a meaning of their own in weft:
     use_tf32        a permission to round the factors of an fp32 projection; False forbids it
     use_split_k     ignored: sums have an order that depends on the shape only
@@ -51,7 +56,8 @@ def mhc_generate_mix_and_aggregate(
     use_split_k: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All that comes before a sub-layer: its input (s, b, C), and H_post (s, b, n) and H_res (s, b, n, n) in fp32.
-    Without a buffer this is one pass over x."""
+    Without a buffer this is weft.torch.pre: on a CPU x is read once per tile of tokens, on a GPU, in this layout, by a
+    chain of kernels. With a buffer it is projection, coefficients and aggregate one after the other."""
     op = "mhc_generate_mix_and_aggregate"
     streams = _streams(op, x)
     n = streams.shape[-2]

@@ -8,9 +8,8 @@
     get_bias_dropout_add                       with dev's mhc_recompute_manager
     build_mhc_recompute_layer_plan, finalize_mhc_recompute_layer    as in weft.torch
     fused_mega_pre_gated_delta_rule, fused_streamed_pre_gated_delta_rule, native_pre_gated_delta_rule
-                                               what GatedDeltaNet does between its projection and the gated delta rule;
-                                               pre_gated_delta_rule chooses by the value of pre_gated_delta_rule_impl
-    PreGatedDeltaRule                          the same as methods, for a class beside Megatron's GatedDeltaNet
+                                               what GatedDeltaNet does between its projection and the gated delta rule.
+                                               Functions only: nothing here takes the place of a method of its class
 
 Where Megatron is installed the module derives from Megatron's, elsewhere from a small base here with the same
 constructor, so a checkpoint fits either.
@@ -18,6 +17,10 @@ constructor, so a checkpoint fits either.
 The branches do not compute the same function. main mixes y[i] = sum_j H_res[i, j] x[j], dev the transpose; dev
 starts Sinkhorn with a softmax and adds 1e-6 to H_pre. The class follows main, the free functions follow dev.
 Both differ from Megatron in one point: coefficients are fp32 all the way, whatever the activations are.
+
+On a GPU, HyperConnectionModule.forward without a recompute manager and learned_output_contract are a single pass over the
+streams under the conditions of weft.torch.pre (docs/python.md): bf16, 2 or 4 streams, up to 7168 or 14336 channels,
+code for compute capability 9.0. Everything else here is one operator after the other.
 
 native_* are plain PyTorch. use_native(True), or WEFT_COMPAT_NATIVE=1 in the environment, makes everything else
 here run as plain PyTorch too, to tell a problem of the kernels from one of the model.
@@ -38,11 +41,9 @@ from ._fused import (
     learned_output_contract,
 )
 from ._gdn import (
-    PreGatedDeltaRule,
     fused_mega_pre_gated_delta_rule,
     fused_streamed_pre_gated_delta_rule,
     native_pre_gated_delta_rule,
-    pre_gated_delta_rule,
 )
 from ._module import (
     HyperConnectionModule,
@@ -64,7 +65,6 @@ from ._switch import (
 
 __all__ = [
     "HyperConnectionModule",
-    "PreGatedDeltaRule",
     "SinkhornKnopp",
     "bind",
     "build_mhc_recompute_layer_plan",
@@ -87,7 +87,6 @@ __all__ = [
     "native_proj_rms",
     "native_proj_rms_compute_h",
     "native_sinkhorn",
-    "pre_gated_delta_rule",
     "use_native",
     "uses_native",
 ]

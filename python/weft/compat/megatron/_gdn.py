@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in front of the gated delta rule in Megatron's GatedDeltaNet, fused and in plain PyTorch."""
+"""What stands in front of the gated delta rule in Megatron's GatedDeltaNet, fused and in plain PyTorch: functions with
+the arguments that Megatron's methods pass on. The methods themselves are not replaced."""
 
 import torch
 from torch import Tensor, nn
 
 from weft.compat import _require as require
-from weft.torch import GdnHeads, GdnOptions, GdnSections, gdn_pre
+from weft.torch import GdnHeads, GdnOptions, gdn_pre
 
 from ._switch import uses_native
 
@@ -67,89 +68,6 @@ def native_pre_gated_delta_rule(
     return _native(qkvzba, conv1d_weight, conv1d_bias, A_log, dt_bias, heads, use_qk_l2norm, cu_seqlens)
 
 
-# By the words of Megatron's option pre_gated_delta_rule_impl.
-_IMPLEMENTATIONS = {
-    "unfused": native_pre_gated_delta_rule,
-    "streamed": fused_streamed_pre_gated_delta_rule,
-    "mega": fused_mega_pre_gated_delta_rule,
-}
-
-
-def pre_gated_delta_rule(impl: str):
-    """The function of a value of pre_gated_delta_rule_impl: "unfused" is plain PyTorch, "streamed" and "mega" weft."""
-    if impl not in _IMPLEMENTATIONS:
-        raise ValueError(f"pre_gated_delta_rule: impl: expected one of {', '.join(_IMPLEMENTATIONS)}, got {impl!r}")
-    return _IMPLEMENTATIONS[impl]
-
-
-class PreGatedDeltaRule:
-    """For a class beside Megatron's: `class Fused(PreGatedDeltaRule, GatedDeltaNet)`. It has the two places where
-    Megatron's forward prepares the inputs of the rule: `_prepare_input_for_gated_delta_rule` behind a convolution that
-    has been done (weft.compat.fla.causal_conv1d takes the place of that), and `pre_gated_delta_rule`, which takes the
-    projection itself and does both, by what config.pre_gated_delta_rule_impl says ("mega" where it says nothing)."""
-
-    def pre_gated_delta_rule(self, qkvzba: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Projection rows [s, b, columns] of this rank -> query, key, value, gate, beta, g."""
-        sizes = self._local_heads()
-        qkv = (sizes.key_heads * sizes.key_dim,) * 2 + (sizes.value_heads * sizes.value_dim,)
-        bias = self.conv1d.bias
-        return pre_gated_delta_rule(getattr(self.config, "pre_gated_delta_rule_impl", "mega"))(
-            qkvzba,
-            self._of_this_rank(self.conv1d.weight, qkv),
-            None if bias is None else self._of_this_rank(bias, qkv),
-            self._of_this_rank(self.A_log, (sizes.value_heads,)),
-            self._of_this_rank(self.dt_bias, (sizes.value_heads,)),
-            num_key_heads=sizes.key_heads,
-            num_value_heads=sizes.value_heads,
-            key_head_dim=sizes.key_dim,
-            value_head_dim=sizes.value_dim,
-            use_qk_l2norm=self.use_qk_l2norm,
-            cu_seqlens=cu_seqlens,
-        )
-
-    def _prepare_input_for_gated_delta_rule(
-        self,
-        qkv: Tensor,
-        gate: Tensor,
-        A_log_local_cp: Tensor,
-        dt_bias_local_cp: Tensor,
-        batch: int,
-        seq_len: int,
-        *gate_feats: Tensor,
-        cp_size_headwise: int | None = None,
-    ) -> dict[str, Tensor]:
-        """qkv [b, s, C] behind the convolution, gate [b, s, Hv, Dv], gate_feats: raw beta and raw alpha [b, s, Hv] ->
-        q, k, v, g, beta for the rule, and the gate."""
-        raw_beta, raw_alpha = gate_feats
-        sizes = self._local_heads(cp_size_headwise)
-        require.shape("_prepare_input_for_gated_delta_rule", "qkv", qkv, (batch, seq_len, sizes.channels))
-        parts = GdnSections(qkv, None, None, gate, raw_beta, raw_alpha)
-        options = GdnOptions(activation="linear", l2norm=self.use_qk_l2norm, l2_eps=_EPS)
-        parameters = (qkv.new_ones((sizes.channels, 1)), A_log_local_cp, dt_bias_local_cp)
-        if uses_native():
-            rows = torch.cat([qkv, gate.flatten(2), raw_beta, raw_alpha], -1).transpose(0, 1)
-            out = _native(
-                rows, parameters[0], None, *parameters[1:], sizes, self.use_qk_l2norm, None, activation=lambda u: u
-            )
-        else:
-            out = gdn_pre(parts, *parameters, heads=sizes, options=options)
-        return dict(zip(("q", "k", "v", "gate", "beta", "g"), out[:6], strict=True))
-
-    def _local_heads(self, cp_size: int | None = None) -> GdnHeads:
-        ranks = self.tp_size * (self.cp_size if cp_size is None else cp_size)
-        return GdnHeads(
-            self.num_key_heads // ranks, self.num_value_heads // ranks, self.key_head_dim, self.value_head_dim
-        )
-
-    def _of_this_rank(self, parameter: Tensor, sections: tuple[int, ...]) -> Tensor:
-        """The share of a rank of the context-parallel group: of every section by itself."""
-        if self.cp_size == 1:
-            return parameter
-        rank = self.pg_collection.cp.rank()
-        parts = parameter.split([n * self.cp_size for n in sections])
-        return torch.cat([p.narrow(0, rank * n, n) for p, n in zip(parts, sections, strict=True)])
-
-
 def _arguments(op: str, qkvzba: Tensor, weight: Tensor, sizes: tuple[int, ...], cp_group) -> GdnHeads:
     heads = GdnHeads(*sizes)
     if cp_group is not None and cp_group.size() > 1:
@@ -164,7 +82,7 @@ def _arguments(op: str, qkvzba: Tensor, weight: Tensor, sizes: tuple[int, ...], 
 
 
 def _native(
-    qkvzba, weight, bias, A_log, dt_bias, heads: GdnHeads, use_qk_l2norm, cu_seqlens, activation=nn.functional.silu
+    qkvzba, weight, bias, A_log, dt_bias, heads: GdnHeads, use_qk_l2norm, cu_seqlens
 ) -> tuple[Tensor, ...]:
     full = require.full(qkvzba)
     rows = qkvzba.transpose(0, 1).to(full)
@@ -183,7 +101,7 @@ def _native(
     for j in range(width):
         inside = (place - (width - 1) + j >= first).unsqueeze(-1)
         u = u + torch.where(inside, padded[:, j : j + steps], 0) * taps[:, j]
-    y = activation(u)
+    y = nn.functional.silu(u)
     query, key = (t.unflatten(-1, (heads.key_heads, heads.key_dim)) for t in y[..., : 2 * keys].split(keys, -1))
     if use_qk_l2norm:
         query, key = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + _EPS) for t in (query, key))
