@@ -13,6 +13,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "files.h"
 #include "safetensors_write.h"
 
 #define MODEL_FILE "model.safetensors"
@@ -35,36 +36,61 @@ __attribute__((format(printf, 2, 3))) static int fail(reason r, const char *form
     return 0;
 }
 
-static int join(char path[CHECKPOINT_PATH], const char *folder, const char *name)
+/* Removes the folder of a checkpoint and nothing else that is in it; of a link, the link. */
+static void discard(const char *path)
 {
-    int length = snprintf(path, CHECKPOINT_PATH, "%s/%s", folder, name);
-    return length > 0 && length < CHECKPOINT_PATH;
+    int folder = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (folder < 0) {
+        if (errno != ENOENT) unlink(path);
+        return;
+    }
+    /* The model last: without it a folder is no checkpoint. */
+    unlinkat(folder, OPTIMIZER_FILE, 0);
+    unlinkat(folder, MODEL_FILE, 0);
+    close(folder);
+    rmdir(path);
 }
 
-/* What a folder holds is on disk only once the folder itself is. */
-static int sync_folder(const char *path)
-{
-    int file = open(path, O_RDONLY);
-    int ok = file >= 0 && fsync(file) == 0;
-    if (file >= 0) close(file);
-    return ok;
-}
-
-/* Removes a checkpoint, and nothing that is not one. */
-static void discard(const char *folder)
-{
-    char path[CHECKPOINT_PATH];
-    for (int i = 0; i < 2; i++)
-        if (join(path, folder, files[i])) unlink(path);
-    rmdir(folder);
-}
-
+/* The number in step-00000100, or -1 for another name. */
 static int64_t step_of(const char *name)
 {
-    int64_t step;
-    int end = 0;
-    if (sscanf(name, "step-%" SCNd64 "%n", &step, &end) != 1 || name[end] || step < 0) return -1;
-    return step;
+    static const char head[] = "step-";
+    enum { MOST_DIGITS = 18 };
+    if (strncmp(name, head, sizeof head - 1)) return -1;
+    name += sizeof head - 1;
+    size_t digits = strspn(name, "0123456789");
+    return digits > 0 && digits <= MOST_DIGITS && !name[digits] ? strtoll(name, NULL, 10) : -1;
+}
+
+static int is_step(const struct dirent *entry)
+{
+    return step_of(entry->d_name) >= 0;
+}
+
+static int is_temporary(const struct dirent *entry)
+{
+    return entry->d_name[0] == '.' && step_of(entry->d_name + 1) >= 0;
+}
+
+/* The newest first; of two names for one step, the one with all its zeros. */
+static int newest_first(const struct dirent **a, const struct dirent **b)
+{
+    int64_t s = step_of((*a)->d_name), t = step_of((*b)->d_name);
+    if (s != t) return s < t ? 1 : -1;
+    return strcmp((*a)->d_name, (*b)->d_name);
+}
+
+static int has_file(const char *folder, const char *name)
+{
+    char path[FILES_PATH];
+    struct stat status;
+    return files_join(path, folder, name) && !stat(path, &status);
+}
+
+static int is_link(const char *path)
+{
+    struct stat status;
+    return !lstat(path, &status) && S_ISLNK(status.st_mode);
 }
 
 /* ---- saving ------------------------------------------------------------------------------------------------------------ */
@@ -73,7 +99,7 @@ typedef struct writer {
     safetensors_tensor *tensors;
     char (*names)[96];
     safetensors_pair *pairs;
-    char (*values)[CHECKPOINT_PATH];
+    char (*values)[FILES_PATH];
     char (*keys)[64];
     size_t num_tensors, num_pairs;
 } writer;
@@ -116,12 +142,12 @@ static char *add_pair(writer *w, const char *prefix, const char *key)
 
 static void add_facts(writer *w, const trainer *t, const option *table)
 {
-    snprintf(add_pair(w, "", "format"), CHECKPOINT_PATH, "pt");
-    snprintf(add_pair(w, "", "weft"), CHECKPOINT_PATH, "%s", format_version);
-    snprintf(add_pair(w, "", "step"), CHECKPOINT_PATH, "%" PRId64, t->step);
-    snprintf(add_pair(w, "", "corpus"), CHECKPOINT_PATH, "%016" PRIx64, t->text->fingerprint);
+    snprintf(add_pair(w, "", "format"), FILES_PATH, "pt");
+    snprintf(add_pair(w, "", "weft"), FILES_PATH, "%s", format_version);
+    snprintf(add_pair(w, "", "step"), FILES_PATH, "%" PRId64, t->step);
+    snprintf(add_pair(w, "", "corpus"), FILES_PATH, "%016" PRIx64, t->text->fingerprint);
     for (const option *o = table; o->name; o++)
-        if (!o->unsaved) options_print(o, add_pair(w, "option.", o->name), CHECKPOINT_PATH);
+        if (!o->unsaved) options_print(o, add_pair(w, "option.", o->name), FILES_PATH);
 }
 
 /* What a checkpoint holds, where the host can reach it. */
@@ -149,7 +175,7 @@ static int map(const trainer *t, arrays *a, reason r)
 static int write_files(const trainer *t, const arrays *a, const option *table, const char *folder, reason r)
 {
     writer w;
-    char path[CHECKPOINT_PATH];
+    char path[FILES_PATH];
     int ok = writer_open(&w, 2 * (size_t)t->tensors, MAX_TRAIN_OPTIONS + 8);
     if (!ok) fail(r, "out of memory");
     for (int file = 0; ok && file < 2; file++) {
@@ -159,7 +185,7 @@ static int write_files(const trainer *t, const arrays *a, const option *table, c
             if (file) add_tensor(&w, "second.", &t->params[i], a->second);
         }
         add_facts(&w, t, table);
-        ok = join(path, folder, files[file])
+        ok = files_join(path, folder, files[file])
                  ? safetensors_write(path, w.tensors, w.num_tensors, w.pairs, w.num_pairs, r.text, r.size)
                  : fail(r, "%s: too long a path", folder);
     }
@@ -167,51 +193,61 @@ static int write_files(const trainer *t, const arrays *a, const option *table, c
     return ok;
 }
 
-static void drop_old(const char *folder, int64_t keep)
+/* All but the last `keep` checkpoints up to a step. What cannot be removed stays: each entry is tried once. */
+static void drop_old(const char *folder, int64_t step, int64_t keep)
 {
-    for (;;) {
-        DIR *entries = opendir(folder);
-        int64_t count = 0, oldest = INT64_MAX;
-        char name[64], path[CHECKPOINT_PATH];
-        for (struct dirent *e; entries && (e = readdir(entries));) {
-            int64_t step = step_of(e->d_name);
-            count += step >= 0;
-            if (step >= 0 && step < oldest) oldest = step;
-        }
-        if (entries) closedir(entries);
-        if (count <= keep) return;
-        snprintf(name, sizeof name, "step-%08" PRId64, oldest);
-        if (!join(path, folder, name)) return;
-        discard(path);
-        struct stat status;
-        if (!stat(path, &status)) return; /* somebody keeps something else there */
+    struct dirent **entries;
+    char path[FILES_PATH];
+    int count = scandir(folder, &entries, is_step, newest_first);
+    for (int i = 0; i < count; i++) {
+        const char *name = entries[i]->d_name;
+        if (step_of(name) <= step && files_join(path, folder, name) && !is_link(path) &&
+            has_file(path, MODEL_FILE) && keep-- <= 0)
+            discard(path);
+        free(entries[i]);
     }
+    if (count >= 0) free(entries);
+}
+
+/* What a run that was killed while it saved has left behind. */
+static void drop_temporary(const char *folder)
+{
+    struct dirent **entries;
+    char path[FILES_PATH];
+    int count = scandir(folder, &entries, is_temporary, NULL);
+    for (int i = 0; i < count; i++) {
+        if (files_join(path, folder, entries[i]->d_name)) discard(path);
+        free(entries[i]);
+    }
+    if (count >= 0) free(entries);
 }
 
 static int save_arrays(const trainer *t, const arrays *a, const option *table, const char *folder, int64_t keep,
                        reason r)
 {
-    char name[64], path[CHECKPOINT_PATH], temporary[CHECKPOINT_PATH];
+    char name[64], path[FILES_PATH], temporary[FILES_PATH];
     for (int64_t i = 0; i < t->elements; i++)
         if (!isfinite(a->parameters[i])) return fail(r, "a parameter is not finite: not saved");
     snprintf(name, sizeof name, "step-%08" PRId64, t->step);
-    if (!join(path, folder, name)) return fail(r, "%s: too long a path", folder);
+    if (!files_join(path, folder, name)) return fail(r, "%s: too long a path", folder);
     snprintf(name, sizeof name, ".step-%08" PRId64, t->step);
-    if (!join(temporary, folder, name)) return fail(r, "%s: too long a path", folder);
-    struct stat status;
-    if (!stat(path, &status)) return 1; /* the same step of the same run, saved before it was killed */
-    discard(temporary);
+    if (!files_join(temporary, folder, name)) return fail(r, "%s: too long a path", folder);
+    drop_temporary(folder);
+    if (has_file(path, MODEL_FILE) && has_file(path, OPTIMIZER_FILE)) { /* saved after this step already */
+        drop_old(folder, t->step, keep);
+        return 1;
+    }
     if (mkdir(temporary, 0777)) return fail(r, "%s: %s", temporary, strerror(errno));
     if (!write_files(t, a, table, temporary, r)) {
         discard(temporary);
         return 0;
     }
-    if (!sync_folder(temporary) || rename(temporary, path) || !sync_folder(folder)) {
+    if (!files_sync_folder(temporary) || rename(temporary, path) || !files_sync_folder(folder)) {
         fail(r, "%s: %s", path, strerror(errno));
         discard(temporary);
         return 0;
     }
-    drop_old(folder, keep);
+    drop_old(folder, t->step, keep);
     return 1;
 }
 
@@ -228,31 +264,31 @@ int checkpoint_save(const trainer *t, const option *table, const char *folder, i
 
 /* ---- loading ------------------------------------------------------------------------------------------------------------- */
 
-int checkpoint_find(const char *folder, char path[CHECKPOINT_PATH], char *error, size_t size)
+int checkpoint_find(const char *folder, char path[FILES_PATH], char *error, size_t size)
 {
     reason r = {error, size};
-    char inside[CHECKPOINT_PATH];
-    int64_t last = -1;
-    path[0] = 0;
-    if (join(inside, folder, MODEL_FILE) && !access(inside, R_OK)) {
-        snprintf(path, CHECKPOINT_PATH, "%s", folder);
-        return 1;
+    struct dirent **entries;
+    int found = has_file(folder, MODEL_FILE), ok = 1;
+    snprintf(path, FILES_PATH, "%s", found ? folder : "");
+    if (found) return 1;
+    int count = scandir(folder, &entries, is_step, newest_first);
+    if (count < 0) return errno == ENOENT ? 1 : fail(r, "%s: %s", folder, strerror(errno));
+    for (int i = 0; i < count; i++) {
+        if (ok && !found && !(ok = files_join(path, folder, entries[i]->d_name)))
+            fail(r, "%s: too long a path", folder);
+        found = found || (ok && has_file(path, MODEL_FILE));
+        free(entries[i]);
     }
-    DIR *entries = opendir(folder);
-    if (!entries) return errno == ENOENT ? 1 : fail(r, "%s: %s", folder, strerror(errno));
-    for (struct dirent *e; (e = readdir(entries));) {
-        int64_t step = step_of(e->d_name);
-        if (step > last && join(path, folder, e->d_name)) last = step;
-    }
-    closedir(entries);
-    return 1;
+    free(entries);
+    if (!found) path[0] = 0;
+    return ok;
 }
 
 /* One file of a checkpoint, if it is one of weft's. */
 static int open_file(safetensors *file, const char *folder, int which, reason r)
 {
-    char path[CHECKPOINT_PATH];
-    if (!join(path, folder, files[which])) return fail(r, "%s: too long a path", folder);
+    char path[FILES_PATH];
+    if (!files_join(path, folder, files[which])) return fail(r, "%s: too long a path", folder);
     if (!safetensors_open(file, path)) return fail(r, "%s: %s", path, file->error);
     const char *version = safetensors_metadata(file, "weft");
     if (!version) return fail(r, "%s: not a checkpoint of weft: its metadata does not say so", path);
@@ -267,7 +303,7 @@ static int fill_options(const safetensors *file, const option *table, const unsi
     size_t used = 0;
     for (int i = 0; table[i].name; i++) {
         const option *o = &table[i];
-        char key[64], now[CHECKPOINT_PATH];
+        char key[64], now[FILES_PATH];
         if (o->unsaved) continue;
         snprintf(key, sizeof key, "option.%s", o->name);
         const char *saved = safetensors_metadata(file, key);

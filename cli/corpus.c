@@ -3,7 +3,6 @@
 
 #include <dirent.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,6 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "files.h"
 #include "random.h"
 
 enum { VALIDATION_EVERY = 10, MAX_DEPTH = 32, PATH_BYTES = 4096 };
@@ -38,14 +38,10 @@ static int looks_like_text(const char *name)
 /* asked: named by the user, so that a file which is not text is an error and not passed over. */
 static int add_file(corpus *c, const char *path, int asked)
 {
-    struct stat status;
-    int file = open(path, O_RDONLY);
-    if (file < 0) return asked ? fail(c, "%s: %s", path, strerror(errno)) : 1;
-    if (fstat(file, &status) || !S_ISREG(status.st_mode)) {
-        close(file);
-        return asked ? fail(c, "%s: neither a file nor a folder", path) : 1;
-    }
-    size_t size = (size_t)status.st_size;
+    char why[128];
+    size_t size;
+    int file = files_open(path, &size, why, sizeof why);
+    if (file < 0) return asked ? fail(c, "%s: %s", path, why) : 1;
     if (size == 0) {
         close(file);
         return 1;

@@ -14,6 +14,7 @@
 
 #include "commands.h"
 #include "element.h"
+#include "files.h"
 #include "golden_file.h"
 
 static const struct convention {
@@ -215,7 +216,7 @@ static void report(const golden_file *file, const char *base, golden_counts *cou
 
 static int check_file(const char *folder, const char *base, const weft_exec *exec, golden_counts *counts)
 {
-    char path[4096];
+    char path[FILES_PATH];
     const struct convention *convention = NULL;
     int code = EXIT_PASSED;
     golden_file *file = calloc(1, sizeof *file);
@@ -223,9 +224,10 @@ static int check_file(const char *folder, const char *base, const weft_exec *exe
     file->exec = exec;
     for (size_t i = 0; i < sizeof conventions / sizeof conventions[0]; i++)
         if (!strncmp(base, conventions[i].prefix, strlen(conventions[i].prefix))) convention = &conventions[i];
-    snprintf(path, sizeof path, "%s/%s", folder, base);
 
-    if (!safetensors_open(&file->tensors, path)) {
+    if (!files_join(path, folder, base)) {
+        golden_fail(file, "too long a path");
+    } else if (!safetensors_open(&file->tensors, path)) {
         golden_fail(file, "%s", file->tensors.error);
     } else if (!convention) {
         printf("%s: skipped, no convention begins with that name\n", base);

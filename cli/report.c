@@ -11,11 +11,12 @@
 #include <weft/weft.h>
 
 #include "commands.h"
+#include "files.h"
 #include "options.h"
 #include "plot.h"
 #include "runlog_read.h"
 
-enum { MAX_RUNS = 16, PATH_BYTES = 4096 };
+enum { MAX_RUNS = 16 };
 
 typedef struct report {
     run_record runs[MAX_RUNS];
@@ -265,17 +266,21 @@ static void name_run(report *r, const char *path)
 static int read_runs(report *r, const char *paths)
 {
     while (*paths) {
-        char path[PATH_BYTES], file[PATH_BYTES + 16];
+        char path[FILES_PATH], file[FILES_PATH];
         size_t length = strcspn(paths, ",");
-        snprintf(path, sizeof path, "%.*s", (int)(length < PATH_BYTES ? length : PATH_BYTES - 1), paths);
+        if (length >= sizeof path) {
+            fprintf(stderr, "weft report: --runs: a path is longer than %d bytes\n", FILES_PATH - 1);
+            return 0;
+        }
+        memcpy(path, paths, length);
+        path[length] = 0;
         paths += length + (paths[length] == ',');
         if (!length) continue;
         if (r->count == MAX_RUNS) {
             fprintf(stderr, "weft report: more than %d runs\n", MAX_RUNS);
             return 0;
         }
-        snprintf(file, sizeof file, "%s/log.jsonl", path);
-        if (access(file, F_OK)) snprintf(file, sizeof file, "%s", path);
+        if (!files_join(file, path, "log.jsonl") || access(file, F_OK)) snprintf(file, sizeof file, "%s", path);
         int ok = run_record_open(&r->runs[r->count], file);
         if (ok) name_run(r, path);
         r->count++;
@@ -290,10 +295,10 @@ static int read_runs(report *r, const char *paths)
 
 static int write_page(report *r, const char *path)
 {
-    char temporary[PATH_BYTES];
+    char temporary[FILES_PATH];
     if (snprintf(temporary, sizeof temporary, "%s.part", path) >= (int)sizeof temporary)
         errno = ENAMETOOLONG;
-    else if ((r->to = fopen(temporary, "w"))) {
+    else if ((r->to = files_create(temporary))) {
         page(r);
         int failed = fflush(r->to) || ferror(r->to) || fsync(fileno(r->to));
         failed |= fclose(r->to) != 0;

@@ -7,38 +7,37 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { LINE = 1 << 16 };
+#include "files.h"
 
-/* Copies the lines up to a step from one file to another; a last line without an end was cut off by a kill. */
-static int copy_until(FILE *from, FILE *to, int64_t step)
+/* How many bytes the lines up to a step have; a last line without an end was cut off by a kill. */
+static size_t bytes_until(const char *text, size_t bytes, int64_t step)
 {
-    char *line = malloc(LINE);
-    int ok = line != NULL;
-    while (ok && fgets(line, LINE, from)) {
-        long long at;
-        if (!strchr(line, '\n')) break;
-        if (sscanf(line, "{\"step\":%lld", &at) == 1 && at > step) break;
-        ok = fputs(line, to) >= 0;
-    }
-    free(line);
-    return ok;
+    static const char head[] = "{\"step\":";
+    const char *line = text, *end;
+    for (; (end = memchr(line, '\n', bytes - (size_t)(line - text))); line = end + 1)
+        if (!strncmp(line, head, sizeof head - 1) && strtoll(line + sizeof head - 1, NULL, 10) > step) break;
+    return (size_t)(line - text);
 }
 
 int runlog_open(runlog *log, const char *folder, int64_t step, char *error, size_t size)
 {
-    char path[4096], temporary[4096];
+    char path[FILES_PATH], temporary[FILES_PATH], why[128], *old = NULL;
+    size_t bytes = 0;
     *log = (runlog){0};
-    if (snprintf(path, sizeof path, "%s/log.jsonl", folder) >= (int)sizeof path ||
-        snprintf(temporary, sizeof temporary, "%s/.log.jsonl", folder) >= (int)sizeof temporary) {
+    if (!files_join(path, folder, "log.jsonl") || !files_join(temporary, folder, ".log.jsonl")) {
         snprintf(error, size, "%s: too long a path", folder);
         return 0;
     }
-    FILE *old = step > 0 ? fopen(path, "r") : NULL;
-    log->file = fopen(temporary, "w");
-    int ok =
-        log->file && (!old || copy_until(old, log->file, step)) && !fflush(log->file) && !rename(temporary, path);
+    if (step > 0 && !access(path, F_OK) && !(old = files_read(path, SIZE_MAX - 1, &bytes, why, sizeof why))) {
+        snprintf(error, size, "%s: %s", path, why);
+        return 0;
+    }
+    size_t kept = old ? bytes_until(old, bytes, step) : 0;
+    log->file = files_create(temporary);
+    int ok = log->file && fwrite(old ? old : "", 1, kept, log->file) == kept && !fflush(log->file) &&
+             !rename(temporary, path);
     if (!ok) snprintf(error, size, "%s: %s", path, strerror(errno));
-    if (old) fclose(old);
+    free(old);
     if (!ok && log->file) {
         fclose(log->file);
         log->file = NULL;

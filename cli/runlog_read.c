@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "runlog_read.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "files.h"
 #include "json.h"
 
 static const char *const names[RUN_COLUMNS] = {
@@ -132,22 +132,10 @@ int run_record_parse(run_record *r, const char *text, size_t size)
 
 int run_record_open(run_record *r, const char *path)
 {
-    FILE *file = fopen(path, "rb");
-    char *text = NULL;
-    size_t size = 0, room = 0;
+    size_t size;
     memset(r, 0, sizeof *r);
-    while (file && !ferror(file) && !feof(file)) {
-        if (size == room) {
-            char *more = realloc(text, room = room ? room * 2 : 1 << 16);
-            if (!more) break;
-            text = more;
-        }
-        size += fread(text + size, 1, room - size, file);
-    }
-    int ok = file && feof(file);
-    if (!ok) snprintf(r->error, sizeof r->error, "%s", strerror(errno));
-    if (file) fclose(file);
-    ok = ok && run_record_parse(r, text, size);
+    char *text = files_read(path, SIZE_MAX - 1, &size, r->error, sizeof r->error);
+    int ok = text && run_record_parse(r, text, size);
     free(text);
     return ok;
 }

@@ -1,13 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "safetensors.h"
 
-#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 
+#include "files.h"
 #include "json.h"
 
 /* As the format's own implementation: a longer header is a mistake or an attack. */
@@ -243,22 +242,10 @@ int safetensors_parse(safetensors *file, const void *bytes, size_t size)
 
 int safetensors_open(safetensors *file, const char *path)
 {
-    struct stat status;
+    size_t size;
     memset(file, 0, sizeof *file);
-    FILE *stream = fopen(path, "rb");
-    if (!stream) return fail(file, "%s", strerror(errno));
-    if (fstat(fileno(stream), &status) || !S_ISREG(status.st_mode)) {
-        fclose(stream);
-        return fail(file, "not a regular file");
-    }
-    size_t size = (size_t)status.st_size;
-    void *bytes = malloc(size ? size : 1);
-    size_t got = bytes ? fread(bytes, 1, size, stream) : 0;
-    fclose(stream);
-    if (!bytes || got != size) {
-        free(bytes);
-        return fail(file, bytes ? "read %zu of %zu bytes" : "out of memory (%zu of %zu bytes read)", got, size);
-    }
+    void *bytes = files_read(path, SIZE_MAX - 1, &size, file->error, sizeof file->error);
+    if (!bytes) return 0;
     int ok = safetensors_parse(file, bytes, size);
     file->bytes = bytes;
     return ok;

@@ -2,8 +2,8 @@
  *
  * Reads safetensors files: an 8-byte little-endian header length, a JSON header, the tensors' bytes. Strict: what
  * the header says must agree with itself and with the size of the file before anything is handed out, so a caller
- * only has to ask whether a tensor has the shape and dtype it wants. Needs no other part of the program than
- * json.h. */
+ * only has to ask whether a tensor has the shape and dtype it wants. Needs no other parts of the program than
+ * json.h and files.h. */
 #ifndef WEFT_CLI_SAFETENSORS_H
 #define WEFT_CLI_SAFETENSORS_H
 

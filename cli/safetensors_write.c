@@ -7,6 +7,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "files.h"
+
 /* A header that grows; nothing more is written once memory has run out. */
 typedef struct text {
     char *bytes;
@@ -95,7 +97,7 @@ int safetensors_write(const char *path, const safetensors_tensor *tensors, size_
 {
     text header = header_of(tensors, num_tensors, metadata, num_metadata);
     unsigned char length[8];
-    FILE *file = header.failed ? NULL : fopen(path, "wb");
+    FILE *file = header.failed ? NULL : files_create(path);
     int ok = file != NULL;
     for (int i = 0; i < 8; i++) length[i] = (unsigned char)((uint64_t)header.size >> 8 * i);
     ok = ok && fwrite(length, 1, 8, file) == 8 && fwrite(header.bytes, 1, header.size, file) == header.size;

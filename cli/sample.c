@@ -115,7 +115,7 @@ int command_sample(int argc, char **argv)
          .min = 0,
          .max = 4096},
         {0}};
-    static char path[CHECKPOINT_PATH], texts[2 * CHECKPOINT_PATH], error[512];
+    static char path[FILES_PATH], texts[2 * FILES_PATH], error[512];
     static const unsigned char nothing_given[MAX_TRAIN_OPTIONS];
     const ranks alone = {.count = 1};
     train_options run;

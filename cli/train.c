@@ -8,11 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
 
 #include "checkpoint.h"
 #include "commands.h"
 #include "device.h"
+#include "files.h"
 #include "progress.h"
 #include "runlog.h"
 #include "trainer.h"
@@ -31,8 +31,8 @@ typedef struct session {
     option table[MAX_TRAIN_OPTIONS];
     unsigned char given[MAX_TRAIN_OPTIONS];
     char *config_text;
-    char texts[2 * CHECKPOINT_PATH]; /* of options that came from a checkpoint */
-    char saved[CHECKPOINT_PATH];     /* the last checkpoint; "" where there is none */
+    char texts[2 * FILES_PATH]; /* of options that came from a checkpoint */
+    char saved[FILES_PATH];     /* the last checkpoint; "" where there is none */
     char error[512];
     weft_model_config config;
     ranks ranks;
@@ -49,58 +49,18 @@ static int complain(const session *s, int code)
     return code;
 }
 
-/* The whole of a small file, closed with a zero; NULL with the reason in error. */
-static char *read_text(const char *path, char *error, size_t size)
-{
-    enum { MOST = 1 << 20 };
-    FILE *file = fopen(path, "rb");
-    char *text = file ? malloc(MOST + 1) : NULL;
-    size_t got = text ? fread(text, 1, MOST + 1, file) : 0;
-    if (!text || ferror(file) || got > MOST || (got && memchr(text, 0, got))) {
-        snprintf(error, size, "%s: %s", path,
-                 !text          ? strerror(errno)
-                 : got > MOST   ? "too large for a file of options"
-                 : ferror(file) ? strerror(errno)
-                                : "not text");
-        free(text);
-        text = NULL;
-    } else
-        text[got] = 0;
-    if (file) fclose(file);
-    return text;
-}
-
 static int read_config(session *s)
 {
+    enum { MOST = 1 << 20 };
     char why[256];
+    size_t size;
     if (!s->options.config_file) return 1;
-    s->config_text = read_text(s->options.config_file, s->error, sizeof s->error);
-    if (!s->config_text) return 0;
-    if (options_read(s->config_text, s->table, s->given, why, sizeof why)) return 1;
+    s->config_text = files_read(s->options.config_file, MOST, &size, why, sizeof why);
+    int text = s->config_text && !memchr(s->config_text, 0, size);
+    if (s->config_text && !text) snprintf(why, sizeof why, "not text");
+    if (text && options_read(s->config_text, s->table, s->given, why, sizeof why)) return 1;
     snprintf(s->error, sizeof s->error, "%s: %s", s->options.config_file, why);
     return 0;
-}
-
-/* mkdir -p */
-static int make_folder(const char *path, char *error, size_t size)
-{
-    char part[CHECKPOINT_PATH];
-    struct stat status;
-    if (snprintf(part, sizeof part, "%s", path) >= (int)sizeof part) {
-        snprintf(error, size, "%s: too long a path", path);
-        return 0;
-    }
-    for (char *p = part + 1; *p; p++)
-        if (*p == '/') {
-            *p = 0;
-            (void)mkdir(part, 0777);
-            *p = '/';
-        }
-    if ((mkdir(part, 0777) && errno != EEXIST) || stat(part, &status) || !S_ISDIR(status.st_mode)) {
-        snprintf(error, size, "%s: %s", path, errno && errno != EEXIST ? strerror(errno) : "not a folder");
-        return 0;
-    }
-    return 1;
 }
 
 /* Everything up to the first step; 0 with the reason in s->error. */
@@ -133,7 +93,7 @@ static int open_all(session *s)
     }
     if (s->saved[0] && !checkpoint_load(&s->trainer, s->saved, s->error, sizeof s->error)) return 0;
     if (s->ranks.rank != 0) return 1;
-    if (!make_folder(o->out, s->error, sizeof s->error) ||
+    if (!files_make_folder(o->out, s->error, sizeof s->error) ||
         !runlog_open(&s->log, o->out, s->trainer.step, s->error, sizeof s->error))
         return 0;
     if (s->trainer.step == 0) runlog_options(&s->log, s->table);
@@ -240,7 +200,7 @@ static int train(session *s)
         double start = progress_now();
         if (!trainer_step(t, &f)) {
             progress_close(&bar);
-            char last[CHECKPOINT_PATH + 64] = "there is no checkpoint yet";
+            char last[FILES_PATH + 64] = "there is no checkpoint yet";
             if (s->saved[0]) snprintf(last, sizeof last, "last good checkpoint: %s", s->saved);
             fprintf(stderr, "weft train: %s; %s\n", t->error, last);
             return EXIT_FAILED;

@@ -20,6 +20,7 @@ from pathlib import Path
 WEFT, WORK = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
 SMALL = ["--layers", "2", "--channels", "32", "--heads", "2", "--context", "32", "--batch", "4", "--quiet", "--threads", "1"]
 ENV = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+HANG_S = float(os.environ.get("WEFT_TEST_HANG_S", 600))  # ends a hang; how fast the machine is does not matter
 failures = 0
 
 
@@ -36,8 +37,12 @@ def weft(*args, limit=None, cwd=None, before=()):
 
     # ThreadSanitizer maps a temporary file of its own over the program's constants: not one that the limit cut short.
     env = ENV if limit is None else {**ENV, "TMPDIR": str(WORK / "nowhere")}
-    result = subprocess.run([*before, str(WEFT), *map(str, args)], capture_output=True, text=True, errors="replace",
-                            env=env, cwd=cwd or WORK, preexec_fn=limits, timeout=600)
+    words = [word if isinstance(word, bytes) else str(word) for word in args]
+    try:
+        result = subprocess.run([*before, str(WEFT), *words], capture_output=True, text=True, errors="replace",
+                                env=env, cwd=cwd or WORK, preexec_fn=limits, timeout=HANG_S)
+    except subprocess.TimeoutExpired:
+        return None, "", f"ended after {HANG_S} s: it hangs"
     return result.returncode, result.stdout, result.stderr
 
 
@@ -263,6 +268,74 @@ def bad_checkpoints():
     damaged("a value that is not finite", "model.safetensors", lambda p: p.write_bytes(poisoned), "not finite")
 
 
+def renamed_checkpoints():
+    """Names that the program does not give are removed as they are, or left alone, and the run goes on."""
+    def names(out):
+        return sorted(p.name for p in (WORK / out).glob("step-*"))
+
+    train("renamed", "--steps", 4, "--save-every", 2)
+    (WORK / "renamed/step-00000002").rename(WORK / "renamed/step-2")
+    code, _, err = train("renamed", "--resume", "--keep", 1)
+    say("a checkpoint without its zeros is dropped", code == 0 and names("renamed") == ["step-00000004"],
+        f"exit {code}, {names('renamed')} {err}")
+    (WORK / "renamed/step-00000004").rename(WORK / "renamed/step-4")
+    code, _, err = train("renamed", "--resume", "--keep", 1)
+    say("one is resumed and then dropped", code == 0 and names("renamed") == ["step-00000004"],
+        f"exit {code}, {names('renamed')} {err}")
+
+    train("guests", "--steps", 4, "--save-every", 1, "--keep", 4)
+    (WORK / "guests/step-00000001/notes.txt").write_text("the user's own")
+    (WORK / "guests/step-00000003").rename(WORK / "kept-elsewhere")
+    (WORK / "guests/step-00000003").symlink_to(WORK / "kept-elsewhere")
+    (WORK / "guests/step-0").write_text("a file")
+    (WORK / "guests/step-00000000").mkdir()
+    (WORK / "guests/step-99999999").mkdir()
+    (WORK / "guests/step--5").mkdir()
+    left = ["step--5", "step-0", "step-00000000", "step-00000001", "step-00000003", "step-00000004", "step-99999999"]
+    (WORK / "guests/step-00000004").rename(WORK / "guests/step-004")
+    code, _, err = train("guests", "--resume", "--keep", 1)
+    say("what is no checkpoint stays", code == 0 and names("guests") == left, f"exit {code}, {names('guests')} {err}")
+    whole = sorted(p.name for p in (WORK / "kept-elsewhere").iterdir()) == ["model.safetensors", "optimizer.safetensors"]
+    own = [p.name for p in (WORK / "guests/step-00000001").iterdir()] == ["notes.txt"]
+    say("so do a link's target and a file of the user's", whole and own)
+
+
+def odd_files():
+    """FIFOs, devices and links where files are expected: an error at once, and nothing outside the folder is written."""
+    folder = WORK / "odd"
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "golden").mkdir(parents=True)
+    (folder / "run").mkdir()
+    for name in ("fifo", "golden/gdn.safetensors", "run/model.safetensors"):
+        os.mkfifo(folder / name)
+    for path in ("odd/fifo", "/dev/zero"):
+        for args in (("train", "--data", path, "--out", "never"), ("train", "--config", path, "--data", "text.txt", "--out", "never"),
+                     ("report", "--runs", path, "--out", "never.html")):
+            code, _, err = weft(*args)
+            say(f"{args[0]} {args[1]} {path}", code == 2 and "not a regular file" in err, err)
+    for args in (("sample", "--from", "odd/run"), ("check", "--golden", "odd/golden")):
+        code, _, err = weft(*args)
+        say(f"{args[0]} of a FIFO", code == 2 and "not a regular file" in err, err)
+    say("nothing was written for them", not (WORK / "never").exists() and not (WORK / "never.html").exists())
+
+    victim = WORK / "victim"
+    shutil.rmtree(victim, ignore_errors=True)
+    victim.mkdir()
+    for name in ("log", "page", "model.safetensors"):
+        (victim / name).write_text("precious")
+    out = WORK / "links"
+    out.mkdir()
+    (out / ".log.jsonl").symlink_to(victim / "log")
+    (out / ".step-00000002").symlink_to(victim)
+    (WORK / "links.html.part").symlink_to(victim / "page")
+    code, _, err = train("links", "--steps", 2)
+    page = weft("report", "--runs", "links", "--out", "links.html")
+    ok = code == 0 and page[0] == 0 and len(figures("links")) == 2 and checkpoint("links", 2)
+    say("links named as temporary files do no harm", ok, f"{err} {page[2]}")
+    say("their targets are what they were", all((victim / n).read_text() == "precious" for n in ("log", "page", "model.safetensors"))
+        if len(list(victim.iterdir())) == 3 else False, str(list(victim.iterdir())))
+
+
 def bad_luck():
     code, _, err = train("nan", "--steps", 50, "--rate", 1e30, "--warmup", 0, "--save-every", 1, "--clip", 0, "--decay", 0)
     say("a loss that is not a number", code == 1 and "step" in err and "not finite" in err, f"exit {code}: {err}")
@@ -330,7 +403,8 @@ def gpu():
 
 
 setup()
-PARTS = (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, bad_luck, processes, gpu)
+PARTS = (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, renamed_checkpoints,
+         odd_files, bad_luck, processes, gpu)
 for part in PARTS:
     if not sys.argv[3:] or part.__name__ in sys.argv[3:]:
         part()

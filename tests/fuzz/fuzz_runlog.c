@@ -2,6 +2,7 @@
  *
  * Any bytes may be called the log of a run. The reader must refuse or accept them, never crash, and what it accepts must
  * have every column at its full length. The reader belongs to the program, so its source is included. */
+#include "files.c"
 #include "json.c"
 #include "runlog_read.c"
 
