@@ -9,7 +9,7 @@
 #include <stddef.h>
 
 int device_built(void);                        /* 1 where this build has the CUDA backend */
-const char *device_architectures(void);        /* what it was compiled for: "80 90a" */
+const char *device_architectures(void);        /* what it was compiled for: "80 90a", "80 (PTX)" */
 int device_count(void);                        /* GPUs of this machine; 0 without a driver */
 void device_versions(char *text, size_t size); /* "driver 13.0, runtime 13.0" */
 

@@ -39,7 +39,7 @@ boundary_bwd_path weft_cuda_boundary_bwd_path(const weft_call *call, const weft_
         .gates_on_chip =
             kind_of(call, a) == SITE_HEAD ||
             weft_cuda_coef_plan_bwd(call->tokens, call->streams, &a->numerics, most_shared(call)).in_registers,
-        .capability = weft_cuda_boundary_bwd_code(call->exec->device),
+        .capability = weft_cuda_code(call->exec->device),
         .shared = (int64_t)most_shared(call)};
     for (const weft_tensor *t : activations) {
         f.bf16 = f.bf16 && (!weft_has(t) || t->dtype == WEFT_BF16);

@@ -77,9 +77,6 @@ weft_status weft_cuda_boundary_bwd_gates(const weft_call *call, const boundary_w
 /* What waits for sums over the whole token, and these: the aggregate's part of d_pre, added to d_pre_out, and the norm's r
  * and k. Reads y and one gradient, 2nC + 2C bytes a token, or rebuilds y: 2nC + 4C. */
 weft_status weft_cuda_boundary_bwd_sums(const weft_call *call, const boundary_work *w);
-/* Compute capability that the pass was compiled for, 10 major + minor. For others than BOUNDARY_OLDEST to
- * BOUNDARY_NEWEST it is empty. */
-int32_t weft_cuda_boundary_bwd_code(int32_t device);
 /* Everything behind d_h, as far as it is no sum of partial sums. */
 weft_status weft_cuda_boundary_bwd_pass(const weft_call *call, const boundary_work *w);
 /* Partial sums of all launches before. */

@@ -18,7 +18,6 @@
  *
  * mhc_boundary_bwd_fold.cu adds the slices of the channels and the ranges of tokens in order; both depend on the shape only. */
 #include "core/status.h"
-#include "cuda/common/kept.h"
 #include "cuda/mhc_boundary_bwd_serve.cuh"
 #include "cuda/mhc_boundary_bwd_work.cuh"
 
@@ -147,21 +146,6 @@ template <int N, site_kind KIND> static weft_status run(const weft_call *call, c
                    .shared = (size_t)(plain ? sizes<N, false, KIND>::all : sizes<N, true, KIND>::all),
                    .order = OVERLAP},
                   p);
-}
-
-int32_t weft_cuda_boundary_bwd_code(int32_t device)
-{
-    static kept_answers known;
-    return (int32_t)(kept_answer(known, device,
-                                 [] {
-                                     cudaFuncAttributes code = {};
-                                     if (cudaFuncGetAttributes(
-                                             &code, fused_kernel<4, false, false, false, SITE_BOUNDARY>) !=
-                                         cudaSuccess)
-                                         (void)cudaGetLastError();
-                                     return (uint64_t)1 | (uint64_t)code.ptxVersion << 8;
-                                 }) >>
-                     8);
 }
 
 weft_status weft_cuda_boundary_bwd_pass(const weft_call *call, const boundary_work *w)

@@ -29,7 +29,7 @@ const char *weft_boundary_bwd_path_text(boundary_bwd_path path)
     static const char *const text[BOUNDARY_BWD_PATHS] = {
         [BOUNDARY_BWD_FUSED] = "a single pass over the streams",
         [BOUNDARY_BWD_NO_TOKENS] = "a chain, for there are no tokens",
-        [BOUNDARY_BWD_OTHER_GPU] = "a chain, for the kernels are not compiled for compute capability 9.0",
+        [BOUNDARY_BWD_OTHER_GPU] = "a chain, for the code for this GPU is not of compute capability 9.0",
         [BOUNDARY_BWD_SMALL_GPU] = "a chain, for a block's shared memory does not hold enough tiles",
         [BOUNDARY_BWD_DTYPE] = "a chain, for streams or upstream gradients are not bf16",
         [BOUNDARY_BWD_STREAMS] = "a chain, for there is no kernel for this number of streams",

@@ -42,7 +42,7 @@ typedef struct boundary_bwd_facts {
     bool bf16;          /* the streams, f, and the upstream gradients of y, u and v as far as there are any */
     bool rows_are_wide; /* the same tensors: channels side by side, everything else a multiple of 16 bytes apart */
     bool gates_on_chip; /* Sinkhorn's history fits a block's shared memory; a head has none */
-    int32_t capability; /* that the kernels were compiled for, 10 major + minor */
+    int32_t capability; /* of the code that would run (code.h), which has the pass from OLDEST to NEWEST */
     int64_t shared;     /* bytes of shared memory that a block may have */
 } boundary_bwd_facts;
 

@@ -8,7 +8,6 @@
  * the aggregate and takes its share of the channels, but for the last warp of the last block, which meanwhile makes and stores
  * all coefficients of the eight tokens. */
 #include "cuda/common/cluster.cuh"
-#include "cuda/common/kept.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/gates_fwd.cuh"
@@ -129,16 +128,8 @@ static __global__ void __launch_bounds__(ANY_THREADS, N == 4 ? 2 : 1) one_kernel
 
 /* ---- host --------------------------------------------------------------------------------------------------------------- */
 
-static uint64_t ask_device()
-{
-    cudaFuncAttributes code = {};
-    if (cudaFuncGetAttributes(&code, one_kernel<4>) != cudaSuccess) (void)cudaGetLastError();
-    return 1 | (uint64_t)(code.ptxVersion & 0xff) << 8;
-}
-
 weft_pre_plan weft_cuda_pre_one_plan(const weft_call *call, const weft_mhc_pre_fwd_args *a, const weft_tensor *u)
 {
-    static kept_answers known;
     weft_pre_facts f = {.tokens = call->tokens,
                         .streams = call->streams,
                         .columns = call->streams * call->channels,
@@ -148,7 +139,7 @@ weft_pre_plan weft_cuda_pre_one_plan(const weft_call *call, const weft_mhc_pre_f
         constexpr int W = stream_tile<float, 4, LAYOUT_NC>::width; /* of two streams as well */
         f.layout =
             any_in_pairs(&a->x, &a->phi, &a->norm_weight) && streams_fit(&a->x, LAYOUT_NC, W) && row_fits(u, W);
-        f.capability = (int32_t)(kept_answer(known, call->exec->device, ask_device) >> 8);
+        f.capability = weft_cuda_code(call->exec->device);
     }
     return weft_cuda_pre_plan(&f);
 }

@@ -34,7 +34,7 @@ const char *weft_cuda_pre_reason(weft_pre_path path)
         [WEFT_PRE_LAYOUT] =
             "a chain, for phi or its norm weight are not fp32, or channels cannot be moved 16 bytes at a time",
         [WEFT_PRE_LONG] = "a chain, for with so many tokens launches do not count",
-        [WEFT_PRE_OTHER_GPU] = "a chain, for the kernel is not compiled for this GPU",
+        [WEFT_PRE_OTHER_GPU] = "a chain, for the code for this GPU is older than compute capability 9.0",
     };
     return path >= 0 && path < WEFT_PRE_PATHS ? reason[path] : NULL;
 }

@@ -133,42 +133,36 @@ static bool is_dtype(const weft_tensor *t, weft_dtype dtype)
     return !weft_has(t) || t->dtype == dtype;
 }
 
-struct site_device {
-    int32_t capability, resident[SITE_CLUSTERS];
-};
-
+/* Clusters of each size that the device runs at once, a byte each. All of these kernels take a multiprocessor alone: the
+ * registers see to that. */
 static uint64_t ask_device()
 {
     const auto kernel = site_kernel<4, SITE_BOUNDARY, PLAIN, true, SITE_FEW_PAIRS>;
-    cudaFuncAttributes code = {};
-    bool good = cudaFuncGetAttributes(&code, kernel) == cudaSuccess;
-    uint64_t word = 1 | (uint64_t)(code.ptxVersion & 0xff) << 8;
-    if (good && code.ptxVersion >= SITE_OLDEST) {
-        /* All of these kernels take a multiprocessor alone: the registers see to that. */
-        good = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess;
-        for (int log = 1; good && log < SITE_CLUSTERS; log++) {
-            cudaLaunchAttribute attribute = {};
-            cudaLaunchConfig_t config = {};
-            int count = 0;
-            attribute.id = cudaLaunchAttributeClusterDimension;
-            attribute.val.clusterDim = {1u << log, 1, 1};
-            config.gridDim = dim3(1u << log), config.blockDim = dim3(site_cast<SITE_FEW_PAIRS>::warps * 32);
-            config.attrs = &attribute, config.numAttrs = 1;
-            if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) (void)cudaGetLastError();
-            word |= (uint64_t)(count < 255 ? count : 255) << (16 + 8 * log);
-        }
+    const bool good =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess;
+    uint64_t word = 1;
+    for (int log = 1; good && log < SITE_CLUSTERS; log++) {
+        cudaLaunchAttribute attribute = {};
+        cudaLaunchConfig_t config = {};
+        int count = 0;
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim = {1u << log, 1, 1};
+        config.gridDim = dim3(1u << log), config.blockDim = dim3(site_cast<SITE_FEW_PAIRS>::warps * 32);
+        config.attrs = &attribute, config.numAttrs = 1;
+        if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) (void)cudaGetLastError();
+        word |= (uint64_t)(count < 255 ? count : 255) << (8 * log);
     }
     if (!good) (void)cudaGetLastError();
     return word;
 }
 
-static site_device device_of(const weft_call *call)
+static void ask_clusters(const weft_call *call, weft_site_facts *f)
 {
     static kept_answers known;
+    f->capability = weft_cuda_code(call->exec->device);
+    if (f->capability < SITE_OLDEST) return; /* there are no clusters to ask for */
     const uint64_t word = kept_answer(known, call->exec->device, ask_device);
-    site_device d = {(int32_t)(word >> 8 & 0xff)};
-    for (int log = 1; log < SITE_CLUSTERS; log++) d.resident[log] = (int32_t)(word >> (16 + 8 * log) & 0xff);
-    return d;
+    for (int log = 1; log < SITE_CLUSTERS; log++) f->resident[log] = (int32_t)(word >> (8 * log) & 0xff);
 }
 
 static int64_t rows_of(const weft_call *call)
@@ -194,7 +188,6 @@ static float *psi_room(weft_arena *arena, const weft_call *call)
 weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_post_fwd_args *post,
                                        const weft_mhc_pre_fwd_args *pre)
 {
-    const site_device device = device_of(call);
     const auto can_move = [call](const weft_tensor *t) { return tma_fits(t, !call->query || call->exact); };
     weft_site_facts f = {
         .tokens = call->tokens,
@@ -206,10 +199,9 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
         .layout = call->dtype == WEFT_BF16 && /* of others nobody asks */
                   can_move(&pre->x) && can_move(&pre->u) && can_move(&pre->v) && can_move(&pre->sub_weight),
         .post = post != NULL,
-        .capability = device.capability,
         .shared = call->device_shared,
         .sms = call->sms < call->device_sms ? call->sms : call->device_sms};
-    for (int log = 0; log < SITE_CLUSTERS; log++) f.resident[log] = device.resident[log];
+    ask_clusters(call, &f);
     if (post) {
         f.bf16 = f.bf16 && is_dtype(&post->f, WEFT_BF16) && is_dtype(&post->post, WEFT_F32) &&
                  is_dtype(&post->res, WEFT_F32);

@@ -130,7 +130,7 @@ const char *weft_cuda_site_reason(weft_site_path path)
         [WEFT_SITE_SIZE] = "a chain, for there are more tokens than a 32-bit number counts",
         [WEFT_SITE_SMALL_GPU] = "a chain, for a block's shared memory does not hold enough tiles",
         [WEFT_SITE_OTHER_GPU] =
-            "a chain, for the kernel is not compiled for this GPU, or the GPU has no such clusters",
+            "a chain, for the code for this GPU is not of compute capability 9.0, or the GPU has no such clusters",
     };
     return path >= 0 && path < WEFT_SITE_PATHS ? reason[path] : NULL;
 }

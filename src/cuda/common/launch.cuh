@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include "core/kernel.h"
+#include "cuda/code.h"
 #include "cuda/common/status.h"
 #include "cuda/permits.h"
 
@@ -22,8 +23,8 @@ static inline cudaStream_t stream_of(const weft_call *call)
     return (cudaStream_t)call->exec->stream;
 }
 
-/* The kernel may begin while the one before it on the stream drains; it must call wait_for_previous() before it
- * touches memory that an earlier launch writes or reads. */
+/* OVERLAP: the kernel may begin while the one before it on the stream drains; it must call wait_for_previous() before it
+ * touches memory that an earlier launch writes or reads. Code in which that does nothing is launched AFTER. */
 enum launch_order { AFTER = 0, OVERLAP = 1 };
 
 struct launch_shape {
@@ -56,7 +57,7 @@ static weft_status launch(const weft_call *call, const char *what, void (*kernel
     config.dynamicSmemBytes = s.shared;
     config.stream = stream_of(call);
     config.attrs = attribute;
-    if (s.order == OVERLAP) {
+    if (s.order == OVERLAP && weft_cuda_code(call->exec->device) >= CODE_WITH_WAITS) {
         attribute[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attribute[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }
@@ -116,7 +117,7 @@ static inline unsigned grid_of(int64_t items)
 
 static __device__ __forceinline__ void wait_for_previous()
 {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 /* CODE_WITH_WAITS */
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
