@@ -16,12 +16,6 @@
 #include "files.h"
 #include "safetensors_write.h"
 
-#define MODEL_FILE "model.safetensors"
-#define OPTIMIZER_FILE "optimizer.safetensors"
-static const char *const files[] = {MODEL_FILE, OPTIMIZER_FILE};
-/* Changes when an older program could misread a newer file. */
-static const char format_version[] = "1";
-
 typedef struct reason {
     char *text;
     size_t size;
@@ -45,8 +39,7 @@ static void discard(const char *path)
         return;
     }
     /* The model last: without it a folder is no checkpoint. */
-    unlinkat(folder, OPTIMIZER_FILE, 0);
-    unlinkat(folder, MODEL_FILE, 0);
+    for (int part = CHECKPOINT_PARTS; part-- > 0;) unlinkat(folder, checkpoint_file_name((checkpoint_part)part), 0);
     close(folder);
     rmdir(path);
 }
@@ -80,11 +73,11 @@ static int newest_first(const struct dirent **a, const struct dirent **b)
     return strcmp((*a)->d_name, (*b)->d_name);
 }
 
-static int has_file(const char *folder, const char *name)
+static int has_part(const char *folder, checkpoint_part part)
 {
     char path[FILES_PATH];
     struct stat status;
-    return files_join(path, folder, name) && !stat(path, &status);
+    return files_join(path, folder, checkpoint_file_name(part)) && !stat(path, &status);
 }
 
 static int is_link(const char *path)
@@ -99,7 +92,7 @@ typedef struct writer {
     safetensors_tensor *tensors;
     char (*names)[96];
     safetensors_pair *pairs;
-    char (*values)[FILES_PATH];
+    char **values;
     char (*keys)[64];
     size_t num_tensors, num_pairs;
 } writer;
@@ -114,8 +107,16 @@ static int writer_open(writer *w, size_t tensors, size_t pairs)
     return w->tensors && w->names && w->pairs && w->values && w->keys;
 }
 
+/* For the next file. */
+static void writer_clear(writer *w)
+{
+    for (size_t i = 0; i < w->num_pairs; i++) free(w->values[i]);
+    w->num_tensors = w->num_pairs = 0;
+}
+
 static void writer_close(writer *w)
 {
+    writer_clear(w);
     free(w->tensors), free(w->names), free(w->pairs), free(w->values), free(w->keys);
 }
 
@@ -132,22 +133,34 @@ static void add_tensor(writer *w, const char *prefix, const weft_model_param *p,
                               .bytes = (size_t)p->count * sizeof(float)};
 }
 
-static char *add_pair(writer *w, const char *prefix, const char *key)
+/* Takes the value, which may be NULL for want of memory. */
+static int add_pair(writer *w, const char *prefix, const char *key, char *value)
 {
     size_t i = w->num_pairs++;
     snprintf(w->keys[i], sizeof *w->keys, "%s%s", prefix, key);
-    w->pairs[i] = (safetensors_pair){w->keys[i], w->values[i]};
-    return w->values[i];
+    w->values[i] = value;
+    w->pairs[i] = (safetensors_pair){w->keys[i], value};
+    return value != NULL;
 }
 
-static void add_facts(writer *w, const trainer *t, const option *table)
+__attribute__((format(printf, 1, 2))) static char *printed(const char *format, ...)
 {
-    snprintf(add_pair(w, "", "format"), FILES_PATH, "pt");
-    snprintf(add_pair(w, "", "weft"), FILES_PATH, "%s", format_version);
-    snprintf(add_pair(w, "", "step"), FILES_PATH, "%" PRId64, t->step);
-    snprintf(add_pair(w, "", "corpus"), FILES_PATH, "%016" PRIx64, t->text->fingerprint);
+    char text[64];
+    va_list list;
+    va_start(list, format);
+    vsnprintf(text, sizeof text, format, list);
+    va_end(list);
+    return strdup(text);
+}
+
+static int add_facts(writer *w, const trainer *t, const option *table)
+{
+    int ok = add_pair(w, "", "format", printed("pt")) & add_pair(w, "", "weft", printed("%d", CHECKPOINT_FORMAT)) &
+             add_pair(w, "", "step", printed("%" PRId64, t->step)) &
+             add_pair(w, "", "corpus", printed("%016" PRIx64, t->text->fingerprint));
     for (const option *o = table; o->name; o++)
-        if (!o->unsaved) options_print(o, add_pair(w, "option.", o->name), FILES_PATH);
+        if (!o->unsaved) ok &= add_pair(w, "option.", o->name, options_print(o));
+    return ok;
 }
 
 /* What a checkpoint holds, where the host can reach it. */
@@ -176,18 +189,21 @@ static int write_files(const trainer *t, const arrays *a, const option *table, c
 {
     writer w;
     char path[FILES_PATH];
+    const float *const data[CHECKPOINT_PARTS][2] = {{a->parameters}, {a->first, a->second}};
     int ok = writer_open(&w, 2 * (size_t)t->tensors, MAX_TRAIN_OPTIONS + 8);
     if (!ok) fail(r, "out of memory");
-    for (int file = 0; ok && file < 2; file++) {
-        w.num_tensors = w.num_pairs = 0;
-        for (int32_t i = 0; i < t->tensors; i++) {
-            add_tensor(&w, file ? "first." : "", &t->params[i], file ? a->first : a->parameters);
-            if (file) add_tensor(&w, "second.", &t->params[i], a->second);
-        }
-        add_facts(&w, t, table);
-        ok = files_join(path, folder, files[file])
-                 ? safetensors_write(path, w.tensors, w.num_tensors, w.pairs, w.num_pairs, r.text, r.size)
-                 : fail(r, "%s: too long a path", folder);
+    for (int part = 0; ok && part < CHECKPOINT_PARTS; part++) {
+        const char *prefix;
+        writer_clear(&w);
+        for (int32_t i = 0; i < t->tensors; i++)
+            for (int k = 0; (prefix = checkpoint_file_prefix((checkpoint_part)part, k)); k++)
+                add_tensor(&w, prefix, &t->params[i], data[part][k]);
+        if (!add_facts(&w, t, table))
+            ok = fail(r, "out of memory");
+        else if (!files_join(path, folder, checkpoint_file_name((checkpoint_part)part)))
+            ok = fail(r, "%s: too long a path", folder);
+        else
+            ok = safetensors_write(path, w.tensors, w.num_tensors, w.pairs, w.num_pairs, r.text, r.size);
     }
     writer_close(&w);
     return ok;
@@ -202,7 +218,7 @@ static void drop_old(const char *folder, int64_t step, int64_t keep)
     for (int i = 0; i < count; i++) {
         const char *name = entries[i]->d_name;
         if (step_of(name) <= step && files_join(path, folder, name) && !is_link(path) &&
-            has_file(path, MODEL_FILE) && keep-- <= 0)
+            has_part(path, CHECKPOINT_MODEL) && keep-- <= 0)
             discard(path);
         free(entries[i]);
     }
@@ -233,7 +249,8 @@ static int save_arrays(const trainer *t, const arrays *a, const option *table, c
     snprintf(name, sizeof name, ".step-%08" PRId64, t->step);
     if (!files_join(temporary, folder, name)) return fail(r, "%s: too long a path", folder);
     drop_temporary(folder);
-    if (has_file(path, MODEL_FILE) && has_file(path, OPTIMIZER_FILE)) { /* saved after this step already */
+    if (has_part(path, CHECKPOINT_MODEL) &&
+        has_part(path, CHECKPOINT_OPTIMIZER)) { /* saved after this step already */
         drop_old(folder, t->step, keep);
         return 1;
     }
@@ -268,7 +285,7 @@ int checkpoint_find(const char *folder, char path[FILES_PATH], char *error, size
 {
     reason r = {error, size};
     struct dirent **entries;
-    int found = has_file(folder, MODEL_FILE), ok = 1;
+    int found = has_part(folder, CHECKPOINT_MODEL), ok = 1;
     snprintf(path, FILES_PATH, "%s", found ? folder : "");
     if (found) return 1;
     int count = scandir(folder, &entries, is_step, newest_first);
@@ -276,7 +293,7 @@ int checkpoint_find(const char *folder, char path[FILES_PATH], char *error, size
     for (int i = 0; i < count; i++) {
         if (ok && !found && !(ok = files_join(path, folder, entries[i]->d_name)))
             fail(r, "%s: too long a path", folder);
-        found = found || (ok && has_file(path, MODEL_FILE));
+        found = found || (ok && has_part(path, CHECKPOINT_MODEL));
         free(entries[i]);
     }
     free(entries);
@@ -284,129 +301,100 @@ int checkpoint_find(const char *folder, char path[FILES_PATH], char *error, size
     return ok;
 }
 
-/* One file of a checkpoint, if it is one of weft's. */
-static int open_file(safetensors *file, const char *folder, int which, reason r)
+int checkpoint_open(checkpoint_file *model, const char *path, char *error, size_t size)
 {
-    char path[FILES_PATH];
-    if (!files_join(path, folder, files[which])) return fail(r, "%s: too long a path", folder);
-    if (!safetensors_open(file, path)) return fail(r, "%s: %s", path, file->error);
-    const char *version = safetensors_metadata(file, "weft");
-    if (!version) return fail(r, "%s: not a checkpoint of weft: its metadata does not say so", path);
-    if (strcmp(version, format_version))
-        return fail(r, "%s: format %.20s, this program reads %s", path, version, format_version);
-    return 1;
+    char file[FILES_PATH];
+    *model = (checkpoint_file){0};
+    return files_join(file, path, checkpoint_file_name(CHECKPOINT_MODEL))
+               ? checkpoint_file_open(model, CHECKPOINT_MODEL, file, error, size)
+               : fail((reason){error, size}, "%s: too long a path", path);
 }
 
-static int fill_options(const safetensors *file, const option *table, const unsigned char *given, char *texts,
-                        size_t texts_size, reason r)
+int checkpoint_open_last(checkpoint_file *model, const char *folder, char path[FILES_PATH], char *error,
+                         size_t size)
 {
-    size_t used = 0;
-    for (int i = 0; table[i].name; i++) {
-        const option *o = &table[i];
-        char key[64], now[FILES_PATH];
-        if (o->unsaved) continue;
-        snprintf(key, sizeof key, "option.%s", o->name);
-        const char *saved = safetensors_metadata(file, key);
-        if (!saved) return fail(r, "the checkpoint does not say what --%s was", o->name);
-        options_print(o, now, sizeof now);
-        if (given[i]) {
-            if (o->fixed && strcmp(now, saved))
-                return fail(r, "--%s %s, but the run was begun with %.60s", o->name, now, saved);
-            continue;
-        }
-        size_t length = strlen(saved) + 1;
-        if (o->kind == OPTION_TEXT) {
-            if (length > texts_size - used) return fail(r, "--%s in the checkpoint is too long", o->name);
-            memcpy(texts + used, saved, length);
-            *(const char **)o->to = length > 1 ? texts + used : NULL;
-            used += length;
-        } else if (!options_set(o, saved))
-            return fail(r, "--%s in the checkpoint does not take '%.60s'", o->name, saved);
+    enum { TRIES = 100 };
+    char before[FILES_PATH] = "";
+    *model = (checkpoint_file){0};
+    for (int i = 0; i < TRIES; i++) {
+        if (!checkpoint_find(folder, path, error, size)) return 0;
+        if (!path[0]) return fail((reason){error, size}, "%s: no checkpoint there", folder);
+        if (checkpoint_open(model, path, error, size)) return 1;
+        if (!strcmp(path, before)) return 0;
+        /* The run that trains there may have dropped it, in which case there is a newer one. */
+        checkpoint_file_close(model);
+        snprintf(before, sizeof before, "%s", path);
     }
-    return 1;
+    return 0;
 }
 
-int checkpoint_options(const char *path, const option *table, const unsigned char *given, char *texts,
-                       size_t texts_size, char *error, size_t size)
+int checkpoint_fits(const checkpoint_file *model, const char *path, const weft_model_config *config, char *error,
+                    size_t size)
 {
-    safetensors file = {0};
-    reason r = {error, size};
-    int ok = open_file(&file, path, 0, r) && fill_options(&file, table, given, texts, texts_size, r);
-    safetensors_close(&file);
-    return ok;
-}
-
-static int take_tensors(const trainer *t, const safetensors *file, const char *prefix, float *to, reason r)
-{
-    for (int32_t i = 0; i < t->tensors; i++) {
-        const weft_model_param *p = &t->params[i];
-        char name[96];
-        snprintf(name, sizeof name, "%s%s", prefix, p->name);
-        const safetensors_tensor *s = safetensors_find(file, name);
-        if (!s) return fail(r, "tensor '%s' is missing", name);
-        if (s->dtype != SAFETENSORS_F32 || s->ndim != p->ndim || s->shape[0] != p->shape[0] ||
-            (p->ndim > 1 && s->shape[1] != p->shape[1]))
-            return fail(r, "tensor '%s' has another shape or dtype than the model's", name);
-        memcpy(to + p->offset, s->data, s->bytes);
-        for (int64_t k = 0; k < p->count; k++)
-            if (!isfinite(to[p->offset + k])) return fail(r, "tensor '%s' holds a value that is not finite", name);
-    }
-    return 1;
-}
-
-static int read_step(const safetensors *file, int64_t *step)
-{
-    const char *text = safetensors_metadata(file, "step");
-    char *end;
-    *step = text ? strtoll(text, &end, 10) : -1;
-    return text && end != text && !*end && *step >= 0;
-}
-
-static int load_file(const trainer *t, const arrays *a, const char *path, int which, int64_t *step, reason r)
-{
-    safetensors file = {0};
     char why[256] = "";
-    reason inner = {why, sizeof why};
-    int ok = open_file(&file, path, which, r);
-    if (ok) {
-        size_t expected = (size_t)t->tensors * (which ? 2 : 1);
-        const char *corpus_text = safetensors_metadata(&file, "corpus");
-        char now[32] = "";
-        if (t->text) snprintf(now, sizeof now, "%016" PRIx64, t->text->fingerprint);
-        if (!read_step(&file, step))
-            ok = fail(inner, "no step in its metadata");
-        else if (file.num_tensors != expected)
-            ok = fail(inner, "%zu tensors, the model has %zu", file.num_tensors, expected);
-        else if (t->text && (!corpus_text || strcmp(corpus_text, now)))
-            ok = fail(inner, "the text of --data is not the text of the run");
-        else
-            ok = which ? take_tensors(t, &file, "first.", a->first, inner) &&
-                             take_tensors(t, &file, "second.", a->second, inner)
-                       : take_tensors(t, &file, "", a->parameters, inner);
-        if (!ok) fail(r, "%s/%s: %s", path, files[which], why);
-    }
-    safetensors_close(&file);
+    return checkpoint_file_fits(model, config, why, sizeof why) ||
+           fail((reason){error, size}, "%s/%s: %s", path, checkpoint_file_name(model->part), why);
+}
+
+void checkpoint_warn(const char *command, const checkpoint_file *model, const char *path)
+{
+    if (model->format == 1)
+        fprintf(stderr, "weft %s: %s has no checksum, as older versions wrote it: damage in it is not noticed\n",
+                command, path);
+}
+
+/* One part into its arrays, where it is of this trainer's run and model. */
+static int load_part(const trainer *t, const checkpoint_file *c, float *const to[2], reason r)
+{
+    char now[32] = "";
+    const char *corpus_text = safetensors_metadata(&c->file, "corpus"), *prefix;
+    if (t->text) snprintf(now, sizeof now, "%016" PRIx64, t->text->fingerprint);
+    if (t->text && (!corpus_text || strcmp(corpus_text, now)))
+        return fail(r, "the text of --data is not the text of the run");
+    if (!checkpoint_file_fits(c, &t->config, r.text, r.size)) return 0;
+    for (int k = 0; (prefix = checkpoint_file_prefix(c->part, k)); k++)
+        if (!checkpoint_file_take(c, &t->config, prefix, to[k], r.text, r.size)) return 0;
+    return 1;
+}
+
+static int load_optimizer(const trainer *t, const arrays *a, const checkpoint_file *model, const char *path,
+                          reason r)
+{
+    checkpoint_file optimizer = {0};
+    char file[FILES_PATH], why[256] = "";
+    int ok = files_join(file, path, checkpoint_file_name(CHECKPOINT_OPTIMIZER))
+                 ? checkpoint_file_open(&optimizer, CHECKPOINT_OPTIMIZER, file, r.text, r.size)
+                 : fail(r, "%s: too long a path", path);
+    if (ok && !load_part(t, &optimizer, (float *const[]){a->first, a->second}, (reason){why, sizeof why}))
+        ok = fail(r, "%s: %s", file, why);
+    if (ok && (optimizer.step != model->step || optimizer.format != model->format))
+        ok = fail(r, "%s: parameters of step %" PRId64 ", format %d, optimiser of step %" PRId64 ", format %d",
+                  path, model->step, model->format, optimizer.step, optimizer.format);
+    checkpoint_file_close(&optimizer);
     return ok;
 }
 
-static int load_arrays(const trainer *t, const arrays *a, const char *path, int64_t *step, reason r)
+static int load_arrays(const trainer *t, const arrays *a, const checkpoint_file *model, const char *path, reason r)
 {
-    int64_t other;
-    if (!load_file(t, a, path, 0, step, r)) return 0;
+    char why[256] = "";
+    const char *name = strrchr(path, '/');
+    int64_t named = step_of(name ? name + 1 : path);
+    if (!load_part(t, model, (float *const[]){a->parameters, NULL}, (reason){why, sizeof why}))
+        return fail(r, "%s/%s: %s", path, checkpoint_file_name(CHECKPOINT_MODEL), why);
     if (!t->gradients) return 1;
-    if (!load_file(t, a, path, 1, &other, r)) return 0;
-    if (*step == other) return 1;
-    return fail(r, "%s: the parameters are of step %" PRId64 ", the optimiser of %" PRId64, path, *step, other);
+    /* A run that goes on would drop what it saves as older than this one. */
+    if (named >= 0 && named != model->step)
+        return fail(r, "%s: holds step %" PRId64 ": a checkpoint is called after its step", path, model->step);
+    return load_optimizer(t, a, model, path, r);
 }
 
-int checkpoint_load(trainer *t, const char *path, char *error, size_t size)
+int checkpoint_load(trainer *t, const checkpoint_file *model, const char *path, char *error, size_t size)
 {
     reason r = {error, size};
     arrays a;
-    int64_t step;
     if (!map(t, &a, r)) return 0;
-    int ok = load_arrays(t, &a, path, &step, r);
+    int ok = load_arrays(t, &a, model, path, r);
     if (!unmap(t, &a, ok) && ok) ok = fail(r, "%s: the GPU did not take it", path);
-    if (ok) t->step = step;
+    if (ok) t->step = model->step;
     return ok;
 }

@@ -6,6 +6,7 @@
 #ifndef WEFT_CLI_CHECKPOINT_H
 #define WEFT_CLI_CHECKPOINT_H
 
+#include "checkpoint_file.h"
 #include "files.h"
 #include "trainer.h"
 
@@ -17,11 +18,17 @@ int checkpoint_save(const trainer *t, const option *table, const char *folder, i
                     size_t size);
 /* The last checkpoint of a run, or the folder itself where it is one; path is "" where there is none. */
 int checkpoint_find(const char *folder, char path[FILES_PATH], char *error, size_t size);
-/* Options that the checkpoint was made with, except those in given; a fixed option that is given and differs is an error.
- * texts: room for the texts among them. */
-int checkpoint_options(const char *path, const option *table, const unsigned char *given, char *texts,
-                       size_t texts_size, char *error, size_t size);
+/* The model of the checkpoint at `path`. checkpoint_file_close must follow, after an error too. */
+int checkpoint_open(checkpoint_file *model, const char *path, char *error, size_t size);
+/* The same for the last checkpoint of a run, which may be training: what it drops meanwhile gives way to what it saves. */
+int checkpoint_open_last(checkpoint_file *model, const char *folder, char path[FILES_PATH], char *error,
+                         size_t size);
+/* checkpoint_file_fits with the path in its reason. */
+int checkpoint_fits(const checkpoint_file *model, const char *path, const weft_model_config *config, char *error,
+                    size_t size);
+/* A line on stderr where damage in the checkpoint would not be noticed. */
+void checkpoint_warn(const char *command, const checkpoint_file *model, const char *path);
 /* Parameters, optimiser and step into a trainer of the same shape; without gradients, the parameters alone. */
-int checkpoint_load(trainer *t, const char *path, char *error, size_t size);
+int checkpoint_load(trainer *t, const checkpoint_file *model, const char *path, char *error, size_t size);
 
 #endif

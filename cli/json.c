@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "utf8.h"
+
 int json_fail(json *j, const char *format, ...)
 {
     va_list list;
@@ -95,25 +97,15 @@ static int escape(json *j, char *out, size_t *length)
     return 1;
 }
 
-/* Copies one character that is not ASCII. Overlong forms, surrogates and values above U+10FFFF are refused, so that
- * two different spellings of one name cannot slip past the search for duplicates. */
+/* Copies one character that is not ASCII. Strictly, so that two different spellings of one name cannot slip past the search
+ * for duplicates. */
 static int utf8(json *j, char *out, size_t *length)
 {
-    static const unsigned least[] = {0, 0x80, 0x800, 0x10000};
-    unsigned lead = *j->at;
-    int more = lead >= 0xf0 && lead < 0xf8   ? 3
-               : lead >= 0xe0 && lead < 0xf0 ? 2
-               : lead >= 0xc0 && lead < 0xe0 ? 1
-                                             : 0;
-    unsigned code = lead & (0x3fu >> more);
-    if (!more || j->end - j->at <= more) return json_fail(j, "a string is not valid UTF-8");
-    for (int i = 1; i <= more; i++) {
-        if ((j->at[i] & 0xc0) != 0x80) return json_fail(j, "a string is not valid UTF-8");
-        code = code << 6 | (j->at[i] & 0x3fu);
-    }
-    if (code < least[more] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000))
-        return json_fail(j, "a string is not valid UTF-8");
-    for (int i = 0; i <= more; i++) out[(*length)++] = (char)*j->at++;
+    size_t bytes = utf8_character((const char *)j->at, (const char *)j->end);
+    if (!bytes) return json_fail(j, "a string is not valid UTF-8");
+    memcpy(out + *length, j->at, bytes);
+    *length += bytes;
+    j->at += bytes;
     return 1;
 }
 
@@ -178,4 +170,17 @@ int json_number(json *j, double *value)
     *value = strtod(text, &end);
     if (!length || *end || text[0] == '+' || strpbrk(text, "xpin")) return json_fail(j, "expected a number");
     return 1;
+}
+
+void json_put_string(FILE *to, const char *text)
+{
+    fputc('"', to);
+    for (; *text; text++) {
+        if (*text == '"' || *text == '\\') fputc('\\', to);
+        if ((unsigned char)*text < 0x20)
+            fprintf(to, "\\u%04x", (unsigned)*text);
+        else
+            fputc(*text, to);
+    }
+    fputc('"', to);
 }

@@ -8,6 +8,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 
 typedef struct json {
     const unsigned char *begin, *at, *end;
@@ -28,5 +29,8 @@ int json_string(json *j, char *out, size_t *length);
 int json_integer(json *j, int64_t *value);
 /* Takes any number, or one of the words nan, inf, -inf and null (NaN), which logs of runs that went wrong hold. */
 int json_number(json *j, double *value);
+
+/* Writes text, which must be UTF-8, as a string that json_string takes back. */
+void json_put_string(FILE *to, const char *text);
 
 #endif

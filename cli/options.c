@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "commands.h"
+#include "utf8.h"
 
 static void print_value(FILE *to, const option *o)
 {
@@ -113,16 +114,65 @@ int options_set(const option *o, const char *value)
     return 1;
 }
 
-void options_print(const option *o, char *text, size_t size)
+static char *print_text(const char *from)
 {
-    switch (o->kind) {
-    case OPTION_FLAG: snprintf(text, size, "%s", *(int *)o->to ? "on" : "off"); break;
-    case OPTION_TEXT: snprintf(text, size, "%s", *(const char **)o->to ? *(const char **)o->to : ""); break;
-    case OPTION_CHOICE: snprintf(text, size, "%s", o->choices[*(int *)o->to]); break;
-    case OPTION_INT: snprintf(text, size, "%lld", (long long)*(int64_t *)o->to); break;
-    case OPTION_REAL:
-    case OPTION_NUMBER: snprintf(text, size, "%.17g", *(double *)o->to); break;
+    size_t length = strlen(from);
+    const char *end = from + length;
+    char *text = malloc(length * 3 + 1), *to = text;
+    while (text && from < end) {
+        size_t bytes = utf8_character(from, end);
+        if (!bytes || *from == '%') {
+            to += snprintf(to, 4, "%%%02X", (unsigned)(unsigned char)*from++);
+            continue;
+        }
+        memcpy(to, from, bytes);
+        to += bytes, from += bytes;
     }
+    if (text) *to = 0;
+    return text;
+}
+
+char *options_print(const option *o)
+{
+    enum { MOST = 64 }; /* of a number */
+    char *text;
+    switch (o->kind) {
+    case OPTION_FLAG: return strdup(*(int *)o->to ? "on" : "off");
+    case OPTION_TEXT: return print_text(*(const char **)o->to ? *(const char **)o->to : "");
+    case OPTION_CHOICE: return strdup(o->choices[*(int *)o->to]);
+    case OPTION_INT:
+        if ((text = malloc(MOST))) snprintf(text, MOST, "%lld", (long long)*(int64_t *)o->to);
+        return text;
+    case OPTION_REAL:
+    case OPTION_NUMBER:
+        if ((text = malloc(MOST))) snprintf(text, MOST, "%.17g", *(double *)o->to);
+        return text;
+    }
+    return NULL;
+}
+
+static int hex_digit(int c)
+{
+    return c >= '0' && c <= '9' ? c - '0' : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+}
+
+int options_restore(const option *o, char *value)
+{
+    if (o->kind != OPTION_TEXT) return options_set(o, value);
+    char *to = value;
+    for (const char *from = value; *from;) {
+        if (*from != '%') {
+            *to++ = *from++;
+            continue;
+        }
+        int high = hex_digit(from[1]), low = high >= 0 ? hex_digit(from[2]) : -1;
+        if (low < 0 || high + low == 0) return 0;
+        *to++ = (char)(high * 16 + low);
+        from += 3;
+    }
+    *to = 0;
+    *(const char **)o->to = *value ? value : NULL;
+    return 1;
 }
 
 /* The line without white space at its ends and without a comment. */

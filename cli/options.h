@@ -41,7 +41,11 @@ int options_parse_given(int argc, char **argv, const option *options, unsigned c
 int options_read(char *text, const option *options, unsigned char *given, char *error, size_t size);
 /* One value from text, as a line of a file would set it; 1 where the option takes it. */
 int options_set(const option *o, const char *value);
-/* A value as text that options_set takes back, to the last bit. */
-void options_print(const option *o, char *text, size_t size);
+
+/* A value as UTF-8 that options_restore takes back, to the last bit. In texts the character % and bytes that are not UTF-8
+ * are written as % and two hexadecimal digits. The caller frees it; NULL: no memory. */
+char *options_print(const option *o);
+/* A value from what options_print wrote; 1 where the option takes it. `value` is changed, and texts of options point into it. */
+int options_restore(const option *o, char *value);
 
 #endif

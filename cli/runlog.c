@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "files.h"
+#include "json.h"
 
 /* How many bytes the lines up to a step have; a last line without an end was cut off by a kill. */
 static size_t bytes_until(const char *text, size_t bytes, int64_t step)
@@ -54,32 +55,20 @@ int runlog_close(runlog *log)
     return ok;
 }
 
-static void put_string(FILE *file, const char *s)
-{
-    fputc('"', file);
-    for (; *s; s++) {
-        if (*s == '"' || *s == '\\') fputc('\\', file);
-        if ((unsigned char)*s < 0x20)
-            fprintf(file, "\\u%04x", (unsigned)*s);
-        else
-            fputc(*s, file);
-    }
-    fputc('"', file);
-}
-
 void runlog_options(runlog *log, const option *table)
 {
-    char text[4096];
     fputs("{\"options\":{", log->file);
     int first = 1;
     for (const option *o = table; o->name; o++) {
         if (o->unsaved) continue;
         if (!first) fputc(',', log->file);
         first = 0;
-        put_string(log->file, o->name);
+        json_put_string(log->file, o->name);
         fputc(':', log->file);
-        options_print(o, text, sizeof text);
-        put_string(log->file, text);
+        char *text = options_print(o);
+        json_put_string(log->file, text ? text : "");
+        if (!text && !log->error) log->error = ENOMEM;
+        free(text);
     }
     fputc('}', log->file);
     runlog_end(log);

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "checksum.h"
 #include "files.h"
 #include "json.h"
 
@@ -221,6 +222,21 @@ static int check_tensors(safetensors *file, const unsigned char *data, size_t si
     return 1;
 }
 
+static int check_checksum(safetensors *file, const unsigned char *bytes, size_t header, size_t size)
+{
+    const size_t at = SAFETENSORS_CHECKSUM_AT, digits = SAFETENSORS_CHECKSUM_DIGITS;
+    char expected[16];
+    if (8 + header < at + digits || memcmp(bytes + 8, SAFETENSORS_CHECKSUM, at - 8) != 0) return 1;
+    uint32_t sum = checksum_crc32c(0, bytes, at);
+    sum = checksum_crc32c(sum, "00000000", digits);
+    sum = checksum_crc32c(sum, bytes + at + digits, size - at - digits);
+    snprintf(expected, sizeof expected, "%08x", (unsigned)sum);
+    if (memcmp(bytes + at, expected, digits) != 0)
+        return fail(file, "damaged: its checksum is %.8s, its content has %s", (const char *)bytes + at, expected);
+    file->verified = 1;
+    return 1;
+}
+
 int safetensors_parse(safetensors *file, const void *bytes, size_t size)
 {
     const unsigned char *at = bytes;
@@ -237,7 +253,8 @@ int safetensors_parse(safetensors *file, const void *bytes, size_t size)
     file->strings = malloc((size_t)length + 1);
     if (!file->strings) return fail(file, "out of memory");
     if (!parse_header(file, &j)) return fail(file, "%s", j.error);
-    return check_tensors(file, at + 8 + length, size - 8 - (size_t)length);
+    return check_tensors(file, at + 8 + length, size - 8 - (size_t)length) &&
+           check_checksum(file, at, (size_t)length, size);
 }
 
 int safetensors_open(safetensors *file, const char *path)

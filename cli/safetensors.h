@@ -3,7 +3,7 @@
  * Reads safetensors files: an 8-byte little-endian header length, a JSON header, the tensors' bytes. Strict: what
  * the header says must agree with itself and with the size of the file before anything is handed out, so a caller
  * only has to ask whether a tensor has the shape and dtype it wants. Needs no other parts of the program than
- * json.h and files.h. */
+ * json.h, files.h and checksum.h. */
 #ifndef WEFT_CLI_SAFETENSORS_H
 #define WEFT_CLI_SAFETENSORS_H
 
@@ -53,9 +53,16 @@ typedef struct safetensors {
     char error[256];             /* the reason where a function returned 0 */
     char *strings;               /* owned: all names, keys and values */
     void *bytes;                 /* owned by safetensors_open; NULL after safetensors_parse */
+    int verified;                /* the file has a checksum in SAFETENSORS_CHECKSUM's place, and it is right */
 } safetensors;
 
-/* Both return 1, or 0 with the reason in file->error. safetensors_close is due after either and may be repeated. */
+/* How the header of a file with a checksum begins; the CRC-32C of the file follows as eight hexadecimal digits. They count as
+ * zeros in the checksum. For other readers it is an entry of the metadata like any other. */
+#define SAFETENSORS_CHECKSUM "{\"__metadata__\":{\"crc32c\":\""
+enum { SAFETENSORS_CHECKSUM_AT = 8 + sizeof SAFETENSORS_CHECKSUM - 1, SAFETENSORS_CHECKSUM_DIGITS = 8 };
+
+/* Both return 1, or 0 with the reason in file->error; a checksum that is wrong is one. safetensors_close must follow either
+ * and may be repeated. */
 int safetensors_open(safetensors *file, const char *path);
 /* The bytes stay the caller's and must outlive `file`. */
 int safetensors_parse(safetensors *file, const void *bytes, size_t size);

@@ -7,109 +7,75 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "checksum.h"
 #include "files.h"
+#include "json.h"
 
-/* A header that grows; nothing more is written once memory has run out. */
-typedef struct text {
-    char *bytes;
-    size_t size, room;
-    int failed;
-} text;
-
-static void put(text *t, const char *bytes, size_t size)
+static void put_tensor(FILE *to, const safetensors_tensor *tensor, size_t begin)
 {
-    if (t->failed) return;
-    if (t->size + size + 1 > t->room) {
-        size_t room = (t->size + size + 1) * 2;
-        char *more = realloc(t->bytes, room);
-        if (!more) {
-            t->failed = 1;
-            return;
-        }
-        t->bytes = more;
-        t->room = room;
-    }
-    memcpy(t->bytes + t->size, bytes, size);
-    t->size += size;
+    fputc(',', to);
+    json_put_string(to, tensor->name);
+    fprintf(to, ":{\"dtype\":\"%s\",\"shape\":[", safetensors_dtype_name(tensor->dtype));
+    for (int d = 0; d < tensor->ndim; d++) fprintf(to, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
+    fprintf(to, "],\"data_offsets\":[%zu,%zu]}", begin, begin + tensor->bytes);
 }
 
-static void put_text(text *t, const char *s)
+/* The header with zeros as its checksum; NULL where there is no memory. */
+static char *header_of(const safetensors_tensor *tensors, size_t num_tensors, const safetensors_pair *metadata,
+                       size_t num_metadata, size_t *size)
 {
-    put(t, s, strlen(s));
-}
-
-static void put_string(text *t, const char *s)
-{
-    put(t, "\"", 1);
-    for (; *s; s++) {
-        char escape[8];
-        if (*s == '"' || *s == '\\')
-            put(t, (char[]){'\\', *s}, 2);
-        else if ((unsigned char)*s < 0x20) {
-            snprintf(escape, sizeof escape, "\\u%04x", (unsigned)*s);
-            put_text(t, escape);
-        } else
-            put(t, s, 1);
-    }
-    put(t, "\"", 1);
-}
-
-static void put_tensor(text *t, const safetensors_tensor *tensor, size_t begin)
-{
-    char number[48];
-    put_string(t, tensor->name);
-    put_text(t, ":{\"dtype\":");
-    put_string(t, safetensors_dtype_name(tensor->dtype));
-    put_text(t, ",\"shape\":[");
-    for (int d = 0; d < tensor->ndim; d++) {
-        snprintf(number, sizeof number, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
-        put_text(t, number);
-    }
-    snprintf(number, sizeof number, "],\"data_offsets\":[%zu,%zu]}", begin, begin + tensor->bytes);
-    put_text(t, number);
-}
-
-static text header_of(const safetensors_tensor *tensors, size_t num_tensors, const safetensors_pair *metadata,
-                      size_t num_metadata)
-{
-    text t = {0};
+    char *text = NULL;
     size_t begin = 0;
-    put_text(&t, "{\"__metadata__\":{");
+    FILE *to = open_memstream(&text, size);
+    if (!to) return NULL;
+    fputs(SAFETENSORS_CHECKSUM "00000000\"", to);
     for (size_t i = 0; i < num_metadata; i++) {
-        if (i) put(&t, ",", 1);
-        put_string(&t, metadata[i].key);
-        put(&t, ":", 1);
-        put_string(&t, metadata[i].value);
+        fputc(',', to);
+        json_put_string(to, metadata[i].key);
+        fputc(':', to);
+        json_put_string(to, metadata[i].value);
     }
-    put(&t, "}", 1);
+    fputc('}', to);
     for (size_t i = 0; i < num_tensors; i++) {
-        put(&t, ",", 1);
-        put_tensor(&t, &tensors[i], begin);
+        put_tensor(to, &tensors[i], begin);
         begin += tensors[i].bytes;
     }
-    put(&t, "}", 1);
-    while (t.size % 8) put(&t, " ", 1); /* so that tensors begin aligned */
-    return t;
+    fputc('}', to);
+    for (long length = ftell(to); length % 8; length++) fputc(' ', to); /* so that tensors begin aligned */
+    int failed = ferror(to);
+    if (!fclose(to) && !failed) return text;
+    free(text);
+    return NULL;
 }
 
 int safetensors_write(const char *path, const safetensors_tensor *tensors, size_t num_tensors,
                       const safetensors_pair *metadata, size_t num_metadata, char *error, size_t size)
 {
-    text header = header_of(tensors, num_tensors, metadata, num_metadata);
     unsigned char length[8];
-    FILE *file = header.failed ? NULL : files_create(path);
-    int ok = file != NULL;
-    for (int i = 0; i < 8; i++) length[i] = (unsigned char)((uint64_t)header.size >> 8 * i);
-    ok = ok && fwrite(length, 1, 8, file) == 8 && fwrite(header.bytes, 1, header.size, file) == header.size;
+    char digits[SAFETENSORS_CHECKSUM_DIGITS + 1];
+    size_t header_size = 0;
+    char *header = header_of(tensors, num_tensors, metadata, num_metadata, &header_size);
+    if (!header) {
+        snprintf(error, size, "%s: out of memory", path);
+        return 0;
+    }
+    for (int i = 0; i < 8; i++) length[i] = (unsigned char)((uint64_t)header_size >> 8 * i);
+    uint32_t sum = checksum_crc32c(checksum_crc32c(0, length, 8), header, header_size);
+    for (size_t i = 0; i < num_tensors; i++) sum = checksum_crc32c(sum, tensors[i].data, tensors[i].bytes);
+    snprintf(digits, sizeof digits, "%08x", (unsigned)sum);
+    memcpy(header + SAFETENSORS_CHECKSUM_AT - 8, digits, SAFETENSORS_CHECKSUM_DIGITS);
+
+    FILE *file = files_create(path);
+    int ok = file && fwrite(length, 1, 8, file) == 8 && fwrite(header, 1, header_size, file) == header_size;
     for (size_t i = 0; ok && i < num_tensors; i++)
         ok = fwrite(tensors[i].data, 1, tensors[i].bytes, file) == tensors[i].bytes;
     ok = ok && fflush(file) == 0 && fsync(fileno(file)) == 0;
-    if (!ok) snprintf(error, size, "%s: %s", path, header.failed ? "out of memory" : strerror(errno));
+    if (!ok) snprintf(error, size, "%s: %s", path, strerror(errno));
     if (file && fclose(file) && ok) {
         ok = 0;
         snprintf(error, size, "%s: %s", path, strerror(errno));
     }
     if (file && !ok) remove(path);
-    free(header.bytes);
+    free(header);
     return ok;
 }

@@ -115,7 +115,9 @@ int command_sample(int argc, char **argv)
          .min = 0,
          .max = 4096},
         {0}};
-    static char path[FILES_PATH], texts[2 * FILES_PATH], error[512];
+    static char path[FILES_PATH], error[512];
+    char *texts = NULL;
+    checkpoint_file model;
     static const unsigned char nothing_given[MAX_TRAIN_OPTIONS];
     const ranks alone = {.count = 1};
     train_options run;
@@ -125,22 +127,22 @@ int command_sample(int argc, char **argv)
     int code = options_parse(argc, argv, options);
     if (code >= 0) return code;
     train_options_open(&run, table);
-    int ok = checkpoint_find(o.from, path, error, sizeof error);
-    if (ok && !path[0]) {
-        snprintf(error, sizeof error, "%s: no checkpoint there", o.from);
-        ok = 0;
-    }
-    ok = ok && checkpoint_options(path, table, nothing_given, texts, sizeof texts, error, sizeof error);
+    int ok = checkpoint_open_last(&model, o.from, path, error, sizeof error) &&
+             checkpoint_file_options(&model, table, nothing_given, &texts, error, sizeof error);
     /* Where it was trained says nothing about where it is asked. */
     run.threads = o.threads, run.backend = o.backend, run.dtype = DTYPE_AUTO;
-    ok = ok && train_options_model(&run, &config, error, sizeof error);
+    ok = ok && train_options_model(&run, &config, error, sizeof error) &&
+         checkpoint_fits(&model, path, &config, error, sizeof error);
     if (ok && !trainer_open(&t, &run, &config, NULL, &alone, 1, config.context)) {
         snprintf(error, sizeof error, "%s", t.error);
         ok = 0;
     }
-    ok = ok && checkpoint_load(&t, path, error, sizeof error);
+    ok = ok && checkpoint_load(&t, &model, path, error, sizeof error);
+    if (ok) checkpoint_warn("sample", &model, path);
+    checkpoint_file_close(&model);
     if (!ok) fprintf(stderr, "weft sample: %s\n", error);
     code = ok ? generate(&t, &o) : EXIT_UNUSABLE;
     trainer_close(&t);
+    free(texts);
     return code;
 }

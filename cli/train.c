@@ -31,8 +31,9 @@ typedef struct session {
     option table[MAX_TRAIN_OPTIONS];
     unsigned char given[MAX_TRAIN_OPTIONS];
     char *config_text;
-    char texts[2 * FILES_PATH]; /* of options that came from a checkpoint */
-    char saved[FILES_PATH];     /* the last checkpoint; "" where there is none */
+    char *texts;            /* of options that came from a checkpoint */
+    char saved[FILES_PATH]; /* the last checkpoint; "" where there is none */
+    checkpoint_file model;  /* of the checkpoint that the run goes on from, until it is loaded */
     char error[512];
     weft_model_config config;
     ranks ranks;
@@ -74,9 +75,11 @@ static int prepare(session *s)
         return 0;
     }
     if (s->saved[0] &&
-        !checkpoint_options(s->saved, s->table, s->given, s->texts, sizeof s->texts, s->error, sizeof s->error))
+        (!checkpoint_open(&s->model, s->saved, s->error, sizeof s->error) ||
+         !checkpoint_file_options(&s->model, s->table, s->given, &s->texts, s->error, sizeof s->error)))
         return 0;
-    return train_options_model(o, &s->config, s->error, sizeof s->error);
+    return train_options_model(o, &s->config, s->error, sizeof s->error) &&
+           (!s->saved[0] || checkpoint_fits(&s->model, s->saved, &s->config, s->error, sizeof s->error));
 }
 
 static int open_all(session *s)
@@ -91,8 +94,10 @@ static int open_all(session *s)
         snprintf(s->error, sizeof s->error, "%s", s->layer_norms ? s->trainer.error : "out of memory");
         return 0;
     }
-    if (s->saved[0] && !checkpoint_load(&s->trainer, s->saved, s->error, sizeof s->error)) return 0;
+    if (s->saved[0] && !checkpoint_load(&s->trainer, &s->model, s->saved, s->error, sizeof s->error)) return 0;
+    checkpoint_file_close(&s->model);
     if (s->ranks.rank != 0) return 1;
+    checkpoint_warn("train", &s->model, s->saved);
     if (!files_make_folder(o->out, s->error, sizeof s->error) ||
         !runlog_open(&s->log, o->out, s->trainer.step, s->error, sizeof s->error))
         return 0;
@@ -121,7 +126,7 @@ static void introduce(const session *s)
                                                     : "BLAS was found (Debian: libopenblas0)");
     if (s->ranks.count > 1) printf("%d processes\n", s->ranks.count);
     if (t->nccl.library) printf("gradients summed by NCCL\n");
-    if (t->step > 0) printf("goes on after step %lld of %s\n", (long long)t->step, s->saved);
+    if (s->saved[0]) printf("goes on after step %lld of %s\n", (long long)t->step, s->saved);
     fflush(stdout);
 }
 
@@ -251,6 +256,8 @@ int command_train(int argc, char **argv)
     ranks_close(&s->ranks);
     free(s->layer_norms);
     free(s->config_text);
+    checkpoint_file_close(&s->model);
+    free(s->texts);
     free(s);
     return code;
 }

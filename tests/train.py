@@ -75,6 +75,40 @@ def tensors(data):
     return {k: data[8 + size + v["data_offsets"][0] : 8 + size + v["data_offsets"][1]] for k, v in head.items()}
 
 
+def is_utf8(data):
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def crc32c(data, table=[]):
+    if not table:
+        for byte in range(256):
+            for _ in range(8):
+                byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+            table.append(byte)
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ table[(crc ^ byte) & 0xFF]
+    return crc ^ 0xFFFFFFFF
+
+
+def rewritten(data, metadata=None, tensors=b""):
+    """A file of a checkpoint with other metadata (None removes an entry), its first tensor's bytes replaced, and the checksum
+    that belongs to it."""
+    size = struct.unpack("<Q", data[:8])[0]
+    head = json.loads(data[8 : 8 + size])
+    head["__metadata__"].update({"crc32c": "0" * 8, **(metadata or {})})
+    head["__metadata__"] = {k: v for k, v in head["__metadata__"].items() if v is not None}
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data = struct.pack("<Q", len(text)) + text + tensors + data[8 + size + len(tensors) :]
+    place = data.find(b'"crc32c":"')
+    return data if place < 0 else data[: place + 10] + b"%08x" % crc32c(data) + data[place + 18 :]
+
+
 def same_checkpoint(a, b, step):
     x, y = checkpoint(a, step), checkpoint(b, step)
     return x and y and all(tensors(x[f]) == tensors(y[f]) for f in ("model.safetensors", "optimizer.safetensors"))
@@ -263,9 +297,89 @@ def bad_checkpoints():
     damaged("a foreign file", "model.safetensors", lambda p: p.write_bytes(struct.pack("<Q", 2) + b"{}"), "not a checkpoint of weft")
     damaged("a missing file", "optimizer.safetensors", lambda p: p.unlink(), "No such file")
     damaged("files exchanged", "model.safetensors", lambda p: p.write_bytes(whole["optimizer.safetensors"]), "tensors, the model has")
-    size = struct.unpack("<Q", model[:8])[0]
-    poisoned = model[: 8 + size] + b"\xff" * 64 + model[8 + size + 64 :]
+    say("the checksum is that of the file with zeros in its place", rewritten(model) == model)
+    poisoned = rewritten(model, tensors=b"\xff" * 64)
     damaged("a value that is not finite", "model.safetensors", lambda p: p.write_bytes(poisoned), "not finite")
+    for name, metadata, word in (
+        ("a checksum that was removed", {"crc32c": None}, "no checksum"), ("another format", {"weft": "3"}, "format 3"),
+        ("no format", {"weft": None}, "not a checkpoint of weft"), ("another step", {"step": "3"}, "called after its step"),
+        ("no step", {"step": "4 "}, "no step"), ("options of more layers", {"option.layers": "200"}, "tensors, the model has"),
+        ("options of a huge model", {"option.channels": "1048576", "option.heads": "1024"}, "another shape"),
+        ("a text that is not escaped", {"option.data": "100%.txt"}, "--data in the checkpoint"),
+        ("a zero in a text", {"option.data": "a%00"}, "--data in the checkpoint"),
+    ):
+        changed = rewritten(model, metadata)
+        shutil.copytree(WORK / "base", WORK / "damaged")
+        (WORK / "damaged/step-00000004/model.safetensors").write_bytes(changed)
+        resumed = ["--threads", 1, "--resume", "--quiet", "--out", "damaged"]
+        refused(name, word, 2, *resumed)
+        shutil.rmtree(WORK / "damaged")
+
+
+def flipped_bits():
+    """Any bit of a checkpoint that is another is noticed, in the length, the header, the metadata and the tensors."""
+    train("flipped", "--steps", 2)
+    folder = WORK / "flipped/step-00000002"
+    for file, command in (("model.safetensors", ("sample", "--from", "flipped", "--count", 1)),
+                          ("optimizer.safetensors", ("train", "--resume", "--quiet", "--threads", 1, "--out", "flipped"))):
+        whole = (folder / file).read_bytes()
+        header = 8 + struct.unpack("<Q", whole[:8])[0]
+        rng = random.Random(file)
+        bits = [rng.randrange(8 * len(whole)) for _ in range(60)] + [rng.randrange(8 * header) for _ in range(30)]
+        checksum = 8 * max(whole.find(b'"crc32c"'), 0)
+        bits += [rng.randrange(64) for _ in range(4)] + [checksum + rng.randrange(8 * 19) for _ in range(6)]
+        taken = []
+        for bit in bits:
+            data = bytearray(whole)
+            data[bit // 8] ^= 1 << bit % 8
+            (folder / file).write_bytes(data)
+            code, _, err = weft(*command)
+            if code != 2 or len(err) < 20 or "Sanitizer" in err:
+                taken.append((bit, code, err[:80]))
+        (folder / file).write_bytes(whole)
+        say(f"{len(bits)} flipped bits in {file}", not taken, f"{len(taken)} were accepted: {taken[:3]}")
+        code, _, err = weft(*command)
+        say(f"{file} as it was", code == 0, err)
+
+
+def older_format():
+    """Checkpoints of format 1 have no checksum and texts as they are."""
+    (WORK / "50%41.txt").write_bytes((WORK / "text.txt").read_bytes())
+    code, _, err = weft("train", *SMALL, "--data", "50%41.txt", "--out", "older", "--steps", 2)
+    for path in (WORK / "older/step-00000002").iterdir():
+        path.write_bytes(rewritten(path.read_bytes(), {"weft": "1", "crc32c": None, "option.data": "50%41.txt", "option.steps": "4"}))
+    code, out, err = weft("sample", "--from", "older", "--count", 5)
+    say("a sample of format 1, with a word about it", code == 0 and len(out) > 5 and "no checksum" in err, err)
+    code, _, err = weft("train", "--resume", "--quiet", "--threads", 1, "--out", "older")
+    say("a run of format 1 goes on, with a word about it", code == 0 and "no checksum" in err and checkpoint("older", 4), err)
+    code, _, err = weft("sample", "--from", "older", "--count", 5)
+    say("and is of the new format then", code == 0 and not err, err)
+
+
+def odd_names():
+    """Text under names that are not UTF-8, and more names than a path has room for: resume, sample and report read all of them."""
+    text = (WORK / "text.txt").read_bytes()
+    names = [b"latin-\xe9.txt", b"half-\xe2\x82.txt", b"quote\"back\\slash.txt", b"tab\t100%25.txt", "stra\u00dfe.txt".encode(), b"%FF\xff.txt"]
+    many = [b"part-%04d-" % i + b"x" * 100 + b".txt" for i in range(1000)]
+    for out, files in (("odd-names", names), ("many-names", many)):
+        for i, name in enumerate(files):
+            (Path(os.fsdecode(os.fsencode(WORK) + b"/" + name))).write_bytes(text[i * len(text) // len(files) : (i + 1) * len(text) // len(files)])
+        data = b",".join(files)
+        code, _, err = weft("train", *SMALL, "--data", data, "--out", out, "--steps", 2)
+        say(f"{out}: a run over {len(data)} bytes of names", code == 0, err)
+        say(f"{out}: its log is UTF-8", is_utf8((WORK / out / "log.jsonl").read_bytes()))
+        code, _, err = weft("train", "--threads", 1, "--quiet", "--resume", "--out", out)
+        say(f"{out}: resumed from what the checkpoint says", code == 0, err)
+        shutil.rmtree(WORK / out / "step-00000002")
+        code, _, err = weft("train", *SMALL, "--data", data, "--out", out, "--steps", 3, "--save-every", 2)
+        lines = (WORK / out / "log.jsonl").read_bytes().splitlines()
+        shutil.rmtree(WORK / out / "step-00000003")
+        code, _, err = weft("train", "--threads", 1, "--quiet", "--resume", "--out", out)
+        again = (WORK / out / "log.jsonl").read_bytes().splitlines()
+        say(f"{out}: its log goes on", code == 0 and len(again) == 4 and again[:3] == lines[:3], f"{err} {len(again)}")
+        for command in (("sample", "--from", out, "--count", 5), ("report", "--runs", out, "--out", f"{out}.html")):
+            code, _, err = weft(*command)
+            say(f"{out}: {command[0]}", code == 0, err)
 
 
 def renamed_checkpoints():
@@ -403,8 +517,8 @@ def gpu():
 
 
 setup()
-PARTS = (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, renamed_checkpoints,
-         odd_files, bad_luck, processes, gpu)
+PARTS = (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, flipped_bits, older_format,
+         odd_names, renamed_checkpoints,          odd_files, bad_luck, processes, gpu)
 for part in PARTS:
     if not sys.argv[3:] or part.__name__ in sys.argv[3:]:
         part()

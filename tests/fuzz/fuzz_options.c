@@ -51,13 +51,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     train_options_open(&again, other);
     if (options_read(text, table, given, error, sizeof error)) {
         for (int i = 0; table[i].name; i++) {
-            char printed[4096], twice[4096];
-            options_print(&table[i], printed, sizeof printed);
-            if (table[i].kind != OPTION_TEXT) {
-                require(options_set(&other[i], printed));
-                options_print(&other[i], twice, sizeof twice);
-                require(!strcmp(printed, twice));
-            }
+            char *printed = options_print(&table[i]), *restored = printed ? strdup(printed) : NULL;
+            require(restored && options_restore(&other[i], restored));
+            char *twice = options_print(&other[i]);
+            require(twice && !strcmp(printed, twice));
+            free(printed);
+            free(restored);
+            free(twice);
         }
         (void)train_options_model(&o, &config, error, sizeof error);
     } else

@@ -3,6 +3,7 @@
  * Any bytes may be called a golden file. The reader must refuse or accept them, never crash, and what it accepts
  * must lie inside the bytes it was given. The reader belongs to the program, not to the library, so its source is
  * included. */
+#include "checksum.c"
 #include "files.c"
 #include "json.c"
 #include "safetensors.c"
