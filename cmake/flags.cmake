@@ -26,6 +26,9 @@ if(CMAKE_C_COMPILER_ID STREQUAL "GNU")
     # kept their old values (test_mhc_sinkhorn on AVX2 shows it). clang is right, and so is gcc without that pass.
     list(APPEND WEFT_O3 -fno-dse)
 endif()
+# Threads of the OpenMP runtime outlive a call. A library that dlclose could unmap would take the runtime with it, and the code that
+# these threads run.
+set(WEFT_KEEP_LOADED -Wl,-z,nodelete)
 set(WEFT_SHARED_LINK_FLAGS -Wl,--no-undefined)
 if(WEFT_SANITIZE)
     # -O1 keeps compile time and stack traces bearable. A shared library finds the sanitizer's runtime in the program,

@@ -9,7 +9,12 @@
  * The library owns no memory and keeps no state: tensors and workspace belong to the caller, every call may be made
  * from any number of threads at once, and a call that returns an error has written nothing. The one thing the CPU backend
  * does to memory besides writing it: it may ask the system for huge pages, or for pages in advance, under large outputs
- * that have not been touched yet. */
+ * that have not been touched yet.
+ *
+ * dlclose leaves the library mapped, because threads of the OpenMP runtime outlive a call. After fork, parent and child may
+ * both go on with the reference and the CPU backend and get the same results. A child whose parent used several CPU threads
+ * through the library runs every call on one thread: the runtime's threads stay with the parent. The library does not see
+ * what other libraries did with the same OpenMP runtime; in a child of such a process, set exec.threads to 1. */
 #ifndef WEFT_WEFT_H
 #define WEFT_WEFT_H
 
@@ -89,7 +94,7 @@ typedef struct weft_exec {
     weft_backend backend;
     int32_t device;  /* CUDA device; 0 on the CPU */
     int32_t threads; /* CPU threads, 0 = OpenMP's default. CUDA: multiprocessors to plan for, 0 = all of the device.
-                      * Never changes a result */
+                      * Never changes a result. Above: after fork */
     weft_isa isa;    /* CPU: highest instruction set to use; a machine that lacks it is an error */
     void *stream;    /* cudaStream_t; NULL on the CPU */
     /* At least weft_<op>_workspace bytes in the backend's memory, any alignment, contents undefined before and after. */

@@ -36,7 +36,7 @@ static inline void cpu_parallel(const weft_call *call, int64_t items, int64_t wo
     int threads = cpu_threads(call);
     if (items < threads) threads = (int)items;
 #ifdef _OPENMP
-    if (threads > 1 && work >= 1 << 15) {
+    if (threads > 1 && work >= 1 << 15 && weft_may_team()) {
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (int64_t i = 0; i < items; i++) body(context, i, omp_get_thread_num());
         return;
