@@ -470,7 +470,7 @@ int command_bench(int argc, char **argv)
         return EXIT_UNUSABLE;
     }
 
-    bench b = {.exec = {.backend = chosen},
+    bench b = {.exec = WEFT_STRUCT(weft_exec, .backend = chosen),
                .spec = {.tokens = tokens,
                         .channels = channels,
                         .streams = streams,

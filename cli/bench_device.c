@@ -53,7 +53,7 @@ static const char *read_buffer(void *context)
         .d_u = d_u,
         .d_pre = {.to = weft_dense2(b->scrap, WEFT_F32, tokens, STREAMS)},
     };
-    weft_exec exec = {.backend = WEFT_BACKEND_CUDA, .stream = device_timer_stream(b->timer)};
+    weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CUDA, .stream = device_timer_stream(b->timer));
     return weft_mhc_aggregate_bwd(&exec, &args) == WEFT_OK ? NULL : weft_last_error();
 }
 

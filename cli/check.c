@@ -324,7 +324,7 @@ int command_check(int argc, char **argv)
                    device_built() ? "no GPU on this machine" : "not part of this build");
             continue;
         }
-        weft_exec exec = {.backend = (weft_backend)b};
+        weft_exec exec = WEFT_STRUCT(weft_exec, .backend = (weft_backend)b);
         if (b == WEFT_BACKEND_CPU) exec.isa = (weft_isa)isa;
         if (b == WEFT_BACKEND_CUDA) exec.precision = (weft_precision)precision;
         if (b != WEFT_BACKEND_REF) exec.threads = (int32_t)threads;

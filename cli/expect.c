@@ -113,7 +113,7 @@ int64_t expect_length(const expect_call *call, int arg)
 static void reference(expect_call *call, double *const *arrays)
 {
     const weft_op_info *op = call->op;
-    weft_exec exec = {.backend = WEFT_BACKEND_REF};
+    weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_REF);
     for (int i = 0; i < op->num_args; i++) {
         const weft_arg_info *info = &op->args[i];
         int64_t shape[WEFT_MAX_DIMS];

@@ -276,6 +276,7 @@ int problem_make(problem *p, const weft_op_info *op, const problem_spec *given)
         a->layers = p->layers;
         a->num_layers = spec->layers;
         for (int32_t l = 0; l < spec->layers; l++) {
+            p->layers[l].struct_size = sizeof p->layers[l];
             p->layers[l].dropout = make_dropout(spec, l);
             p->layers[l].sub_eps = sub_eps;
             make_group(p, layer, l, &p->layers[l]);

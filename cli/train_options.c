@@ -140,6 +140,7 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
 int train_options_model(const train_options *o, weft_model_config *c, char *error, size_t size)
 {
     int plain = o->residual == WEFT_RESIDUAL_PLAIN;
+    c->struct_size = sizeof *c;
     if (weft_model_defaults((weft_residual)o->residual, c) != WEFT_OK) goto refused;
     int narrow = o->dtype == DTYPE_BF16 || (o->dtype == DTYPE_AUTO && o->backend == ON_CUDA);
     if (narrow && o->backend != ON_CUDA) {

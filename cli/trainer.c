@@ -216,7 +216,7 @@ int trainer_open(trainer *t, const train_options *options, const weft_model_conf
 {
     weft_model_bytes bytes;
     *t = (trainer){.options = options, .config = *config, .text = text, .ranks = all};
-    t->exec.backend = options->backend == ON_CUDA ? WEFT_BACKEND_CUDA : WEFT_BACKEND_CPU;
+    t->exec = WEFT_STRUCT(weft_exec, .backend = options->backend == ON_CUDA ? WEFT_BACKEND_CUDA : WEFT_BACKEND_CPU);
     if (!must(t, weft_model_param_count(config, &t->tensors, &t->elements))) return 0;
     if (on_cuda(t) && !open_device(t)) return 0;
     if (!on_cuda(t)) t->exec.threads = (int32_t)options->threads;

@@ -196,6 +196,7 @@ static bool read_layer(gathered *g, PyObject *object, weft_mhc_replay_layer *lay
         return false;
     }
     for (int32_t k = 0; k < info->num_args + 2; k++) items[k] = PyTuple_GetItem(object, k);
+    layer->struct_size = sizeof *layer;
     return read_scalars(info, items[0], (char *)layer) && ext_read_tensors(g, info, (char *)layer, items + 2, 0) &&
            ext_read_step(g, items[1], &layer->dropout.step);
 }

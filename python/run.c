@@ -43,9 +43,8 @@ static weft_status call_unlocked(const weft_op_info *op, const weft_exec *exec, 
 
 static bool fill_exec(const gathered *g, int precision, int threads, weft_exec *exec)
 {
-    *exec = (weft_exec){.backend = g->dtype == WEFT_F64 ? WEFT_BACKEND_REF : WEFT_BACKEND_CPU,
-                        .precision = (weft_precision)precision,
-                        .threads = threads};
+    *exec = WEFT_STRUCT(weft_exec, .backend = g->dtype == WEFT_F64 ? WEFT_BACKEND_REF : WEFT_BACKEND_CPU,
+                        .precision = (weft_precision)precision, .threads = threads);
     if (g->device.type != DL_CUDA) return true;
     exec->backend = WEFT_BACKEND_CUDA;
     exec->device = g->device.index;

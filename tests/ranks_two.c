@@ -113,7 +113,7 @@ typedef struct site_values {
 /* Pre, post and their backward over tokens first .. first + count - 1. */
 static void run_site(site_values *s, int64_t first, int64_t count)
 {
-    weft_exec exec = {.backend = WEFT_BACKEND_CPU};
+    weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CPU);
     weft_dropout dropout = {.p = 0.2, .seed = 3, .site = 1, .token_base = first};
     weft_mhc_numerics numerics;
     size_t need = 1 << 24;

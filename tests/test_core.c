@@ -87,7 +87,7 @@ static void descriptions(void **state)
         bool output = false;
         unsigned char described[8192] = {0};
         assert_true(op->args_size <= sizeof described);
-        if (!layer) memset(described, 1, sizeof(size_t)); /* struct_size */
+        memset(described, 1, sizeof(size_t)); /* struct_size */
         for (const weft_scalar_info *s = op->scalars; s && s->name; s++) {
             static const size_t sizes[] = {sizeof(double), sizeof(int32_t), sizeof(weft_mhc_numerics),
                                            sizeof(weft_dropout), sizeof(weft_gdn_options)};
@@ -102,7 +102,7 @@ static void descriptions(void **state)
             const weft_arg_info *a = &op->args[k];
             size_t size = a->kind == WEFT_ARG_GRAD ? sizeof(weft_grad) : sizeof(weft_tensor);
             assert_in_range(a->ndim, 1, WEFT_MAX_DIMS);
-            assert_true(layer || a->offset >= sizeof(size_t));
+            assert_true(a->offset >= sizeof(size_t));
             assert_true(a->offset + size <= op->args_size);
             assert_int_equal(a->offset % sizeof(void *), 0);
             output = output || a->kind != WEFT_ARG_IN;

@@ -27,7 +27,7 @@ static weft_model_config config_of(const gpt_variant *v, weft_dtype dtype, int w
 /* cuBLASLt where it is; tests say so where it is not. */
 static int open_blas(weft_blas *blas)
 {
-    weft_exec exec = {.backend = WEFT_BACKEND_CUDA};
+    weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CUDA);
     if (weft_blas_open_for(&exec, NULL, blas) == WEFT_OK) return 1;
     fprintf(stderr, "  %s: the built-in kernel alone is tested\n", weft_last_error());
     return 0;
@@ -286,7 +286,8 @@ static void optimisers_follow_the_reference(void **state)
     weft_blas blas;
     int has_blas = open_blas(&blas);
     state_of s = open_state();
-    weft_exec ref = {.backend = WEFT_BACKEND_REF}, cuda = {.backend = WEFT_BACKEND_CUDA};
+    weft_exec ref = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_REF),
+              cuda = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CUDA);
     double sums[4] = {0, 0}, figures[4], norm, factor;
     cuda.workspace = device_alloc(cuda.workspace_bytes = (size_t)64 << 20);
     assert_non_null(cuda.workspace);
@@ -400,7 +401,7 @@ static void refusals(void **state)
     (void)state;
     weft_model_config c = gpt_config(WEFT_RESIDUAL_MHC, WEFT_BF16);
     weft_model_bytes bytes;
-    weft_exec exec = {.backend = WEFT_BACKEND_CPU};
+    weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CPU);
     assert_int_equal(weft_model_check(&c), WEFT_OK);
     assert_int_equal(weft_model_query(&exec, &c, 1, 4, &bytes), WEFT_ERR_UNSUPPORTED);
     assert_non_null(strstr(weft_last_error(), "bf16"));

@@ -130,13 +130,13 @@ static void threads_change_nothing(void **state)
 static void begins_as_the_plain_residual(void **state)
 {
     (void)state;
-    weft_model_config plain;
+    weft_model_config plain = {.struct_size = sizeof plain};
     weft_model_defaults(WEFT_RESIDUAL_PLAIN, &plain);
     gpt base;
     gpt_open(&base, &plain, 2, 64, 0);
     double want = gpt_loss(&base);
     for (int k = WEFT_RESIDUAL_HC; k <= WEFT_RESIDUAL_MHC; k++) {
-        weft_model_config c;
+        weft_model_config c = {.struct_size = sizeof c};
         gpt g;
         weft_model_defaults((weft_residual)k, &c);
         c.init_alpha = 0;
@@ -387,6 +387,7 @@ static void bad_configurations(void **state)
     (void)state;
     weft_model_config good[WEFT_RESIDUAL_COUNT], c;
     for (int k = 0; k < WEFT_RESIDUAL_COUNT; k++) {
+        good[k].struct_size = sizeof good[k];
         assert_int_equal(weft_model_defaults((weft_residual)k, &good[k]), WEFT_OK);
         assert_int_equal(weft_model_check(&good[k]), WEFT_OK);
     }
@@ -424,7 +425,7 @@ static void bad_configurations(void **state)
     BAD(WEFT_RESIDUAL_MHC_SINGLE_PASS, "stage", c.stage = WEFT_STAGE_FIRST);
 #undef BAD
     weft_model_bytes bytes;
-    weft_exec exec = {.backend = WEFT_BACKEND_REF};
+    weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_REF);
     assert_int_equal(weft_model_query(&exec, &good[0], 1, 4, &bytes), WEFT_ERR_UNSUPPORTED); /* f32 on ref */
     exec.backend = WEFT_BACKEND_CPU;
     assert_int_equal(weft_model_query(&exec, &good[0], 1, 129, &bytes), WEFT_ERR_ARGUMENT); /* past the context */

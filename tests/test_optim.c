@@ -15,7 +15,8 @@ static void adamw_follows_its_equations(void **state)
     double p[COUNT], m[COUNT] = {0}, v[COUNT] = {0}, g[COUNT], q[COUNT], first[COUNT] = {0}, second[COUNT] = {0};
     float pf[COUNT], mf[COUNT] = {0}, vf[COUNT] = {0}, gf[COUNT];
     rng r = {3};
-    weft_exec ref = {.backend = WEFT_BACKEND_REF}, cpu = {.backend = WEFT_BACKEND_CPU};
+    weft_exec ref = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_REF),
+              cpu = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CPU);
     for (int i = 0; i < COUNT; i++) pf[i] = (float)(p[i] = q[i] = rng_normal(&r));
     for (int step = 1; step <= 20; step++) {
         for (int i = 0; i < COUNT; i++) gf[i] = (float)(g[i] = rng_normal(&r));
@@ -76,7 +77,7 @@ static void muon_orthogonalises(void **state)
                             .rate = -1,
                             .momentum = 0.95,
                             .scale = 1};
-        weft_exec exec = {.backend = WEFT_BACKEND_REF};
+        weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_REF);
         assert_int_equal(weft_muon_workspace(&exec, &a, &bytes), WEFT_OK);
         exec.workspace = must_alloc(exec.workspace_bytes = bytes);
         assert_int_equal(weft_muon(&exec, &a), WEFT_OK);
@@ -109,7 +110,7 @@ static void muon_orthogonalises(void **state)
 static void sums(void **state)
 {
     (void)state;
-    weft_exec cpu = {.backend = WEFT_BACKEND_CPU};
+    weft_exec cpu = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CPU);
     float v[100];
     double sum;
     for (int i = 0; i < 100; i++) v[i] = (float)i;
@@ -121,7 +122,7 @@ static void sums(void **state)
 static void bad_arguments(void **state)
 {
     (void)state;
-    weft_exec cpu = {.backend = WEFT_BACKEND_CPU};
+    weft_exec cpu = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CPU);
     float x[4] = {0};
     const weft_adamw_args good = {.struct_size = sizeof good,
                                   .parameter = x,

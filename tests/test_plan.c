@@ -72,11 +72,12 @@ static void states(void **state)
 {
     (void)state;
     weft_plan_desc d = desc_of(4, 2);
-    weft_exec exec = {.backend = WEFT_BACKEND_CPU};
+    weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CPU);
     weft_plan_bytes bytes;
     weft_plan plan;
     weft_plan_site at;
-    weft_mhc_replay_layer layers[4] = {{.sub_eps = 1e-6}};
+    weft_mhc_replay_layer layers[4];
+    for (int i = 0; i < 4; i++) layers[i] = WEFT_STRUCT(weft_mhc_replay_layer, .sub_eps = 1e-6);
     weft_plan_replay_args args = {.struct_size = sizeof args, .layers = layers, .num_layers = 4};
     weft_plan_query(&d, &bytes);
     void *memory = must_alloc(bytes.total);

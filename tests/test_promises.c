@@ -442,7 +442,7 @@ static void *call_all(void *arg_)
             pack got = run(p, on_cpu(WEFT_ISA_BEST, 1 + c->number % 2));
             pack_expect_same(p, &got, &expected[i][v], "called from several threads");
             /* every thread has its own last error */
-            weft_exec bad = {.backend = (weft_backend)77};
+            weft_exec bad = WEFT_STRUCT(weft_exec, .backend = (weft_backend)77);
             if (p->call(&bad, p->args) != WEFT_ERR_ARGUMENT || !strstr(weft_last_error(), p->op->name))
                 test_failed("%s: last error of this thread: %s", p->op->name, weft_last_error());
             pack_free(&got);

@@ -27,7 +27,7 @@ static int call(void *library)
     memcpy(&expand, &symbol, sizeof symbol);
     if (!symbol) return fprintf(stderr, "no weft_mhc_expand_fwd\n");
     memset(x, 0xff, sizeof x);
-    const weft_exec exec = {.backend = WEFT_BACKEND_CPU, .threads = 2};
+    const weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CPU, .threads = 2);
     if (expand(&exec, WEFT_ARGS(weft_mhc_expand_fwd_args, .u = weft_dense2(u, WEFT_F32, TOKENS, CHANNELS),
                                 .x = weft_dense3(x, WEFT_F32, TOKENS, STREAMS, CHANNELS))) != WEFT_OK)
         return fprintf(stderr, "weft_mhc_expand_fwd failed\n");

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-/* Functions of a loaded library. Zero-initialised: none. */
+/* Functions of a loaded library, filled by the functions below. Zero-initialised: none. */
 typedef struct weft_blas {
     void *library;
     void (*sgemm)(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda,
@@ -22,6 +22,7 @@ typedef struct weft_blas {
     void *
         device; /* cuda: the library's handle, and the algorithm chosen for each shape so far; one thread at a time */
     char name[160]; /* for people: file and what the library says of itself */
+    void *reserved[8];
 } weft_blas;
 
 /* Loads `path`, or with NULL the first of OpenBLAS and any CBLAS that the system finds. WEFT_ERR_UNSUPPORTED where there

@@ -52,6 +52,7 @@ typedef struct weft_gdn_options {
     weft_gdn_rounding rounding;
     int32_t g_chunk; /* 0: g per token; else the inclusive sum of g within chunks of so many tokens of a sequence */
     int32_t g_log2;  /* 0 or 1: g in base 2, that is times 1/ln 2 */
+    uint64_t reserved[6]; /* zero */
 } weft_gdn_options;
 
 /* silu, l2 norm with eps 1e-6, scales 1, interleaved heads, g per token in natural logarithms. */
@@ -65,6 +66,7 @@ static inline weft_gdn_options weft_gdn_defaults(void)
     o.head_map = WEFT_GDN_INTERLEAVED;
     o.rounding = WEFT_GDN_THROUGH;
     o.g_chunk = o.g_log2 = 0;
+    for (int i = 0; i < 6; i++) o.reserved[i] = 0;
     return o;
 }
 
@@ -179,6 +181,7 @@ WEFT_API weft_status weft_gdn_rule_bwd_workspace(const weft_exec *exec, const we
 
 /* ---- views ------------------------------------------------------------------------------------------------------------ */
 
+/* Frozen. */
 typedef struct weft_gdn_sections {
     weft_tensor q, k, v, z, b, a;
 } weft_gdn_sections;

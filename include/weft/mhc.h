@@ -65,6 +65,7 @@ typedef struct weft_mhc_numerics {
     double sinkhorn_eps;
     int32_t sinkhorn_iters; /* at least 1 */
     weft_apply apply;
+    uint64_t reserved[6]; /* zero */
 } weft_mhc_numerics;
 
 typedef enum weft_mhc_preset {
@@ -94,6 +95,7 @@ typedef struct weft_dropout {
     const uint64_t *step; /* read when the operator runs, in the backend's memory; NULL = 0 */
     int64_t token_base;   /* global index of token 0, for shards of a batch */
     int32_t shared;       /* 1: one mask for all streams of a token */
+    uint64_t reserved[6]; /* zero */
 } weft_dropout;
 
 /* ---- projection + mean square [M1] ------------------------------------------------------------------------------
@@ -433,6 +435,7 @@ WEFT_API weft_status weft_mhc_boundary_bwd_workspace(const weft_exec *exec, cons
  * with u. An output that is not wanted is absent; a y that is absent is carried on in fast memory, rounded as if stored.
  * weft/ops.h lists the tensors of the args struct itself; those of a layer are listed by weft_mhc_replay_layer_info. */
 typedef struct weft_mhc_replay_layer {
+    size_t struct_size;
     weft_dropout dropout;
     double sub_eps;
     weft_tensor pre;                /* optional where neither u nor v is wanted */
@@ -445,8 +448,10 @@ typedef struct weft_mhc_replay_fwd_args {
     size_t struct_size;
     weft_mhc_numerics numerics;
     weft_tensor x;
-    const weft_mhc_replay_layer *layers; /* host memory, read during the call only */
-    int32_t num_layers;                  /* 1 .. 4096 */
+    /* Host memory, read during the call only. An array whose elements lie layers[0].struct_size bytes apart and all have that
+     * size: the array of a caller that was compiled with another version is one as well. */
+    const weft_mhc_replay_layer *layers;
+    int32_t num_layers; /* 1 .. 4096 */
 } weft_mhc_replay_fwd_args;
 
 WEFT_API weft_status weft_mhc_replay_fwd(const weft_exec *exec, const weft_mhc_replay_fwd_args *args);

@@ -57,7 +57,7 @@ typedef enum weft_stage {
     WEFT_STAGE_COUNT
 } weft_stage;
 
-/* Zero-initialise and call weft_model_defaults, or fill every field. */
+/* Set struct_size and call weft_model_defaults, or fill every field. */
 typedef struct weft_model_config {
     size_t struct_size;
     weft_dtype dtype; /* of activations: f32 on cpu, f32 or bf16 on cuda, f64 on ref */
@@ -77,7 +77,9 @@ typedef struct weft_model_config {
     weft_mhc_numerics numerics;             /* mhc and mhc_single_pass; hc takes rms_eps */
 } weft_model_config;
 
-/* A small model of this kind; fields can be changed afterwards. */
+/* A small model of this kind, in as many bytes as config->struct_size says; fields can be changed afterwards:
+ *     weft_model_config config = {.struct_size = sizeof config};
+ *     weft_model_defaults(WEFT_RESIDUAL_MHC, &config); */
 WEFT_API weft_status weft_model_defaults(weft_residual residual, weft_model_config *config);
 /* The first thing that is wrong with it, in words. */
 WEFT_API weft_status weft_model_check(const weft_model_config *config);
@@ -107,6 +109,7 @@ typedef struct weft_model_param {
     int32_t layer;         /* of this stage; -1 outside the layers */
     int32_t matrix;        /* 1: a weight of a linear map: decayed, and Muon's where it has two dimensions */
     weft_init init;
+    uint64_t reserved[4];
 } weft_model_param;
 
 /* How many tensors and how many elements their array has. Tensors begin at multiples of 16 elements; what lies between them
@@ -125,16 +128,19 @@ typedef struct weft_model_bytes {
     size_t scratch;       /* within a pass */
     size_t workspace;     /* of the operators */
     size_t total;         /* to ask for */
+    size_t reserved[4];
 } weft_model_bytes;
 
-/* A model bound to memory, for batches of one shape. Read-only for everybody but the functions below. */
+/* A model bound to memory, for batches of one shape. Read-only for everybody but the functions below. config lies in front
+ * of the reserved bytes, so that it can grow too. */
 typedef struct weft_model {
-    weft_model_config config;
     int64_t sequences, length;
     char *memory;
     weft_model_bytes bytes;
     weft_plan plan;
     int32_t phase;
+    weft_model_config config;
+    uint64_t reserved[32];
 } weft_model;
 
 WEFT_API weft_status weft_model_query(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
@@ -173,7 +179,7 @@ WEFT_API weft_tensor weft_model_logits(const weft_model *model);
 
 /* The composite residual map W_last ... W_1 of the last forward, token by token: how much a signal can grow on its way
  * (largest absolute row sum) and a gradient on its way back (largest absolute column sum), averaged and at their largest
- * over the tokens. All 1 for the plain residual. */
+ * over the tokens. All 1 for the plain residual. Frozen. */
 typedef struct weft_model_gains {
     double row_mean, row_max, column_mean, column_max;
 } weft_model_gains;

@@ -46,6 +46,7 @@ typedef enum weft_arg_dim {
     WEFT_DIM_CACHE      /* rows of a cache of states */
 } weft_arg_dim;
 
+/* Frozen, as weft_scalar_info is: callers walk through arrays of them. */
 typedef struct weft_arg_info {
     const char *name;
     size_t offset; /* of the weft_tensor (in, out) or weft_grad (grad) in the args struct */
@@ -72,6 +73,7 @@ typedef struct weft_scalar_info {
     weft_scalar_type type;
 } weft_scalar_info;
 
+/* The library's own; fields can be appended. */
 typedef struct weft_op_info {
     const char *name; /* "mhc_post_fwd" */
     size_t args_size;

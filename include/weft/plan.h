@@ -40,6 +40,7 @@ typedef struct weft_plan_bytes {
     size_t transient; /* one group's streams and sub-layer inputs */
     size_t total;     /* to ask for */
     size_t keep_all;  /* what total would be without recompute */
+    size_t reserved[4];
 } weft_plan_bytes;
 
 typedef enum weft_plan_state {
@@ -49,15 +50,16 @@ typedef enum weft_plan_state {
     WEFT_PLAN_RESTORED
 } weft_plan_state;
 
-/* Read-only for everybody but the functions below. */
+/* Read-only for everybody but the functions below. desc lies in front of the reserved bytes, so that it can grow too. */
 typedef struct weft_plan {
-    weft_plan_desc desc;
     char *resident, *transient;
     int32_t groups, layers_per_group;
     unsigned char state[WEFT_PLAN_MAX_LAYERS];
+    weft_plan_desc desc;
+    uint64_t reserved[16];
 } weft_plan;
 
-/* Where a site's tensors are: x, y [T, n, C], v [T, C]. */
+/* Where a site's tensors are: x, y [T, n, C], v [T, C]. Frozen. */
 typedef struct weft_plan_site {
     weft_tensor x, v, y;
 } weft_plan_site;
@@ -81,7 +83,7 @@ WEFT_API weft_tensor weft_plan_output(const weft_plan *plan);
 /* End of a group's forward: its transient memory is given up. A second call does nothing. */
 WEFT_API weft_status weft_plan_close(weft_plan *plan, const weft_exec *exec, int32_t group);
 
-/* layers: one entry per site of the group, in forward order, with the coefficients, f, bias, dropout and norm of that
+/* layers: an array as in weft_mhc_replay_fwd_args, one entry per site of the group, in forward order, with the coefficients, f, bias, dropout and norm of that
  * site; their u is left as it is, v and y are filled in here, and the last entry's f, post, res are ignored, because its
  * y is resident. A second call does nothing. */
 typedef struct weft_plan_replay_args {

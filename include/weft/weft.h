@@ -14,7 +14,14 @@
  * dlclose leaves the library mapped, because threads of the OpenMP runtime outlive a call. After fork, parent and child may
  * both go on with the reference and the CPU backend and get the same results. A child whose parent used several CPU threads
  * through the library runs every call on one thread: the runtime's threads stay with the parent. The library does not see
- * what other libraries did with the same OpenMP runtime; in a child of such a process, set exec.threads to 1. */
+ * what other libraries did with the same OpenMP runtime; in a child of such a process, set exec.threads to 1.
+ *
+ * Structs and later versions: a struct that the caller fills begins with struct_size, sizeof of the struct as the caller
+ * was compiled with it (WEFT_STRUCT, WEFT_ARGS and WEFT_EXEC fill it in). Fields are only ever appended. The library
+ * completes the struct of an older caller with zeros, and takes that of a later one as long as the fields it does not know
+ * are zero (WEFT_ERR_UNSUPPORTED where one is set). A struct that lies by value in another one, or that the library
+ * fills, ends with `reserved` fields out of which later ones are made: zero where the caller fills it, and a value there is
+ * an error. A struct that is said to be frozen keeps its layout for good. */
 #ifndef WEFT_WEFT_H
 #define WEFT_WEFT_H
 
@@ -72,7 +79,7 @@ typedef enum weft_precision {
 
 #define WEFT_MAX_DIMS 4
 
-/* A view of memory that somebody else owns. Strides count elements, not bytes, so a stream layout, a padded row or a
+/* A view of memory that somebody else owns. Frozen. Strides count elements, not bytes, so a stream layout, a padded row or a
  * transposed weight is a matter of strides. dtype WEFT_NONE: the tensor is absent (an input that is not there, an
  * output that is not wanted). data may be NULL only where the tensor has no elements. */
 typedef struct weft_tensor {
@@ -83,14 +90,16 @@ typedef struct weft_tensor {
     int64_t stride[WEFT_MAX_DIMS];
 } weft_tensor;
 
-/* Where a gradient goes: overwritten (add = 0) or added to what is there (add = 1). */
+/* Where a gradient goes: overwritten (add = 0) or added to what is there (add = 1). Frozen. */
 typedef struct weft_grad {
     weft_tensor to;
     int32_t add;
 } weft_grad;
 
-/* How and where a call runs. Zero-initialise, then set backend. */
+/* How and where a call runs: WEFT_EXEC(.backend = WEFT_BACKEND_CPU), or as a value
+ * WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CPU). */
 typedef struct weft_exec {
+    size_t struct_size;
     weft_backend backend;
     int32_t device;  /* CUDA device; 0 on the CPU */
     int32_t threads; /* CPU threads, 0 = OpenMP's default. CUDA: multiprocessors to plan for, 0 = all of the device.
@@ -108,11 +117,15 @@ typedef struct weft_exec {
     int32_t vouched;
 } weft_exec;
 
-/* Every args struct begins with struct_size, so that fields can be appended without breaking compiled callers. This
- * macro fills it and takes the rest as designated initialisers:
- *     weft_mhc_expand_fwd(&exec, WEFT_ARGS(weft_mhc_expand_fwd_args, .u = u, .x = x)); */
+/* A struct that begins with struct_size, filled in, with the rest as designated initialisers; as a value and as a pointer:
+ *     weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CPU, .threads = 8);
+ *     weft_mhc_expand_fwd(&exec, WEFT_ARGS(weft_mhc_expand_fwd_args, .u = u, .x = x));
+ *     weft_mhc_expand_fwd(WEFT_EXEC(.backend = WEFT_BACKEND_REF), &args);
+ * C only; C++ sets struct_size by hand in a zero-initialised struct. */
 #ifndef __cplusplus
-#define WEFT_ARGS(type, ...) (&(type){.struct_size = sizeof(type), __VA_ARGS__})
+#define WEFT_STRUCT(type, ...) ((type){.struct_size = sizeof(type), __VA_ARGS__})
+#define WEFT_ARGS(type, ...) (&WEFT_STRUCT(type, __VA_ARGS__))
+#define WEFT_EXEC(...) WEFT_ARGS(weft_exec, __VA_ARGS__)
 #endif
 
 /* The sentence that goes with the last error of this thread: operator, argument, expected, got. "" after success. */

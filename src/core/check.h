@@ -142,7 +142,13 @@ weft_status weft_check_overlap(const weft_call *call, const weft_arg_group *a, c
 /* Says that it depends on nothing else, so that callers which only need it for an error do not call it before one. */
 __attribute__((const)) const char *weft_op_name(weft_op op);
 
+/* Fields of exec; fills in what the call takes from them: instruction set, facts of the device. */
+weft_status weft_check_exec(weft_call *call);
+
 /* Scalars that several operators share. */
+/* Reserved fields of the scalar structs of a table are zero: a later version may give them a meaning. */
+weft_status weft_check_reserved(const weft_call *call, const weft_op_info *info, const void *args,
+                                const char *prefix);
 weft_status weft_check_eps(const weft_call *call, const char *name, double eps);
 weft_status weft_check_enum(const weft_call *call, const char *name, int value, int count);
 weft_status weft_check_gates(const weft_call *call, const weft_mhc_numerics *numerics);

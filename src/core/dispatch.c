@@ -3,6 +3,7 @@
  * The one way in: every public operator function passes through `enter`, which validates, and `find_kernel`, which
  * looks the call up in a table. Both public functions of each operator are expanded from core/ops.def. */
 #include "core/check.h"
+#include "core/struct_size.h"
 
 #include <string.h>
 
@@ -94,7 +95,7 @@ int weft_backend_available(weft_backend backend)
 
 /* ---- validation ------------------------------------------------------------------------------------------------- */
 
-static weft_status check_exec(weft_call *call)
+weft_status weft_check_exec(weft_call *call)
 {
     const weft_exec *e = call->exec;
     const char *op = weft_op_name(call->op);
@@ -128,33 +129,6 @@ static weft_status check_exec(weft_call *call)
     return WEFT_OK;
 }
 
-/* The caller's struct where it has the current size, else a copy that has, so that kernels never meet an older or newer
- * layout. */
-static weft_status take_args(const weft_op_desc *desc, const void *args, void *copy, const void **taken)
-{
-    size_t size, ours = desc->info.args_size;
-    memcpy(&size, args, sizeof size);
-    *taken = args;
-    if (size == ours) return WEFT_OK;
-    if (size < desc->first_size)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: struct_size: expected at least %zu (use WEFT_ARGS), got %zu",
-                         desc->info.name, desc->first_size, size);
-    if (size > ours + 65536)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: struct_size: expected %zu (use WEFT_ARGS), got %zu",
-                         desc->info.name, ours, size);
-    for (size_t i = ours; i < size; i++)
-        if (((const unsigned char *)args)[i])
-            return weft_fail(
-                WEFT_ERR_UNSUPPORTED,
-                "%s: struct_size: expected %zu, got %zu with a field set that this version does not know",
-                desc->info.name, ours, size);
-    const size_t known = size < ours ? size : ours;
-    memcpy(copy, args, known);
-    memset((char *)copy + known, 0, ours - known);
-    *taken = copy;
-    return WEFT_OK;
-}
-
 /* Large enough for the largest args struct. */
 typedef union args_copy {
     size_t struct_size;
@@ -167,11 +141,12 @@ typedef union args_copy {
 #include "core/ops.def"
 #undef WEFT_OP
 
-/* A call that may run: its arguments are the caller's or lie in `copy`. */
+/* A call that may run: its exec and its arguments are the caller's or lie in the copies. */
 typedef struct entered {
     weft_call call;
     const void *args;
     const weft_kernel *kernel;
+    weft_exec exec;
     args_copy copy;
 } entered;
 
@@ -202,21 +177,22 @@ static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bo
     weft_call *call = &e->call;
     bool apart;
     weft_clear_error();
-    if (exec == NULL)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec: expected a pointer, got NULL", desc->info.name);
+    *call = (weft_call){.op = op, .query = query};
+    weft_unbind(call);
+    WEFT_TRY(weft_take_exec(desc->info.name, exec, &e->exec, &call->exec));
     if (args == NULL)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: args: expected a pointer, got NULL", desc->info.name);
-    *call = (weft_call){.op = op, .exec = exec, .query = query};
-    weft_unbind(call);
-    WEFT_TRY(take_args(desc, args, &e->copy, &e->args));
-    WEFT_TRY(check_exec(call));
+    const weft_sizes sizes = {desc->first_size, desc->info.args_size, "WEFT_ARGS"};
+    WEFT_TRY(weft_take_struct(desc->info.name, "", &sizes, args, &e->copy, &e->args));
+    WEFT_TRY(weft_check_exec(call));
+    WEFT_TRY(weft_check_reserved(call, &desc->info, e->args, ""));
     WEFT_TRY(weft_check_tensors(call, &desc->info, e->args, "", &apart));
     if (call->dtype == WEFT_NONE) call->dtype = WEFT_F32;
     WEFT_TRY(desc->check(call, e->args));
-    if (call->f64 && exec->backend != WEFT_BACKEND_REF)
+    if (call->f64 && call->exec->backend != WEFT_BACKEND_REF)
         return weft_fail(WEFT_ERR_UNSUPPORTED,
                          "%s: expected f32, bf16 or f16 on the %s backend, got f64 (ref serves it)",
-                         desc->info.name, weft_backend_name(exec->backend));
+                         desc->info.name, weft_backend_name(call->exec->backend));
     const weft_arg_group all = {&desc->info, e->args, -1};
     if (!query && !apart) WEFT_TRY(weft_check_overlap(call, &all, &all));
     return find_kernel(call, &e->kernel);
@@ -249,10 +225,11 @@ static weft_status run(weft_op op, const weft_exec *exec, const void *args)
 {
     entered e;
     WEFT_TRY(enter(op, exec, args, false, &e));
-    const bool checks_room = exec->backend == WEFT_BACKEND_CUDA && cuda_checks_room[op];
+    const weft_backend backend = e.call.exec->backend;
+    const bool checks_room = backend == WEFT_BACKEND_CUDA && cuda_checks_room[op];
     if (!checks_room) WEFT_TRY(weft_check_room(&e.call, workspace_of(&e)));
 #if WEFT_HAVE_CUDA
-    if (exec->backend == WEFT_BACKEND_CUDA) {
+    if (backend == WEFT_BACKEND_CUDA) {
         int previous;
         WEFT_TRY(weft_cuda_enter(&e.call, &previous));
         weft_status status = e.kernel->run(&e.call, e.args);
@@ -260,7 +237,7 @@ static weft_status run(weft_op op, const weft_exec *exec, const void *args)
         return status;
     }
 #endif
-    if (exec->backend == WEFT_BACKEND_CPU) weft_outputs_ask(&descs[op]->info, e.args);
+    if (backend == WEFT_BACKEND_CPU) weft_outputs_ask(&descs[op]->info, e.args);
     return e.kernel->run(&e.call, e.args);
 }
 
@@ -283,7 +260,7 @@ static weft_status plan(weft_op op, const weft_exec *exec, const void *args, con
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: plan: expected a pointer, got NULL", weft_op_name(op));
     WEFT_TRY(enter(op, exec, args, true, &e));
     e.call.exact = true;
-    plan_text *tell = exec->backend == WEFT_BACKEND_CUDA ? cuda_plans[op] : NULL;
+    plan_text *tell = e.call.exec->backend == WEFT_BACKEND_CUDA ? cuda_plans[op] : NULL;
     *text = tell ? tell(&e.call, e.args) : "the only way that this backend has";
     return WEFT_OK;
 }

@@ -2,6 +2,7 @@
  *
  * Which table of src/core/nn.h serves a call. */
 #include "core/nn.h"
+#include "core/check.h"
 
 weft_status weft_nn_open(weft_nn *nn, const weft_exec *exec, weft_dtype dtype, const weft_blas *blas)
 {
@@ -15,23 +16,14 @@ weft_status weft_nn_open(weft_nn *nn, const weft_exec *exec, weft_dtype dtype, c
         [WEFT_ISA_BASE] = &weft_cpu_base_nn,
 #endif
     };
-    weft_isa isa = exec->isa == WEFT_ISA_BEST ? weft_cpu_isa() : exec->isa;
+    weft_call call = {.op = WEFT_OP_COUNT, .exec = exec};
     *nn = (weft_nn){.exec = exec, .blas = blas};
+    WEFT_TRY(weft_check_exec(&call));
     if (exec->backend == WEFT_BACKEND_REF) nn->table = &weft_ref_nn;
-    if (exec->backend == WEFT_BACKEND_CPU && isa >= WEFT_ISA_BASE && (size_t)isa < sizeof cpu / sizeof *cpu &&
-        isa <= weft_cpu_isa())
-        nn->table = cpu[isa];
+    if (exec->backend == WEFT_BACKEND_CPU) nn->table = cpu[call.isa];
 #if WEFT_HAVE_CUDA
-    if (exec->backend == WEFT_BACKEND_CUDA) {
-        weft_call call = {.op = WEFT_OP_COUNT, .exec = exec};
-        WEFT_TRY(weft_cuda_check_device(&call));
-        nn->table = dtype == WEFT_BF16 ? &weft_cuda_bf16_nn : &weft_cuda_f32_nn;
-    }
+    if (exec->backend == WEFT_BACKEND_CUDA) nn->table = dtype == WEFT_BF16 ? &weft_cuda_bf16_nn : &weft_cuda_f32_nn;
 #endif
-    if (!nn->table)
-        return weft_fail(WEFT_ERR_UNSUPPORTED,
-                         "model: exec: expected a backend of this build and an isa of this machine, got %s with %s",
-                         weft_backend_name(exec->backend), weft_isa_name(exec->isa));
     if (nn->table->dtype != dtype)
         return weft_fail(WEFT_ERR_UNSUPPORTED, "model: dtype: expected %s on the %s backend, got %s",
                          exec->backend == WEFT_BACKEND_CUDA ? "f32 or bf16" : weft_dtype_name(nn->table->dtype),

@@ -189,7 +189,7 @@ extern const weft_nn_table weft_ref_nn, weft_cpu_base_nn, weft_cpu_avx2_nn, weft
 weft_status weft_cuda_blas_open(const weft_exec *exec, const char *path, weft_blas *blas);
 void weft_cuda_blas_close(weft_blas *blas);
 
-/* The table of exec's backend for this dtype. */
+/* The table of exec's backend for this dtype; exec has the current layout and must outlive nn. */
 weft_status weft_nn_open(weft_nn *nn, const weft_exec *exec, weft_dtype dtype, const weft_blas *blas);
 
 /* Workspace for a part: NULL in a query, after counting it. exec->workspace is as large as the query said. */

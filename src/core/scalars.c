@@ -17,6 +17,25 @@ weft_status weft_check_enum(const weft_call *call, const char *name, int value, 
                      value);
 }
 
+weft_status weft_check_reserved(const weft_call *call, const weft_op_info *info, const void *args,
+                                const char *prefix)
+{
+    enum { COUNT = 6 };
+    static const size_t offset[] = {
+        [WEFT_SCALAR_NUMERICS] = offsetof(weft_mhc_numerics, reserved),
+        [WEFT_SCALAR_DROPOUT] = offsetof(weft_dropout, reserved),
+        [WEFT_SCALAR_GDN] = offsetof(weft_gdn_options, reserved),
+    };
+    for (const weft_scalar_info *s = info->scalars; s && s->name; s++) {
+        if (!offset[s->type]) continue;
+        const uint64_t *r = (const uint64_t *)(const void *)((const char *)args + s->offset + offset[s->type]);
+        if (r[0] | r[1] | r[2] | r[3] | r[4] | r[5])
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s.reserved: expected zeros, got a field that is set",
+                             weft_op_name(call->op), prefix, s->name);
+    }
+    return WEFT_OK;
+}
+
 weft_status weft_check_gates(const weft_call *call, const weft_mhc_numerics *numerics)
 {
     WEFT_TRY(weft_check_eps(call, "numerics.rms_eps", numerics->rms_eps));

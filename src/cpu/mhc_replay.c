@@ -3,6 +3,7 @@
  * Multi-layer replay [M12]: a tile of tokens goes through all layers before the next tile starts, so the streams pass from
  * layer to layer in cache. Streams that nobody wants live in two scratch tiles of the activation type, rounded as if
  * stored. */
+#include "core/struct_size.h"
 #include "cpu/common/tiles.h"
 
 typedef struct plan {
@@ -50,7 +51,8 @@ static void body(void *context, int64_t item, int thread)
     int64_t t0 = item * TILE, m = min64(TILE, call->tokens - t0);
     weft_tensor x = from(&p->args->x, t0);
     for (int32_t l = 0; l < p->args->num_layers; l++) {
-        const weft_mhc_replay_layer *layer = &p->args->layers[l];
+        weft_mhc_replay_layer completed;
+        const weft_mhc_replay_layer *layer = weft_replay_layer_at(p->args->layers, l, &completed);
         if (weft_has(&layer->u) || weft_has(&layer->v)) {
             weft_tensor u =
                 weft_has(&layer->u) ? from(&layer->u, t0) : weft_dense2(r.u, call->dtype, m, call->channels);

@@ -8,6 +8,7 @@
  * call. v needs a sum over all channels, so it is left to the rmsnorm operator afterwards; where u is not wanted, u goes
  * to v and is normalised in place. */
 #include "core/status.h"
+#include "core/struct_size.h"
 #include "cuda/common/chain.h"
 #include "cuda/mhc_post.cuh"
 
@@ -177,13 +178,31 @@ static __global__ void __launch_bounds__(POST_BLOCK)
 
 /* ---- launches ------------------------------------------------------------------------------------------------------- */
 
+/* A layer of the caller's: in place, or completed. */
+struct layer_at {
+    weft_mhc_replay_layer room;
+    const weft_mhc_replay_layer *layer;
+    layer_at(const weft_mhc_replay_fwd_args *a, int32_t l) : layer(weft_replay_layer_at(a->layers, l, &room))
+    {
+    }
+    layer_at(const layer_at &) = delete;
+    const weft_mhc_replay_layer *operator->() const
+    {
+        return layer;
+    }
+    operator const weft_mhc_replay_layer *() const
+    {
+        return layer;
+    }
+};
+
 /* Layers [from, end) go into one launch. It ends where the caller wants y, so that the next one can begin with that. */
 static int32_t launch_end(const weft_mhc_replay_fwd_args *a, int32_t from)
 {
     const int32_t most = from + LAYERS < a->num_layers ? from + LAYERS : a->num_layers;
     if (most == a->num_layers) return most;
     for (int32_t end = most; end > from; end--)
-        if (weft_has(&a->layers[end - 1].y)) return end;
+        if (weft_has(&layer_at(a, end - 1)->y)) return end;
     return most;
 }
 
@@ -214,10 +233,11 @@ static weft_arena lay_out(const weft_call *call, const weft_mhc_replay_fwd_args 
     bool carry = false;
     size_t norm_bytes = 0;
     for (int32_t end = launch_end(a, 0); end < a->num_layers; end = launch_end(a, end))
-        carry = carry || !weft_has(&a->layers[end - 1].y);
+        carry = carry || !weft_has(&layer_at(a, end - 1)->y);
     for (int32_t l = 0; l < a->num_layers; l++) {
-        if (!weft_has(&a->layers[l].v)) continue;
-        const weft_rmsnorm_fwd_args norm = norm_of(&a->layers[l]);
+        const layer_at layer(a, l);
+        if (!weft_has(&layer->v)) continue;
+        const weft_rmsnorm_fwd_args norm = norm_of(layer);
         const size_t bytes = chain_bytes(call, weft_cuda_rmsnorm_fwd, &norm);
         if (bytes > norm_bytes) norm_bytes = bytes;
     }
@@ -268,13 +288,14 @@ static weft_status run_layers(const weft_call *call, const weft_mhc_replay_fwd_a
         p.channels = call->channels;
         p.in_out = a->numerics.apply == WEFT_APPLY_IN_OUT;
         p.layers = end - from;
-        for (int32_t l = from; l < end; l++) p.layer[l - from] = layer_of(&a->layers[l]);
-        x = weft_has(&a->layers[end - 1].y) ? a->layers[end - 1].y : carried;
+        for (int32_t l = from; l < end; l++) p.layer[l - from] = layer_of(layer_at(a, l));
+        x = weft_has(&layer_at(a, end - 1)->y) ? layer_at(a, end - 1)->y : carried;
         if (end < a->num_layers) p.layer[end - from - 1].y = view_of(&x);
         WEFT_TRY(streams(&p));
         for (int32_t l = from; l < end; l++) {
-            if (!weft_has(&a->layers[l].v)) continue;
-            const weft_rmsnorm_fwd_args norm = norm_of(&a->layers[l]);
+            const layer_at layer(a, l);
+            if (!weft_has(&layer->v)) continue;
+            const weft_rmsnorm_fwd_args norm = norm_of(layer);
             WEFT_TRY(chain_run(call, weft_cuda_rmsnorm_fwd, &norm, r.norm));
         }
     }
@@ -317,9 +338,11 @@ template <class T, int N, stream_layout L> static bool fits(const weft_mhc_repla
 {
     const int W = post_tile<T, N, L>::width;
     bool fit = streams_fit(&a->x, L, W);
-    for (int32_t l = 0; fit && l < a->num_layers; l++)
-        fit = row_fits(&a->layers[l].f, W) && row_fits(u_of(&a->layers[l]), W) &&
-              vector_fits(&a->layers[l].bias, W) && streams_fit(&a->layers[l].y, L, W);
+    for (int32_t l = 0; fit && l < a->num_layers; l++) {
+        const layer_at layer(a, l);
+        fit = row_fits(&layer->f, W) && row_fits(u_of(layer), W) && vector_fits(&layer->bias, W) &&
+              streams_fit(&layer->y, L, W);
+    }
     return fit;
 }
 

@@ -8,6 +8,7 @@
 #include <weft/blas.h>
 
 #include "core/nn.h"
+#include "core/struct_size.h"
 
 /* A function from a library: dlsym returns an object pointer, which C does not convert. */
 static int find(void *library, const char *name, void *function)
@@ -50,8 +51,10 @@ weft_status weft_blas_open(const char *path, weft_blas *blas)
 
 weft_status weft_blas_open_for(const weft_exec *exec, const char *path, weft_blas *blas)
 {
-    if (!exec || exec->backend != WEFT_BACKEND_CUDA) return weft_blas_open(path, blas);
+    weft_exec copy;
     weft_clear_error();
+    WEFT_TRY(weft_take_exec("blas_open", exec, &copy, &exec));
+    if (exec->backend != WEFT_BACKEND_CUDA) return weft_blas_open(path, blas);
     if (!blas) return weft_fail(WEFT_ERR_ARGUMENT, "blas_open: blas: expected a pointer, got NULL");
     *blas = (weft_blas){0};
 #if WEFT_HAVE_CUDA

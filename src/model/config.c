@@ -4,6 +4,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "core/struct_size.h"
 #include "model/model.h"
 
 static const char *const residuals[WEFT_RESIDUAL_COUNT] = {[WEFT_RESIDUAL_PLAIN] = "residual",
@@ -37,6 +38,8 @@ weft_exit weft_exit_find(const char *name)
     return (weft_exit)i;
 }
 
+static const weft_sizes config_sizes = {sizeof(weft_model_config), sizeof(weft_model_config), "WEFT_STRUCT"};
+
 weft_status weft_model_defaults(weft_residual residual, weft_model_config *config)
 {
     weft_clear_error();
@@ -44,23 +47,28 @@ weft_status weft_model_defaults(weft_residual residual, weft_model_config *confi
     if (!weft_residual_name(residual))
         return weft_fail(WEFT_ERR_ARGUMENT, "model_defaults: residual: expected a weft_residual, got the number %d",
                          (int)residual);
+    const size_t size = config->struct_size;
+    WEFT_TRY(weft_check_size("model_defaults", "config.", &config_sizes, size));
     bool single = residual == WEFT_RESIDUAL_MHC_SINGLE_PASS;
-    *config = (weft_model_config){.struct_size = sizeof *config,
-                                  .dtype = WEFT_F32,
-                                  .residual = residual,
-                                  .exit = single ? WEFT_EXIT_MIX : WEFT_EXIT_MEAN,
-                                  .streams = residual == WEFT_RESIDUAL_PLAIN ? 1 : 4,
-                                  .layers = 4,
-                                  .heads = 4,
-                                  .vocab = 256,
-                                  .channels = 128,
-                                  .hidden = 384,
-                                  .context = 128,
-                                  .dropout_seed = 1,
-                                  .norm_eps = 1e-6,
-                                  .rope_base = 10000,
-                                  .init_alpha = 0.01};
-    return weft_mhc_preset_numerics(single ? WEFT_PRESET_DEEPSEEK_V41 : WEFT_PRESET_DEEPSEEK_V4, &config->numerics);
+    weft_model_config c = {.struct_size = size,
+                           .dtype = WEFT_F32,
+                           .residual = residual,
+                           .exit = single ? WEFT_EXIT_MIX : WEFT_EXIT_MEAN,
+                           .streams = residual == WEFT_RESIDUAL_PLAIN ? 1 : 4,
+                           .layers = 4,
+                           .heads = 4,
+                           .vocab = 256,
+                           .channels = 128,
+                           .hidden = 384,
+                           .context = 128,
+                           .dropout_seed = 1,
+                           .norm_eps = 1e-6,
+                           .rope_base = 10000,
+                           .init_alpha = 0.01};
+    WEFT_TRY(weft_mhc_preset_numerics(single ? WEFT_PRESET_DEEPSEEK_V41 : WEFT_PRESET_DEEPSEEK_V4, &c.numerics));
+    memcpy(config, &c, size < sizeof c ? size : sizeof c);
+    if (size > sizeof c) memset(config + 1, 0, size - sizeof c);
+    return WEFT_OK;
 }
 
 /* One number of a configuration and where it must lie. */
@@ -112,13 +120,23 @@ static weft_status check_reals(const weft_model_config *c)
     return WEFT_OK;
 }
 
-weft_status weft_model_check(const weft_model_config *c)
+weft_status weft_model_check(const weft_model_config *config)
 {
+    weft_model_config copy;
+    return config_take(config, &copy, &config);
+}
+
+weft_status config_take(const weft_model_config *given, weft_model_config *copy, const weft_model_config **taken)
+{
+    const void *at;
     weft_clear_error();
-    if (!c) return weft_fail(WEFT_ERR_ARGUMENT, "model: config: expected a pointer, got NULL");
-    if (c->struct_size != sizeof *c)
-        return weft_fail(WEFT_ERR_ARGUMENT, "model: struct_size: expected %zu (use weft_model_defaults), got %zu",
-                         sizeof *c, c->struct_size);
+    if (!given) return weft_fail(WEFT_ERR_ARGUMENT, "model: config: expected a pointer, got NULL");
+    WEFT_TRY(weft_take_struct("model", "config.", &config_sizes, given, copy, &at));
+    const weft_model_config *c = *taken = at;
+    for (size_t i = 0; i < sizeof c->numerics.reserved / sizeof *c->numerics.reserved; i++)
+        if (c->numerics.reserved[i])
+            return weft_fail(WEFT_ERR_ARGUMENT,
+                             "model: numerics.reserved: expected zeros, got a field that is set");
     if (c->dtype != WEFT_F32 && c->dtype != WEFT_BF16 && c->dtype != WEFT_F64)
         return weft_fail(WEFT_ERR_UNSUPPORTED, "model: dtype: expected f32, bf16 or f64, got %s",
                          weft_dtype_name(c->dtype));

@@ -324,7 +324,8 @@ weft_status connection_replay(run *r, int32_t group)
     int32_t first = group * plan->layers_per_group, count = 0;
     for (int32_t layer = first; layer < c->layers && layer < first + plan->layers_per_group; layer++)
         for (int32_t index = SITES * layer; index < SITES * (layer + 1); index++)
-            layers[count++] = (weft_mhc_replay_layer){.dropout = dropout_of(r, index),
+            layers[count++] = (weft_mhc_replay_layer){.struct_size = sizeof *layers,
+                                                      .dropout = dropout_of(r, index),
                                                       .sub_eps = c->norm_eps,
                                                       .pre = c->residual == WEFT_RESIDUAL_PLAIN ? post_of(r, index)
                                                                                                 : pre_of(r, index),

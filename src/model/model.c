@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/struct_size.h"
 #include "model/model.h"
 
 enum { BOUND = 0, FORWARD_DONE = 1, LOGITS_ONLY = 2 };
@@ -96,10 +97,12 @@ static weft_plan_desc plan_desc(const weft_model_config *c, int64_t tokens)
                             .dtype = c->dtype};
 }
 
-static weft_status open_run(run *r, const weft_exec *exec, weft_model *model, const weft_model_args *args,
-                            bool query)
+static weft_status open_run(run *r, const char *call, const weft_exec *exec, weft_model *model,
+                            const weft_model_args *args, bool query)
 {
-    *r = (run){.exec = *exec, .model = model, .config = &model->config, .args = args};
+    *r = (run){.model = model, .config = &model->config, .args = args};
+    WEFT_TRY(weft_take_exec(call, exec, &r->exec, &exec));
+    r->exec = *exec;
     r->tokens = model->sequences * model->length;
     WEFT_TRY(weft_nn_open(&r->nn, &r->exec, model->config.dtype, args->blas));
     layout l = layout_of(r);
@@ -309,8 +312,8 @@ static weft_status first_bad(run *r, char *name)
 static weft_status shape_model(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
                                int64_t length, weft_model *m)
 {
-    WEFT_TRY(weft_model_check(config));
-    if (!exec) return weft_fail(WEFT_ERR_ARGUMENT, "model: exec: expected a pointer, got NULL");
+    weft_model_config copy;
+    WEFT_TRY(config_take(config, &copy, &config));
     if (sequences < 1 || sequences > (int64_t)1 << 24)
         return weft_fail(WEFT_ERR_ARGUMENT, "model: sequences: expected 1 to 2^24, got %lld", (long long)sequences);
     if (length < 1 || length > config->context)
@@ -326,7 +329,7 @@ static weft_status shape_model(const weft_exec *exec, const weft_model_config *c
     /* With a BLAS and without: the loop needs room to pack, and nobody has said yet which it will be. */
     weft_model_args args = {0};
     run r;
-    WEFT_TRY(open_run(&r, exec, m, &args, true));
+    WEFT_TRY(open_run(&r, "model", exec, m, &args, true));
     WEFT_TRY(forward(&r));
     WEFT_TRY(backward(&r));
     WEFT_TRY(gain(&r, NULL));
@@ -361,16 +364,19 @@ weft_status weft_model_bind(const weft_exec *exec, const weft_model_config *conf
     return WEFT_OK;
 }
 
-static weft_status check_args(const char *call, const weft_exec *exec, const weft_model *model,
-                              const weft_model_args *args)
+/* A pass whose args lie in `copy` where their layout is not the current one. */
+static weft_status enter_pass(run *r, const char *call, const weft_exec *exec, weft_model *model,
+                              const weft_model_args *given, weft_model_args *copy)
 {
+    static const weft_sizes sizes = WEFT_SIZES(weft_model_args);
+    const void *taken;
     weft_clear_error();
-    if (!exec || !model || !args || !model->memory)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected exec, a bound model and args, got NULL", call);
-    if (args->struct_size != sizeof *args)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: struct_size: expected %zu (use WEFT_ARGS), got %zu", call,
-                         sizeof *args, args->struct_size);
+    if (!model || !given || !model->memory)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected a bound model and args, got NULL", call);
+    WEFT_TRY(weft_take_struct(call, "", &sizes, given, copy, &taken));
+    const weft_model_args *args = taken;
     const weft_model_config *c = &model->config;
+    WEFT_TRY(open_run(r, call, exec, model, args, false));
     if (!args->parameters || !(has_entry(c) ? (const void *)args->tokens : args->streams_in))
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected parameters and %s, got NULL", call,
                          has_entry(c) ? "tokens" : "streams_in");
@@ -378,7 +384,7 @@ static weft_status check_args(const char *call, const weft_exec *exec, const wef
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected a finite loss_scale and a token_base of at least 0",
                          call);
     int64_t tokens = model->sequences * model->length;
-    for (int64_t t = 0; t < tokens && exec->backend != WEFT_BACKEND_CUDA; t++) {
+    for (int64_t t = 0; t < tokens && r->exec.backend != WEFT_BACKEND_CUDA; t++) {
         if (has_entry(c) && (args->tokens[t] < 0 || args->tokens[t] >= c->vocab))
             return weft_fail(WEFT_ERR_ARGUMENT, "%s: tokens[%lld]: expected 0 to %lld, got %d", call, (long long)t,
                              (long long)model->config.vocab - 1, (int)args->tokens[t]);
@@ -392,8 +398,9 @@ static weft_status check_args(const char *call, const weft_exec *exec, const wef
 weft_status weft_model_forward(const weft_exec *exec, weft_model *model, const weft_model_args *args)
 {
     run r;
-    WEFT_TRY(check_args("model_forward", exec, model, args));
-    WEFT_TRY(open_run(&r, exec, model, args, false));
+    weft_model_args copy;
+    WEFT_TRY(enter_pass(&r, "model_forward", exec, model, args, &copy));
+    args = r.args;
     if (!has_exit(r.config) && !args->streams_out)
         return weft_fail(WEFT_ERR_ARGUMENT,
                          "model_forward: expected streams_out in a stage without exit, got NULL");
@@ -406,7 +413,9 @@ weft_status weft_model_forward(const weft_exec *exec, weft_model *model, const w
 weft_status weft_model_backward(const weft_exec *exec, weft_model *model, const weft_model_args *args)
 {
     run r;
-    WEFT_TRY(check_args("model_backward", exec, model, args));
+    weft_model_args copy;
+    WEFT_TRY(enter_pass(&r, "model_backward", exec, model, args, &copy));
+    args = r.args;
     const weft_model_config *c = &model->config;
     if (!args->gradients || !(has_exit(c) ? (const void *)args->targets : args->d_streams_out))
         return weft_fail(WEFT_ERR_ARGUMENT, "model_backward: expected gradients and %s, got NULL",
@@ -417,7 +426,6 @@ weft_status weft_model_backward(const weft_exec *exec, weft_model *model, const 
     if (model->phase != FORWARD_DONE)
         return weft_fail(WEFT_ERR_STATE, "model_backward: expected a forward with targets before it, got %s",
                          model->phase == LOGITS_ONLY ? "one without" : "none");
-    WEFT_TRY(open_run(&r, exec, model, args, false));
     model->phase = BOUND;
     return backward(&r);
 }
@@ -437,9 +445,9 @@ static weft_status inspect(run *r, const char *call, const weft_exec *exec, cons
 {
     static const weft_model_args none = {0};
     weft_clear_error();
-    if (!exec || !model || !model->memory)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected exec and a bound model, got NULL", call);
-    return open_run(r, exec, (weft_model *)model, &none, false);
+    if (!model || !model->memory)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: model: expected a bound model, got NULL", call);
+    return open_run(r, call, exec, (weft_model *)model, &none, false);
 }
 
 weft_status weft_model_gain(const weft_exec *exec, const weft_model *model, weft_model_gains *gains)

@@ -11,6 +11,9 @@
 
 enum { SITES = 2 }; /* per layer: attention, MLP */
 
+/* A configuration in the current layout, checked: the caller's, or a completed copy (config.c). */
+weft_status config_take(const weft_model_config *given, weft_model_config *copy, const weft_model_config **taken);
+
 /* ---- parameters (params.c) ---------------------------------------------------------------------------------------------- */
 
 typedef enum param {

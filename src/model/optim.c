@@ -6,13 +6,28 @@
 #include <weft/optim.h>
 
 #include "core/nn.h"
+#include "core/struct_size.h"
 
-/* The dtype that a backend's optimisers work in. */
-static weft_status open_nn(weft_nn *nn, const weft_exec *exec, const weft_blas *blas)
+/* A call: its exec is the caller's or lies in `copy`. */
+typedef struct entered {
+    const weft_exec *exec;
+    weft_exec copy;
+    weft_nn nn;
+} entered;
+
+/* f64 on ref, f32 elsewhere: what a backend's optimisers work in. */
+static weft_status enter(entered *e, const char *call, const weft_exec *exec, const weft_blas *blas)
 {
-    weft_clear_error();
-    if (!exec) return weft_fail(WEFT_ERR_ARGUMENT, "optim: exec: expected a pointer, got NULL");
-    return weft_nn_open(nn, exec, exec->backend == WEFT_BACKEND_REF ? WEFT_F64 : WEFT_F32, blas);
+    WEFT_TRY(weft_take_exec(call, exec, &e->copy, &e->exec));
+    return weft_nn_open(&e->nn, e->exec, e->exec->backend == WEFT_BACKEND_REF ? WEFT_F64 : WEFT_F32, blas);
+}
+
+static weft_status take_args(const char *call, const weft_sizes *sizes, const void *args, void *copy,
+                             const void **taken)
+{
+    *taken = args;
+    if (!args) return weft_fail(WEFT_ERR_ARGUMENT, "%s: args: expected a pointer, got NULL", call);
+    return weft_take_struct(call, "", sizes, args, copy, taken);
 }
 
 /* Workspace of a call that is made of one part. */
@@ -25,28 +40,29 @@ static weft_status check_room(const char *call, const weft_exec *exec, size_t ne
 
 weft_status weft_sum_squares_workspace(const weft_exec *exec, int64_t count, size_t *bytes)
 {
-    weft_nn nn;
-    WEFT_TRY(open_nn(&nn, exec, NULL));
+    entered e;
+    weft_clear_error();
+    WEFT_TRY(enter(&e, "sum_squares", exec, NULL));
     if (!bytes || count < 0)
         return weft_fail(WEFT_ERR_ARGUMENT, "sum_squares: expected a count and bytes, got %lld or NULL",
                          (long long)count);
-    nn.query = true;
-    WEFT_TRY(nn.table->sum(&nn, NULL, count, 1, NULL));
-    *bytes = nn.need;
+    e.nn.query = true;
+    WEFT_TRY(e.nn.table->sum(&e.nn, NULL, count, 1, NULL));
+    *bytes = e.nn.need;
     return WEFT_OK;
 }
 
 weft_status weft_sum_squares(const weft_exec *exec, const void *values, int64_t count, double *sum)
 {
-    weft_nn nn;
+    entered e;
     size_t need;
     WEFT_TRY(weft_sum_squares_workspace(exec, count < 0 ? 0 : count, &need));
-    WEFT_TRY(open_nn(&nn, exec, NULL));
+    WEFT_TRY(enter(&e, "sum_squares", exec, NULL));
     if (!sum || count < 0 || (count && !values))
         return weft_fail(WEFT_ERR_ARGUMENT, "sum_squares: expected values, a count and sum, got NULL or %lld",
                          (long long)count);
-    WEFT_TRY(check_room("sum_squares", exec, need));
-    return nn.table->sum(&nn, values, count, 1, sum);
+    WEFT_TRY(check_room("sum_squares", e.exec, need));
+    return e.nn.table->sum(&e.nn, values, count, 1, sum);
 }
 
 static bool on_host(const weft_exec *exec)
@@ -54,23 +70,26 @@ static bool on_host(const weft_exec *exec)
     return exec->backend != WEFT_BACKEND_CUDA;
 }
 
-weft_status weft_clip(const weft_exec *exec, const weft_clip_args *a)
+weft_status weft_clip(const weft_exec *exec, const weft_clip_args *args)
 {
-    weft_nn nn;
+    static const weft_sizes sizes = WEFT_SIZES(weft_clip_args);
+    entered e;
+    weft_clip_args copy;
+    const void *taken;
     double sum = 0;
-    WEFT_TRY(open_nn(&nn, exec, NULL));
-    if (!a || a->struct_size != sizeof *a)
-        return weft_fail(WEFT_ERR_ARGUMENT, "clip: args: expected a struct of %zu bytes (use WEFT_ARGS)",
-                         sizeof *a);
+    weft_clear_error();
+    WEFT_TRY(enter(&e, "clip", exec, NULL));
+    WEFT_TRY(take_args("clip", &sizes, args, &copy, &taken));
+    const weft_clip_args *a = taken;
     if (a->count < 0 || (a->count && !a->sums) || a->num_others < 0 || (a->num_others && !a->others) || !a->norm ||
         !a->factor || !(a->largest >= 0))
         return weft_fail(WEFT_ERR_ARGUMENT,
                          "clip: expected sums, others, norm and factor and a largest norm from 0 on, got NULL, "
                          "%d, %d or %g",
                          (int)a->count, (int)a->num_others, a->largest);
-    if (!on_host(exec))
-        return nn.table->clip(
-            &nn, &(weft_clip_task){a->sums, a->others, a->count, a->num_others, a->largest, a->norm, a->factor});
+    if (!on_host(e.exec))
+        return e.nn.table->clip(
+            &e.nn, &(weft_clip_task){a->sums, a->others, a->count, a->num_others, a->largest, a->norm, a->factor});
     for (int32_t i = 0; i < a->count; i++) sum += a->sums[i];
     bool finite = isfinite(sum);
     for (int32_t i = 0; i < a->num_others; i++) finite = finite && isfinite(a->others[i]);
@@ -93,13 +112,16 @@ static int in_unit(double x)
     return x >= 0 && x < 1;
 }
 
-weft_status weft_adamw(const weft_exec *exec, const weft_adamw_args *a)
+weft_status weft_adamw(const weft_exec *exec, const weft_adamw_args *args)
 {
-    weft_nn nn;
-    WEFT_TRY(open_nn(&nn, exec, NULL));
-    if (!a || a->struct_size != sizeof *a)
-        return weft_fail(WEFT_ERR_ARGUMENT, "adamw: args: expected a struct of %zu bytes (use WEFT_ARGS)",
-                         sizeof *a);
+    static const weft_sizes sizes = WEFT_SIZES(weft_adamw_args);
+    entered e;
+    weft_adamw_args copy;
+    const void *taken;
+    weft_clear_error();
+    WEFT_TRY(enter(&e, "adamw", exec, NULL));
+    WEFT_TRY(take_args("adamw", &sizes, args, &copy, &taken));
+    const weft_adamw_args *a = taken;
     if (a->count < 0 || (a->count && (!a->parameter || !a->first || !a->second || !a->gradient)))
         return weft_fail(WEFT_ERR_ARGUMENT, "adamw: expected four arrays of count elements, got NULL or %lld",
                          (long long)a->count);
@@ -112,21 +134,21 @@ weft_status weft_adamw(const weft_exec *exec, const weft_adamw_args *a)
                          a->beta1, a->beta2, a->eps, a->decay, a->rate);
     const double *factor = a->factor;
     double scale = a->scale;
-    if (!resolve(exec, &factor, &scale)) return WEFT_OK;
-    return nn.table->adam(&nn, &(weft_adam){.parameter = a->parameter,
-                                            .first = a->first,
-                                            .second = a->second,
-                                            .gradient = a->gradient,
-                                            .count = a->count,
-                                            .rate = a->rate,
-                                            .beta1 = a->beta1,
-                                            .beta2 = a->beta2,
-                                            .eps = a->eps,
-                                            .decay = a->decay,
-                                            .scale = scale,
-                                            .factor = factor,
-                                            .correct1 = 1 / (1 - pow(a->beta1, (double)a->step)),
-                                            .correct2 = 1 / (1 - pow(a->beta2, (double)a->step))});
+    if (!resolve(e.exec, &factor, &scale)) return WEFT_OK;
+    return e.nn.table->adam(&e.nn, &(weft_adam){.parameter = a->parameter,
+                                                .first = a->first,
+                                                .second = a->second,
+                                                .gradient = a->gradient,
+                                                .count = a->count,
+                                                .rate = a->rate,
+                                                .beta1 = a->beta1,
+                                                .beta2 = a->beta2,
+                                                .eps = a->eps,
+                                                .decay = a->decay,
+                                                .scale = scale,
+                                                .factor = factor,
+                                                .correct1 = 1 / (1 - pow(a->beta1, (double)a->step)),
+                                                .correct2 = 1 / (1 - pow(a->beta2, (double)a->step))});
 }
 
 /* ---- Muon ----------------------------------------------------------------------------------------------------------------- */
@@ -193,18 +215,21 @@ static weft_status newton_schulz(weft_nn *nn, const weft_muon_args *m, square *q
     return WEFT_OK;
 }
 
-static weft_status open_muon(weft_nn *nn, const weft_exec *exec, const weft_muon_args *a)
+static weft_status enter_muon(entered *e, const weft_exec *exec, const weft_muon_args *args, weft_muon_args *copy,
+                              const weft_muon_args **taken_args)
 {
-    if (!a || a->struct_size != sizeof *a)
-        return weft_fail(WEFT_ERR_ARGUMENT, "muon: args: expected a struct of %zu bytes (use WEFT_ARGS)",
-                         sizeof *a);
+    static const weft_sizes sizes = WEFT_SIZES(weft_muon_args);
+    const void *taken;
+    weft_clear_error();
+    WEFT_TRY(take_args("muon", &sizes, args, copy, &taken));
+    const weft_muon_args *a = *taken_args = taken;
     if (a->rows < 1 || a->columns < 1 || a->iterations < 0 || !in_unit(a->momentum) || !(a->decay >= 0) ||
         !isfinite(a->rate))
         return weft_fail(WEFT_ERR_ARGUMENT,
                          "muon: expected a matrix, momentum in [0, 1), decay from 0 on and a finite "
                          "rate, got %lld x %lld, %g, %g, %g",
                          (long long)a->rows, (long long)a->columns, a->momentum, a->decay, a->rate);
-    return open_nn(nn, exec, a->blas);
+    return enter(e, "muon", exec, a->blas);
 }
 
 /* to = from by its norm. */
@@ -233,47 +258,51 @@ static weft_status muon_rooms(weft_nn *nn, const weft_muon_args *a, size_t *own,
 
 weft_status weft_muon_workspace(const weft_exec *exec, const weft_muon_args *args, size_t *bytes)
 {
-    weft_nn nn;
+    entered e;
+    weft_muon_args copy;
+    const weft_muon_args *a;
     size_t own;
-    WEFT_TRY(open_muon(&nn, exec, args));
+    WEFT_TRY(enter_muon(&e, exec, args, &copy, &a));
     if (!bytes) return weft_fail(WEFT_ERR_ARGUMENT, "muon: bytes: expected a pointer, got NULL");
-    return muon_rooms(&nn, args, &own, bytes);
+    return muon_rooms(&e.nn, a, &own, bytes);
 }
 
-weft_status weft_muon(const weft_exec *exec, const weft_muon_args *a)
+weft_status weft_muon(const weft_exec *exec, const weft_muon_args *args)
 {
-    weft_nn nn;
+    entered e;
+    weft_muon_args copy;
+    const weft_muon_args *a;
     square q;
     size_t own, all;
-    WEFT_TRY(open_muon(&nn, exec, a));
-    WEFT_TRY(muon_rooms(&nn, a, &own, &all));
+    WEFT_TRY(enter_muon(&e, exec, args, &copy, &a));
+    WEFT_TRY(muon_rooms(&e.nn, a, &own, &all));
     if (!a->parameter || !a->moment || !a->gradient)
         return weft_fail(WEFT_ERR_ARGUMENT, "muon: expected parameter, moment and gradient, got NULL");
-    WEFT_TRY(check_room("muon", exec, all));
-    arrays(a, weft_dtype_size(nn.table->dtype), exec->workspace, &q);
-    weft_exec inner = *exec;
-    inner.workspace = (char *)exec->workspace + own;
-    nn.exec = &inner;
+    WEFT_TRY(check_room("muon", e.exec, all));
+    arrays(a, weft_dtype_size(e.nn.table->dtype), e.exec->workspace, &q);
+    weft_exec inner = *e.exec;
+    inner.workspace = (char *)e.exec->workspace + own;
+    e.nn.exec = &inner;
     int64_t count = a->rows * a->columns;
     const double *factor = a->factor;
     double scale = a->scale, tall = (double)a->rows / (double)a->columns;
-    if (!resolve(exec, &factor, &scale)) return WEFT_OK;
+    if (!resolve(e.exec, &factor, &scale)) return WEFT_OK;
     const weft_blend moment = {
         .to = a->moment, .a = a->momentum, .from = a->gradient, .b = scale, .count = count, .factor = factor};
     const weft_blend gradient = {.to = q.x, .from = a->gradient, .b = scale, .count = count, .factor = factor};
     const weft_blend ahead = {.to = q.x, .a = 1, .from = a->moment, .b = a->momentum, .count = count};
-    WEFT_TRY(nn.table->blend(&nn, &moment));
-    WEFT_TRY(nn.table->blend(&nn, &gradient));
-    WEFT_TRY(nn.table->blend(&nn, &ahead));
-    WEFT_TRY(unit(&nn, q.next, q.x, count));
+    WEFT_TRY(e.nn.table->blend(&e.nn, &moment));
+    WEFT_TRY(e.nn.table->blend(&e.nn, &gradient));
+    WEFT_TRY(e.nn.table->blend(&e.nn, &ahead));
+    WEFT_TRY(unit(&e.nn, q.next, q.x, count));
     void *swap = q.x;
     q.x = q.next, q.next = swap;
-    WEFT_TRY(newton_schulz(&nn, a, &q));
+    WEFT_TRY(newton_schulz(&e.nn, a, &q));
     const weft_blend update = {.to = a->parameter,
                                .a = 1 - a->rate * a->decay,
                                .from = q.x,
                                .b = -a->rate * sqrt(tall > 1 ? tall : 1),
                                .count = count,
                                .guard = factor};
-    return nn.table->blend(&nn, &update);
+    return e.nn.table->blend(&e.nn, &update);
 }

@@ -133,7 +133,8 @@ int64_t param_elements(const weft_model_config *c)
 
 weft_status weft_model_param_count(const weft_model_config *config, int32_t *tensors, int64_t *total)
 {
-    WEFT_TRY(weft_model_check(config));
+    weft_model_config copy;
+    WEFT_TRY(config_take(config, &copy, &config));
     int32_t count = 0;
     for (int p = 0; p < PARAM_COUNT; p++)
         if (has(config, (param)p)) count += rows[p].layered ? config->layers : 1;
@@ -172,7 +173,8 @@ weft_status weft_model_param_at(const weft_model_config *config, int32_t index, 
 {
     param p;
     int32_t layer;
-    WEFT_TRY(weft_model_check(config));
+    weft_model_config copy;
+    WEFT_TRY(config_take(config, &copy, &config));
     if (!to) return weft_fail(WEFT_ERR_ARGUMENT, "model_param_at: param: expected a pointer, got NULL");
     if (index < 0 || !find(config, index, &p, &layer))
         return weft_fail(WEFT_ERR_ARGUMENT,
@@ -241,6 +243,8 @@ weft_status weft_model_init(const weft_model_config *config, uint64_t seed, void
 {
     int32_t tensors;
     int64_t total;
+    weft_model_config copy;
+    WEFT_TRY(config_take(config, &copy, &config));
     WEFT_TRY(weft_model_param_count(config, &tensors, &total));
     if (!parameters) return weft_fail(WEFT_ERR_ARGUMENT, "model_init: parameters: expected a pointer, got NULL");
     memset(parameters, 0, (size_t)total * weft_dtype_size(weft_nn_full(config->dtype)));

@@ -11,6 +11,7 @@
 
 #include <weft/plan.h>
 
+#include "core/struct_size.h"
 #include "model/model.h"
 
 static size_t align(size_t bytes)
@@ -28,12 +29,15 @@ static size_t row_bytes(const weft_plan_desc *d)
     return align((size_t)(d->tokens * d->channels) * weft_dtype_size(d->dtype));
 }
 
-static weft_status check(const weft_plan_desc *d)
+/* A description in the current layout, checked: the caller's, or a completed copy. */
+static weft_status take(const weft_plan_desc *given, weft_plan_desc *copy, const weft_plan_desc **taken)
 {
+    static const weft_sizes sizes = WEFT_SIZES(weft_plan_desc);
+    const void *at;
     weft_clear_error();
-    if (!d) return weft_fail(WEFT_ERR_ARGUMENT, "plan: desc: expected a pointer, got NULL");
-    if (d->struct_size != sizeof *d)
-        return weft_fail(WEFT_ERR_ARGUMENT, "plan: struct_size: expected %zu, got %zu", sizeof *d, d->struct_size);
+    if (!given) return weft_fail(WEFT_ERR_ARGUMENT, "plan: desc: expected a pointer, got NULL");
+    WEFT_TRY(weft_take_struct("plan", "desc.", &sizes, given, copy, &at));
+    const weft_plan_desc *d = *taken = at;
     if (d->layers < 1 || d->layers > WEFT_PLAN_MAX_LAYERS)
         return weft_fail(WEFT_ERR_ARGUMENT, "plan: layers: expected 1 to %d, got %d", WEFT_PLAN_MAX_LAYERS,
                          (int)d->layers);
@@ -73,7 +77,8 @@ static weft_plan_bytes count(const weft_plan_desc *d, int32_t k)
 
 weft_status weft_plan_query(const weft_plan_desc *desc, weft_plan_bytes *bytes)
 {
-    WEFT_TRY(check(desc));
+    weft_plan_desc copy;
+    WEFT_TRY(take(desc, &copy, &desc));
     if (!bytes) return weft_fail(WEFT_ERR_ARGUMENT, "plan_query: bytes: expected a pointer, got NULL");
     *bytes = count(desc, per_group(desc));
     bytes->keep_all = count(desc, desc->layers).total;
@@ -98,6 +103,8 @@ int32_t weft_plan_best_group(int32_t layers, int64_t streams)
 weft_status weft_plan_open(const weft_plan_desc *desc, void *memory, size_t bytes, weft_plan *plan)
 {
     weft_plan_bytes need;
+    weft_plan_desc copy;
+    WEFT_TRY(take(desc, &copy, &desc));
     WEFT_TRY(weft_plan_query(desc, &need));
     if (!plan) return weft_fail(WEFT_ERR_ARGUMENT, "plan_open: plan: expected a pointer, got NULL");
     if (bytes < need.total || (need.total && !memory))
@@ -218,7 +225,8 @@ static weft_status poison(const weft_plan *plan, const weft_exec *exec)
     const uint32_t bits = 0x7fff7fff; /* two of bf16, or one of f32 */
     float value;
     weft_nn nn;
-    if (!exec) return weft_fail(WEFT_ERR_ARGUMENT, "plan_close: exec: expected a pointer, got NULL");
+    weft_exec copy;
+    WEFT_TRY(weft_take_exec("plan_close", exec, &copy, &exec));
     if (exec->backend != WEFT_BACKEND_CUDA) {
         memset(plan->transient, 0xff, bytes);
         return WEFT_OK;
@@ -240,41 +248,54 @@ weft_status weft_plan_close(weft_plan *plan, const weft_exec *exec, int32_t grou
     return WEFT_OK;
 }
 
-/* Where the replay writes: v of every site, y of all but the last. */
-static weft_status aim(const weft_plan *plan, const weft_plan_replay_args *args)
+/* The args of a replay of this plan, in the current layout. */
+static weft_status take_replay(const weft_plan *plan, const weft_plan_replay_args *given,
+                               weft_plan_replay_args *copy, const weft_plan_replay_args **taken)
 {
-    if (!args || args->struct_size != sizeof *args || !args->layers)
-        return weft_fail(WEFT_ERR_ARGUMENT, "plan_replay: args: expected a struct with layers (use WEFT_ARGS)");
+    static const weft_sizes sizes = WEFT_SIZES(weft_plan_replay_args);
+    const void *at;
+    weft_clear_error();
+    if (!given) return weft_fail(WEFT_ERR_ARGUMENT, "plan_replay: args: expected a pointer, got NULL");
+    WEFT_TRY(weft_take_struct("plan_replay", "", &sizes, given, copy, &at));
+    const weft_plan_replay_args *args = *taken = at;
     WEFT_TRY(check_group(plan, "plan_replay", args->group));
+    if (!args->layers) return weft_fail(WEFT_ERR_ARGUMENT, "plan_replay: layers: expected a pointer, got NULL");
     int32_t sites = SITES * layers_of(plan, args->group);
     if (args->num_layers != sites)
         return weft_fail(WEFT_ERR_ARGUMENT, "plan_replay: num_layers: expected %d sites in group %d, got %d",
                          (int)sites, (int)args->group, (int)args->num_layers);
-    for (int32_t s = 0; s < sites; s++) {
-        weft_mhc_replay_layer *layer = &args->layers[s];
+    return weft_check_replay_layers("plan_replay", args->layers, sites);
+}
+
+/* The operator's args, with layers that know where to write: v of every site, y of all but the last. */
+static weft_mhc_replay_fwd_args aim(const weft_plan *plan, const weft_plan_replay_args *args)
+{
+    const size_t size = args->layers->struct_size;
+    for (int32_t s = 0; s < args->num_layers; s++) {
+        weft_mhc_replay_layer *layer = (void *)((char *)args->layers + (size_t)s * size);
         layer->v = input_at(plan, s);
-        if (s + 1 < sites)
+        if (s + 1 < args->num_layers)
             layer->y = streams_at(plan, args->group, s + 1);
         else
             layer->f = layer->bias = layer->post = layer->res = layer->y = (weft_tensor){0};
     }
-    return WEFT_OK;
+    return WEFT_STRUCT(weft_mhc_replay_fwd_args, .numerics = args->numerics, .x = streams_at(plan, args->group, 0),
+                       .layers = args->layers, .num_layers = args->num_layers);
 }
 
 weft_status weft_plan_replay_workspace(const weft_plan *plan, const weft_exec *exec,
                                        const weft_plan_replay_args *args, size_t *bytes)
 {
-    WEFT_TRY(aim(plan, args));
-    return weft_mhc_replay_fwd_workspace(exec,
-                                         WEFT_ARGS(weft_mhc_replay_fwd_args, .numerics = args->numerics,
-                                                   .x = streams_at(plan, args->group, 0), .layers = args->layers,
-                                                   .num_layers = args->num_layers),
-                                         bytes);
+    weft_plan_replay_args copy;
+    WEFT_TRY(take_replay(plan, args, &copy, &args));
+    weft_mhc_replay_fwd_args replay = aim(plan, args);
+    return weft_mhc_replay_fwd_workspace(exec, &replay, bytes);
 }
 
 weft_status weft_plan_replay(weft_plan *plan, const weft_exec *exec, const weft_plan_replay_args *args)
 {
-    WEFT_TRY(aim(plan, args));
+    weft_plan_replay_args copy;
+    WEFT_TRY(take_replay(plan, args, &copy, &args));
     int32_t group = args->group;
     if (plan->state[group] == WEFT_PLAN_RESTORED) return WEFT_OK;
     if (plan->state[group] != WEFT_PLAN_DISCARDED)
@@ -284,10 +305,8 @@ weft_status weft_plan_replay(weft_plan *plan, const weft_exec *exec, const weft_
         if (plan->state[g] == WEFT_PLAN_OPEN || plan->state[g] == WEFT_PLAN_RESTORED)
             return weft_fail(WEFT_ERR_STATE, "plan_replay: group %d: expected group %d released, it is %s",
                              (int)group, (int)g, state_name(plan->state[g]));
-    if (plan->desc.recompute)
-        WEFT_TRY(weft_mhc_replay_fwd(exec, WEFT_ARGS(weft_mhc_replay_fwd_args, .numerics = args->numerics,
-                                                     .x = streams_at(plan, group, 0), .layers = args->layers,
-                                                     .num_layers = args->num_layers)));
+    weft_mhc_replay_fwd_args replay = aim(plan, args);
+    if (plan->desc.recompute) WEFT_TRY(weft_mhc_replay_fwd(exec, &replay));
     plan->state[group] = WEFT_PLAN_RESTORED;
     return WEFT_OK;
 }

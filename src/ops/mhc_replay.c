@@ -2,6 +2,7 @@
  *
  * Multi-layer replay [M12]: arguments of the call and of each layer. */
 #include "core/check.h"
+#include "core/struct_size.h"
 
 #include <stdio.h>
 
@@ -46,6 +47,7 @@ static weft_status check_layer(weft_call *call, const weft_mhc_replay_layer *lay
     char prefix[32], name[48];
     bool apart; /* of one layer: all layers are compared below */
     snprintf(prefix, sizeof prefix, "layers[%d].", (int)l);
+    WEFT_TRY(weft_check_reserved(call, &layer_info, layer, prefix));
     WEFT_TRY(weft_check_tensors(call, &layer_info, layer, prefix, &apart));
     WEFT_TRY(weft_check_dropout(call, prefix, &layer->dropout));
     snprintf(name, sizeof name, "%ssub_eps", prefix);
@@ -74,16 +76,20 @@ static weft_status check_fwd(const weft_call *call, const void *args)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: num_layers: expected 1 to %d, got %d", op, MAX_LAYERS,
                          (int)a->num_layers);
     if (a->layers == NULL) return weft_fail(WEFT_ERR_ARGUMENT, "%s: layers: expected a pointer, got NULL", op);
+    weft_mhc_replay_layer room, other;
+    WEFT_TRY(weft_check_replay_layers(op, a->layers, a->num_layers));
     for (int32_t l = 0; l < a->num_layers; l++)
-        WEFT_TRY(check_layer(&sizes, &a->layers[l], l, l == a->num_layers - 1));
+        WEFT_TRY(check_layer(&sizes, weft_replay_layer_at(a->layers, l, &room), l, l == a->num_layers - 1));
     if (call->query) return WEFT_OK;
     const weft_arg_group all = {&weft_desc_mhc_replay_fwd.info, args, -1};
     for (int32_t l = 0; l < a->num_layers; l++) {
-        const weft_arg_group one = {&layer_info, &a->layers[l], l};
+        const weft_arg_group one = {&layer_info, weft_replay_layer_at(a->layers, l, &room), l};
         WEFT_TRY(weft_check_overlap(call, &one, &all));
         WEFT_TRY(weft_check_overlap(call, &one, &one));
-        for (int32_t m = 0; m < l; m++)
-            WEFT_TRY(weft_check_overlap(call, &one, &(weft_arg_group){&layer_info, &a->layers[m], m}));
+        for (int32_t m = 0; m < l; m++) {
+            const weft_arg_group before = {&layer_info, weft_replay_layer_at(a->layers, m, &other), m};
+            WEFT_TRY(weft_check_overlap(call, &one, &before));
+        }
     }
     return WEFT_OK;
 }

@@ -2,6 +2,7 @@
  *
  * Replay: rebuild several layers from the first stream tensor [M12]. Tokens do not meet, so each one walks through all
  * layers by itself; what a layer hands on is rounded as if stored. */
+#include "core/struct_size.h"
 #include "ref/norm.h"
 #include "ref/streams.h"
 
@@ -71,7 +72,8 @@ static weft_status run(const weft_call *call, const void *args)
     for (int64_t t = 0; t < call->tokens; t++) {
         load_token(&a->x, t, call->streams * call->channels, w.x);
         for (int32_t l = 0; l < a->num_layers; l++) {
-            const weft_mhc_replay_layer *layer = &a->layers[l];
+            weft_mhc_replay_layer room;
+            const weft_mhc_replay_layer *layer = weft_replay_layer_at(a->layers, l, &room);
             double *x = w.x;
             if (weft_has(&layer->pre)) layer_input(call, layer, t, &w);
             if (!weft_has(&layer->f)) break; /* the last layer may end with u */

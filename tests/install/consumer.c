@@ -16,7 +16,7 @@ int main(void)
         for (int c = 0; c < CHANNELS; c++) u[t][c] = (float)(10 * t + c);
     memset(x, 0xff, sizeof x);
 
-    weft_exec exec = {.backend = WEFT_BACKEND_CPU};
+    weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CPU);
     weft_status status = weft_mhc_expand_fwd(
         &exec, WEFT_ARGS(weft_mhc_expand_fwd_args, .u = weft_dense2(u, WEFT_F32, TOKENS, CHANNELS),
                          .x = weft_dense3(x, WEFT_F32, TOKENS, STREAMS, CHANNELS)));

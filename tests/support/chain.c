@@ -213,7 +213,13 @@ static head_gates widen(chain *c, double rms_eps, weft_eps_kind kind, double pre
                         const weft_tensor *alpha, const weft_tensor *beta)
 {
     int64_t gates = 2 * c->n + c->n * c->n;
-    head_gates g = {{rms_eps, kind, pre_eps, 1, WEFT_SINKHORN_LOG, 0, 1, WEFT_APPLY_IN_OUT},
+    head_gates g = {{.rms_eps = rms_eps,
+                     .rms_eps_kind = kind,
+                     .pre_eps = pre_eps,
+                     .post_mult = 1,
+                     .sinkhorn = WEFT_SINKHORN_LOG,
+                     .sinkhorn_iters = 1,
+                     .apply = WEFT_APPLY_IN_OUT},
                     temp(c, full(c), 2, c->tokens, gates, 1),
                     temp(c, full(c), 1, 3, 1, 1),
                     temp(c, full(c), 1, gates, 1, 1)};

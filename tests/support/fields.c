@@ -147,6 +147,7 @@ void fields_set(problem *p)
         args->layers = p->layers;
         args->num_layers = s->layers;
         for (int l = 0; l < s->layers; l++) {
+            p->layers[l].struct_size = sizeof p->layers[l];
             p->layers[l].dropout = s->dropout;
             p->layers[l].dropout.site += (uint64_t)l;
             p->layers[l].sub_eps = s->sub_eps;

@@ -8,7 +8,7 @@
 
 weft_model_config gpt_config(weft_residual residual, weft_dtype dtype)
 {
-    weft_model_config c;
+    weft_model_config c = {.struct_size = sizeof c};
     assert_int_equal(weft_model_defaults(residual, &c), WEFT_OK);
     c.dtype = dtype;
     c.layers = 2;
@@ -99,7 +99,7 @@ void gpt_open_on(gpt *g, weft_backend backend, const weft_model_config *config, 
     rng random = {rng_name(7, "gpt")};
     int32_t tensors;
     *g = (gpt){.config = *config, .step = 3, .training = 1};
-    g->exec.backend = backend;
+    g->exec = WEFT_STRUCT(weft_exec, .backend = backend);
     assert_int_equal(weft_model_param_count(config, &tensors, &g->elements), WEFT_OK);
     g->parameters = must_alloc(array_bytes(g));
     g->gradients = must_alloc(array_bytes(g));

@@ -51,17 +51,17 @@ bool test_quick(void)
 
 weft_exec on_ref(void)
 {
-    return (weft_exec){.backend = WEFT_BACKEND_REF};
+    return WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_REF);
 }
 
 weft_exec on_cpu(weft_isa isa, int threads)
 {
-    return (weft_exec){.backend = WEFT_BACKEND_CPU, .isa = isa, .threads = threads};
+    return WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CPU, .isa = isa, .threads = threads);
 }
 
 weft_exec on_cuda(int multiprocessors)
 {
-    return (weft_exec){.backend = WEFT_BACKEND_CUDA, .threads = multiprocessors};
+    return WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_CUDA, .threads = multiprocessors);
 }
 
 const char *exec_name(weft_exec exec)
