@@ -8,7 +8,7 @@
 #   make bench             benchmark: OP=mhc_post_fwd BACKEND=cpu ARGS="--tokens 4096 --json"
 #   make format            clang-format all C sources in place
 #   make check             all that CI asks for: format, tests, sanitizers, fuzzing
-#   make gpu-record        on a machine with a GPU: tests, compute-sanitizer, benchmarks -> bench/baselines/<gpu>.jsonl
+#   make gpu-record        on a machine with a GPU: all tests, compute-sanitizer, benchmarks -> bench/baselines/<gpu>.jsonl
 #   make fuzz              fuzz the readers of outside data for FUZZ_SECONDS
 #   make install           PREFIX=/usr/local DESTDIR=
 # The CUDA backend is built where nvcc is: CUDA=OFF leaves it out, CUDA=ON insists, CUDA_ARCH="90a-real" compiles for less.
@@ -22,6 +22,7 @@ FUZZ_SECONDS ?= 60
 C_SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.c' '*.h' '*.cu' '*.cuh')
 
 BUILD ?= build
+PTX_BUILD ?= build-ptx80
 CUDA ?=
 CUDA_ARCH ?=
 
@@ -32,7 +33,7 @@ export CTEST_PARALLEL_LEVEL ?= $(JOBS)
 SHELL = /bin/bash
 
 .PHONY: all build python run test bench format check check-format check-asan check-tsan check-fuzz fuzz install clean
-.PHONY: gpu-record check-record
+.PHONY: gpu-record check-record build-ptx80
 .PHONY: deps-build deps-run deps-test deps-format deps-check build-tests
 
 all: build
@@ -102,9 +103,16 @@ fuzz check-fuzz: deps-check
 check-record:
 	@tools/gpu_record.py --verify
 
-# NO_DEPS=1 takes the build as it is, BUILD=... another folder: for a machine where nothing can be installed or built.
-gpu-record: $(if $(NO_DEPS),,build-tests)
-	@tools/gpu_record.py --build $(BUILD) $(ARGS)
+# The second build has PTX for compute capability 8.0 alone, which the driver compiles for the GPU at hand.
+build-ptx80: deps-test
+	@cmake --preset release -B $(PTX_BUILD) $(CMAKE_FLAGS) -DWEFT_CUDA_ARCHITECTURES=80-virtual -DWEFT_TESTS=ON >/dev/null
+	@cmake --build $(PTX_BUILD)
+
+# NO_DEPS=1 takes the builds as they are, BUILD=... and PTX_BUILD=... other folders: for a machine where nothing can be installed
+# or built.
+gpu-record: $(if $(NO_DEPS),,build-tests build-ptx80)
+	@tools/gpu_record.py --build $(BUILD) $(if $(wildcard $(PTX_BUILD)/weft),--ptx-build $(PTX_BUILD)) \
+		$(if $(NO_DEPS),,--python "$$(tools/python_env.sh)") $(ARGS)
 
 install: build
 	@DESTDIR=$(DESTDIR) cmake --install build --prefix $(PREFIX)

@@ -74,9 +74,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
-from source_hash import source_hash
+import shutil
+
+from source_hash import LIBRARY, ROOT, files_of, python_hash, source_hash
 
 root = Path(sys.argv[2]) / "sources"
+shutil.rmtree(root, ignore_errors=True)
 (root / "src/cuda").mkdir(parents=True, exist_ok=True)
 
 
@@ -94,5 +97,40 @@ assert of('int a = f(\n    g[\n1], h::\n    k, "( x :: y");\n') == wide
 assert of('int a = f(g[1], h::k, "(x :: y");\n') != wide
 assert of('int a = f(g[1], h::k, "( x::y");\n') != wide
 assert of("#define F(x) 1\n") != of("#define F (x) 1\n")
+
+# Every source of the CUDA backend counts, and what decides its results: not what they are compared with.
+shutil.rmtree(root)
+for folder in ("include", "src", "cmake", "python"):
+    shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+
+
+whole = (source_hash(root), python_hash(root))
+
+
+def changes(path, text):
+    """Which hashes a file decides: the library's, the Python package's."""
+    file = root / path
+    was = file.read_text(encoding="utf-8")
+    file.write_text(was + text, encoding="utf-8")
+    now = (source_hash(root), python_hash(root))
+    file.write_text(was, encoding="utf-8")
+    return now[0] != whole[0], now[1] != whole[1]
+
+
+code = "\nint added = 1;\n"
+for path in ("src/cuda/gdn_pre_step.cuh", "src/cuda/nn_attention.cu", "src/cuda/blas.c", "src/cuda/common/launch.cuh", "src/core/nn.h",
+             "src/core/gdn_math.h", "src/core/ops.def", "src/model/model.c", "src/ops/gdn_pre.c", "include/weft/model.h"):
+    assert changes(path, code) == (True, False), path
+    assert changes(path, "/* a better sentence */\n") == (False, False), path
+counted = set(files_of(ROOT, LIBRARY))
+assert {p for p in (ROOT / "src/cuda").rglob("*") if p.is_file()} <= counted
+assert changes("cmake/cuda.cmake", "list(APPEND WEFT_CUDA_FLAGS --use_fast_math)\n") == (True, False)
+assert changes("cmake/cuda.cmake", "# why\n") == (False, False)
+for path in ("src/ref/mhc_post.c", "src/cpu/mhc_post.c"):
+    assert changes(path, code) == (False, False), path
+assert changes("python/run.c", code) == (False, True)
+assert changes("python/weft/torch/ops.py", "added = 1\n") == (False, True)
+assert changes("python/weft/torch/ops.py", '# why\n\n"""More\nof it."""\n') == (False, False)
 END
+python3 "$(dirname "$0")/records.py" "$1/run"
 "$tools/gpu_record.py" --verify

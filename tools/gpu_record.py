@@ -2,15 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs everything that needs a GPU and writes down what came of it: bench/baselines/<gpu>.jsonl.
 
-    tools/gpu_record.py [--build DIR] [--out FILE] [--parts tests,check,golden,sanitizer,bench] [--suites te,small,gdn,fused]
-    tools/gpu_record.py --verify      says whether the records belong to the sources as they are
+    tools/gpu_record.py [--build DIR] [--ptx-build DIR] [--python PROGRAM] [--out FILE] [--parts tests,bench,...] [--missing]
+    tools/gpu_record.py --verify      says whether the records belong to the sources as they are, and what they lack
 
-It needs the built tree, Python and nothing else; what is missing (compute-sanitizer, golden files) is written down as
-such. The first line of a record says which GPU, driver, command and sources it is about, one line each for every test,
-tool and timing follows. Parts that are not run keep their lines where the sources are still the same, so a record can be
-made piece by piece.
+It needs the built tree and Python; what is missing (compute-sanitizer, golden files, PyTorch, a second build) is written down
+as such. The first line of a record says which GPU, driver, command and sources it is about, one line each for every program,
+tool and timing follows (bench/baselines/README.md). Lines are written as they come. Programs that test share the GPU,
+--jobs of them at a time; benchmarks run alone, at the end.
 
-Exit status: 0 all passed, 1 something failed (and is in the record), 2 it could not be run.
+A record can be made piece by piece: parts that are not run keep their lines where the sources are still the same, --missing
+runs what has no line that passed, and --deadline ends a piece in time. Exit status: 0 all passed, 1 something failed (and is
+in the record), 2 it could not be run, 3 the deadline came before the end.
 """
 
 import argparse
@@ -19,154 +21,32 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from source_hash import ROOT, source_hash  # noqa: E402
+from gpu_tasks import PARTS, SUITES, Build, Setting, Unusable, key_of, run  # noqa: E402
+from source_hash import ROOT, python_hash, source_hash  # noqa: E402
 
 BASELINES = ROOT / "bench" / "baselines"
-PARTS = ("tests", "check", "golden", "sanitizer", "bench")
-SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# What is timed: a name for the rows and the options of `weft bench`.
-SUITES = {
-    "te": ["--suite", "te"],
-    "te_cn": ["--suite", "te", "--layout", "cn"],
-    "small": ["--suite", "small"],
-    "gdn": ["--suite", "gdn"],
-    "fused": ["--suite", "fused"],
-    "all": ["--tokens", "32768", "--channels", "4096"],
-}
+GOOD, BAD = ("passed", "skipped"), ("failed", "timed out")  # other results say why there is none
+LONG = 60.0  # seconds that a program is expected to take of which no record knows
 
 
-class Unusable(Exception):
-    pass
+def driver():
+    if shutil.which("nvidia-smi"):
+        status, text, _ = run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"])
+        if status == 0:
+            return text.strip()
+    return "unknown"
 
 
-def run(command, env=None, timeout=None):
-    """(exit status, output, seconds); the status is None where time ran out."""
-    start = time.monotonic()
-    try:
-        done = subprocess.run(command, env=env, timeout=timeout, text=True, errors="replace",
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-        return done.returncode, done.stdout, time.monotonic() - start
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout or b""
-        return None, output.decode(errors="replace") if isinstance(output, bytes) else output, time.monotonic() - start
-
-
-def verdict(status):
-    return "passed" if status == 0 else "timed out" if status is None else "failed"
-
-
-class Recorder:
-    def __init__(self, options):
-        self.build = Path(options.build)
-        self.jobs = options.jobs
-        self.timeout = options.timeout
-        self.suites = options.suites.split(",")
-        self.seconds = options.seconds
-        self.weft = self.build / "weft"
-        if not self.weft.is_file():
-            raise Unusable(f"{self.weft} is not there: build first (make)")
-        # The built programs name the folder of the machine that linked them; here they may lie elsewhere.
-        self.env = dict(os.environ)
-        paths = [str(self.build.resolve()), self.env.get("LD_LIBRARY_PATH", "")]
-        self.env["LD_LIBRARY_PATH"] = ":".join(p for p in paths if p)
-        status, text, _ = run([str(self.weft), "info"], self.env)
-        gpu = re.search(r"^gpu 0\s+(.*?), compute capability (\S+), (\d+) multiprocessors", text, re.M)
-        if status != 0 or not gpu:
-            raise Unusable("weft info shows no GPU:\n" + text[:600])
-        self.gpu, self.capability = gpu.group(1), gpu.group(2)
-        self.version = re.search(r"^weft\s+(\S+)", text, re.M).group(1)
-        self.runtime = re.search(r"^cuda\s+(.*)$", text, re.M).group(1)
-
-    def driver(self):
-        if shutil.which("nvidia-smi"):
-            status, text, _ = run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"])
-            if status == 0:
-                return text.strip()
-        return "unknown"
-
-    def name(self):
-        short = re.sub(r"^(nvidia|geforce|tesla)\s+", "", self.gpu.lower())
-        return re.sub(r"[^a-z0-9]+", "-", short).strip("-")
-
-    def say(self, row, output=""):
-        words = " ".join(str(v) for k, v in row.items() if k not in ("part", "seconds"))
-        print(f"{row['part']}: {words} ({row['seconds']:.1f} s)", flush=True)
-        if row["result"] not in ("passed", "skipped"):
-            print("    " + "\n    ".join(output.strip().splitlines()[-25:]), flush=True)
-        return row
-
-    # ---- parts: each yields the lines of the record ----
-
-    def tests(self):
-        programs = sorted(p for p in (self.build / "tests").glob("test_*") if os.access(p, os.X_OK) and p.is_file())
-        if not programs:
-            yield self.say({"part": "tests", "test": "all", "result": "not built", "seconds": 0.0})
-            return
-        env = dict(self.env, OMP_WAIT_POLICY="passive", OMP_NUM_THREADS="2")
-
-        def one(program):
-            status, text, seconds = run([str(program)], env, self.timeout)
-            result = verdict(status)
-            if result == "passed" and "SKIPPED" in text and "[  PASSED  ] 0 test(s)" in text:
-                result = "skipped"
-            row = {"part": "tests", "test": program.name, "result": result, "seconds": round(seconds, 1)}
-            skipped = len(re.findall(r"^\[  SKIPPED \]", text, re.M)) // 2
-            if skipped:
-                row["skipped"] = skipped
-            return row, text
-
-        with ThreadPoolExecutor(max_workers=self.jobs) as pool:
-            for row, text in pool.map(one, programs):
-                yield self.say(row, text)
-
-    def check(self):
-        for precision in ("full", "tf32"):
-            command = [str(self.weft), "check", "--backend", "cuda", "--precision", precision]
-            status, text, seconds = run(command, self.env, self.timeout)
-            yield self.say({"part": "check", "precision": precision, "result": verdict(status),
-                            "summary": (text.strip().splitlines() or [""])[-1], "seconds": round(seconds, 1)}, text)
-
-    def golden(self):
-        folder = os.environ.get("WEFT_GOLDEN_DIR") or str(ROOT.parent / "shared" / "golden")
-        if not Path(folder).is_dir():
-            yield self.say({"part": "golden", "result": "skipped", "seconds": 0.0})
-            return
-        status, text, seconds = run([str(self.weft), "check", "--golden", folder, "--backend", "cuda"], self.env,
-                                    self.timeout)
-        yield self.say({"part": "golden", "result": verdict(status),
-                        "summary": (text.strip().splitlines() or [""])[-1], "seconds": round(seconds, 1)}, text)
-
-    def sanitizer(self):
-        found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-        # Planned for one multiprocessor, a few tokens are cut like many: the kernels for long batches run too.
-        for tool, planned in [*((tool, "0") for tool in SANITIZERS), ("memcheck", "1"), ("racecheck", "1")]:
-            if not found:
-                yield self.say({"part": "sanitizer", "tool": tool, "result": "not available", "seconds": 0.0})
-                continue
-            command = [found, "--tool", tool, "--error-exitcode", "9", str(self.weft), "check", "--backend", "cuda",
-                       "--quick", "--threads", planned]
-            status, text, seconds = run(command, dict(self.env, WEFT_DEVICE_EXACT="1"), self.timeout)
-            summary = re.findall(r"^=+ .*SUMMARY: (.*)$", text, re.M)
-            yield self.say({"part": "sanitizer", "tool": tool, "threads": int(planned), "result": verdict(status),
-                            "summary": summary[-1] if summary else "no summary", "seconds": round(seconds, 1)}, text)
-
-    def bench(self):
-        for suite in self.suites:
-            command = [str(self.weft), "bench", "--backend", "cuda", "--json", "--seconds", str(self.seconds),
-                       *SUITES[suite]]
-            status, text, seconds = run(command, self.env, self.timeout)
-            rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-            for row in rows:
-                yield {"part": "bench", "suite": suite, **row}
-            yield self.say({"part": "bench", "suite": suite, "result": verdict(status), "rows": len(rows),
-                            "seconds": round(seconds, 1)}, text)
+def name_of(gpu):
+    short = re.sub(r"^(nvidia|geforce|tesla)\s+", "", gpu.lower())
+    return re.sub(r"[^a-z0-9]+", "-", short).strip("-")
 
 
 def read(path):
@@ -175,65 +55,184 @@ def read(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
+def belongs(row, before, now):
+    """Whether a line of a record that begins with `before` is about the sources and the GPU of `now`."""
+    fields = ("sources", "gpu", "python") if row["part"] == "python" else ("sources", "gpu")
+    return all(before.get(name) == now[name] for name in fields)
+
+
+def place(key):
+    """Parts in their order, suites in theirs, everything else by name."""
+    part, *name = key
+    return list(PARTS).index(part), list(SUITES).index(name[0]) if part == "bench" else 0, [str(n) for n in name]
+
+
+class Record:
+    """The file. A task's lines stand together, in the order of the parts and of the keys within a part."""
+
+    def __init__(self, path, header):
+        self.path, self.header, self.lock = path, header, threading.Lock()
+        self.lines = {}  # key of a task: its lines, the last of which has the result
+        before = read(path)
+        for row in before[1:]:
+            if belongs(row, before[0], header):
+                self.lines.setdefault(key_of(row), []).append(row)
+
+    def keep(self, parts, suites, keys):
+        """Of these parts, and of these suites of the benchmark, only lines with these keys."""
+        self.lines = {key: rows for key, rows in self.lines.items()
+                      if key in keys or rows[-1]["part"] not in parts or rows[-1].get("suite", suites[0]) not in suites}
+
+    def good(self, task):
+        return self.lines.get(key_of(task.name), [{}])[-1].get("result") in GOOD
+
+    def put(self, key, rows):
+        with self.lock:
+            self.lines[key] = rows
+            rows = [self.header, *(row for key in sorted(self.lines, key=place) for row in self.lines[key])]
+            fresh = self.path.with_suffix(".part")
+            fresh.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            fresh.replace(self.path)
+
+    def results(self):
+        return [rows[-1] for rows in self.lines.values()]
+
+
+def failed_of(rows):
+    return [row for row in rows if row["result"] in BAD]
+
+
+def lacking_of(rows):
+    """Parts that have no result, or lines that say why there is none."""
+    return [part for part in PARTS if not any(row["part"] == part for row in rows)
+            or any(row["part"] == part and row["result"] not in GOOD + BAD for row in rows)]
+
+
+def say(row, output):
+    words = " ".join(str(v) for k, v in row.items() if k not in ("part", "seconds"))
+    text = f"{row['part']}: {words} ({row['seconds']:.1f} s)"
+    if row["result"] in BAD:
+        text += "\n    " + "\n    ".join(output.strip().splitlines()[-25:])
+    print(text, flush=True)
+
+
+class Runner:
+    """Runs tasks until the deadline: those that share in a pool, longest first, then those that must be alone."""
+
+    def __init__(self, record, options, expected):
+        self.record, self.options, self.expected = record, options, expected
+        self.end = time.monotonic() + options.deadline if options.deadline else None
+        self.large = threading.Lock()  # of the GPU's memory
+        self.unfinished = []
+
+    def left(self):
+        """Seconds that a task may take, and whether it is the deadline that says so."""
+        if self.end is None:
+            return self.options.timeout, False
+        left = self.end - time.monotonic()
+        return min(self.options.timeout, left), left < self.options.timeout
+
+    def one(self, task):
+        with self.large if task.large else threading.Lock():
+            limit, by_deadline = self.left()
+            if limit <= 0:
+                self.unfinished.append(task)
+                return
+            rows, output = task.do(limit)
+        if by_deadline and rows[-1]["result"] == "timed out":
+            self.unfinished.append(task)
+        elif not task.warms:
+            self.record.put(key_of(task.name), rows)
+            say(rows[-1], output)
+
+    def seconds_of(self, task):
+        """As the last time, or as the same program took with machine code."""
+        like = {**task.name, "part": task.name["of"]} if task.name.get("of") in PARTS else task.name
+        return self.expected.get(key_of(task.name), self.expected.get(key_of(like), LONG))
+
+    def run(self, tasks):
+        together = [task for task in tasks if not task.alone]
+        # What makes the driver compile comes first, what needs it compiled last.
+        together.sort(key=lambda t: (not t.warms, t.name["part"] == "ptx80", -self.seconds_of(t)))
+        with ThreadPoolExecutor(max_workers=self.options.jobs) as pool:
+            list(pool.map(self.one, together))
+        for task in (task for task in tasks if task.alone):
+            self.one(task)
+
+
+def record(options):
+    parts, suites = options.parts.split(","), options.suites.split(",")
+    for what, given, known in (("part", parts, PARTS), ("suite", suites, SUITES)):
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise Unusable(f"no {what} {', '.join(unknown)}; there are {', '.join(known)}")
+    build = Build(options.build)
+    ptx_build = Build(options.ptx_build, ptx=True) if options.ptx_build and "ptx80" in parts else None
+    setting = Setting(build, ptx_build, options.python, suites, options.seconds)
+    header = {
+        "record": "gpu", "gpu": build.gpu, "capability": build.capability, "driver": driver(), "cuda": build.cuda,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"), "command": "make gpu-record",
+        "version": build.version, "sources": source_hash(), "python": python_hash(),
+    }
+    out = Path(options.out) if options.out else BASELINES / f"{name_of(build.gpu)}.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    expected = {key_of(row): row["seconds"] for path in {out, *BASELINES.glob("*.jsonl")} for row in read(path)[1:]
+                if "result" in row}
+    result = Record(out, header)
+    tasks = [task for part in PARTS if part in parts for task in PARTS[part](setting)]
+    done = [task for task in tasks if options.missing and not task.warms and result.good(task)]
+    result.keep(parts, suites, {key_of(task.name) for task in done})
+    tasks = [task for task in tasks if task not in done]
+    if all(task.warms for task in tasks if task.name["part"] == "ptx80"):
+        tasks = [task for task in tasks if not task.warms]
+    runner = Runner(result, options, expected)
+    runner.run(tasks)
+    rows = result.results()
+    failed, lacking = failed_of(rows), lacking_of(rows)
+    print(f"{out}: {len(rows)} results, {len(failed)} failed" + (f"; lacks {', '.join(lacking)}" if lacking else ""))
+    if runner.unfinished:
+        print(f"not finished in time, {len(runner.unfinished)}: run again with --missing")
+    return 1 if failed else 3 if runner.unfinished else 0
+
+
 def verify():
-    now = source_hash()
+    now = {"sources": source_hash(), "python": python_hash()}
     records = sorted(BASELINES.glob("*.jsonl"))
     if not records:
         print("GPU record: there is none yet. Run make gpu-record on a machine with a GPU.")
     for path in records:
-        head = (read(path) or [{}])[0]
-        name = path.relative_to(ROOT)
-        if head.get("sources") == now:
-            print(f"GPU record: {name} belongs to these sources ({head.get('gpu')}, {head.get('date')}).")
-        else:
-            print(f"GPU record: WARNING: {name} ({head.get('gpu')}, {head.get('date')}) is older than the sources: "
-                  "its figures and test results are about other code. Run make gpu-record on a machine with that GPU.")
+        head, *rows = read(path) or [{}]
+        name = f"{path.relative_to(ROOT)} ({head.get('gpu')}, {head.get('date')})"
+        anew = "Run make gpu-record on a machine with that GPU."
+        rows = [row for row in rows if "result" in row]
+        if head.get("sources") != now["sources"]:
+            print(f"GPU record: WARNING: {name} is older than the sources: its figures and test results are about other code. {anew}")
+            continue
+        failed, lacking = failed_of(rows), lacking_of(rows)
+        if head.get("python") != now["python"] and "python" not in lacking:
+            print(f"GPU record: WARNING: {name}: its part python is older than the Python package. {anew}")
+        if lacking:
+            print(f"GPU record: WARNING: {name} lacks {', '.join(lacking)}. {anew}")
+        if failed:
+            print(f"GPU record: WARNING: {name}: {len(failed)} results are failures.")
+        if not lacking and not failed and head.get("python") == now["python"]:
+            print(f"GPU record: {name} belongs to these sources.")
     return 0
-
-
-def record(options):
-    recorder = Recorder(options)
-    out = Path(options.out) if options.out else BASELINES / f"{recorder.name()}.jsonl"
-    parts = options.parts.split(",")
-    for what, given, known in (("part", parts, PARTS), ("suite", recorder.suites, SUITES)):
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise Unusable(f"no {what} {', '.join(unknown)}; there are {', '.join(known)}")
-    header = {
-        "record": "gpu", "gpu": recorder.gpu, "capability": recorder.capability, "driver": recorder.driver(),
-        "cuda": recorder.runtime, "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "command": "make gpu-record", "version": recorder.version, "sources": source_hash(),
-    }
-    before = read(out)
-    keep = []
-    if before and before[0].get("sources") == header["sources"] and before[0].get("gpu") == recorder.gpu:
-        keep = [row for row in before[1:]
-                if row["part"] not in parts or row.get("suite", recorder.suites[0]) not in recorder.suites]
-    lines = list(keep)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for part in (p for p in PARTS if p in parts):
-        for row in getattr(recorder, part)():
-            lines.append(row)
-            if "result" not in row:
-                continue
-            # After each program: what is done is not lost where the machine is taken away.
-            ordered = sorted(lines, key=lambda row: PARTS.index(row["part"]))
-            out.write_text("".join(json.dumps(row) + "\n" for row in [header, *ordered]), encoding="utf-8")
-    missing = [p for p in PARTS if not any(row["part"] == p for row in lines)]
-    failed = [row for row in lines if row.get("result") in ("failed", "timed out", "not built")]
-    print(f"{out}: {len(lines)} lines, {len(failed)} failed" + (f"; not run: {', '.join(missing)}" if missing else ""))
-    return 1 if failed else 0
 
 
 def main():
     parser = argparse.ArgumentParser(description="Runs all that needs a GPU and records it.")
     parser.add_argument("--build", default=str(ROOT / "build"), help="folder of the build")
+    parser.add_argument("--ptx-build", help="folder of a build with WEFT_CUDA_ARCHITECTURES=80-virtual, for the part ptx80")
+    parser.add_argument("--python", default=sys.executable, help="a Python with PyTorch and pytest, for the part python")
     parser.add_argument("--out", help="file to write; bench/baselines/<gpu>.jsonl by default")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated: " + ", ".join(PARTS))
     parser.add_argument("--suites", default=",".join(SUITES), help="of the benchmark: " + ", ".join(SUITES))
-    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="test programs at a time")
+    parser.add_argument("--missing", action="store_true", help="only what has no line that passed")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="programs that test, at a time")
     parser.add_argument("--seconds", type=float, default=0.2, help="of the benchmark, for one row")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one program")
+    parser.add_argument("--deadline", type=float, help="seconds for all; what is not finished then has no line")
     parser.add_argument("--verify", action="store_true", help="compare the records with the sources")
     options = parser.parse_args()
     try:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of a GPU's record in markdown: microseconds and per cent of the copy bandwidth.
+"""Tables of a GPU's record in markdown: what was tested, then microseconds and per cent of the copy bandwidth.
 
     tools/gpu_table.py [bench/baselines/<gpu>.jsonl ...]             prints them; all records by default
     tools/gpu_table.py --write docs/performance.md [RECORD ...]      puts them between the two marker comments there
@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpu_record import BASELINES, SUITES  # noqa: E402
+from gpu_record import BASELINES  # noqa: E402
+from gpu_tasks import SUITES  # noqa: E402
 
 BEGIN, END = "<!-- gpu tables: begin, written by tools/gpu_table.py -->", "<!-- gpu tables: end -->"
 NOTHING = "There is no record yet: `make gpu-record` on a machine with a GPU makes one."
@@ -26,22 +27,22 @@ class Unusable(Exception):
 
 
 def read(path):
-    """The header of a record, its timings by suite, and the results of the suites."""
+    """The header of a record, its timings by suite, the results of the suites, and those of everything else."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as why:
         raise Unusable(f"{path}: {why}") from why
     if not lines or lines[0].get("record") != "gpu":
         raise Unusable(f"{path} is not a record of a GPU")
-    timings, results = {}, {}
+    timings, results, tested = {}, {}, []
     for line in lines[1:]:
         if line.get("part") != "bench":
-            continue
-        if "us" in line:
+            tested.append(line)
+        elif "us" in line:
             timings.setdefault(line["suite"], []).append(line)
         else:
             results[line["suite"]] = line.get("result")
-    return lines[0], timings, results
+    return lines[0], timings, results, tested
 
 
 def only(rows, field):
@@ -133,13 +134,57 @@ def of_suite(suite, rows, result):
     return [*text, "", *(of_shapes(rows) if several else of_operators(rows)), "", *in_the_long_run(rows)]
 
 
+# What is counted of the lines of a part: (the part, `of` of ptx80): words for it.
+TESTED = {
+    ("tests", None): "test programs",
+    ("check", None): "`weft check --backend cuda`",
+    ("golden", None): "golden files",
+    ("sanitizer", None): "compute-sanitizer",
+    ("python", None): "`tests/python`",
+    ("train", None): "`tests/train.py`, part `gpu`",
+    ("ptx80", "tests"): "PTX for 8.0: test programs",
+    ("ptx80", "check"): "PTX for 8.0: `weft check --backend cuda`",
+    ("ptx80", "golden"): "PTX for 8.0: golden files",
+    ("ptx80", "train"): "PTX for 8.0: `tests/train.py`, part `gpu`",
+}
+
+
+def words_of(line):
+    """A line that counts or sums up by itself."""
+    name = line.get("precision") or line.get("tool") or ""
+    if line.get("threads"):
+        name += f" planned for {line['threads']} multiprocessor"
+    words = line.get("summary") or f"{line['passed']} passed, {line['failed']} failed"
+    if line["result"] not in ("passed", "failed"):
+        words = f"{line['result']}, {words}"
+    return f"{name}: {words}" if name else words
+
+
+def outcome(lines):
+    """A cell about lines of one kind."""
+    if any("on_gpu" in line for line in lines):
+        counts = [f"{sum(line.get(word, 0) for line in lines)} {word}" for word in ("passed", "failed", "skipped")]
+        on_gpu = sum(line.get("on_gpu", 0) for line in lines)
+        return ", ".join(counts) + f"; of those that passed, {on_gpu} with tensors on the GPU"
+    if all("summary" in line or "passed" in line for line in lines):
+        return "; ".join(map(words_of, lines))
+    results = [line["result"] for line in lines]
+    return ", ".join(f"{results.count(result)} {result}" for result in dict.fromkeys(results))
+
+
+def of_tests(tested):
+    kinds = {kind: [line for line in tested if (line["part"], line.get("of")) == kind] for kind in TESTED}
+    lines = [[TESTED[kind], outcome(found)] for kind, found in kinds.items() if found]
+    return [*table(["tested", "outcome"], lines), ""] if lines else []
+
+
 def of_record(path):
-    header, timings, results = read(path)
+    header, timings, results, tested = read(path)
     if not timings:
         raise Unusable(f"{path} has no timings")
     lines = [f"### {header['gpu']}", "",
              f"Compute capability {header['capability']}; driver {header['driver']}; CUDA {header['cuda']}; weft "
-             f"{header['version']}, `{header['command']}`, {header['date']}.", ""]
+             f"{header['version']}, `{header['command']}`, {header['date']}.", "", *of_tests(tested)]
     for suite in [*(s for s in SUITES if s in timings), *(s for s in timings if s not in SUITES)]:
         lines += of_suite(suite, timings[suite], results.get(suite))
     return lines
