@@ -217,9 +217,12 @@ static void drop_old(const char *folder, int64_t step, int64_t keep)
     int count = scandir(folder, &entries, is_step, newest_first);
     for (int i = 0; i < count; i++) {
         const char *name = entries[i]->d_name;
-        if (step_of(name) <= step && files_join(path, folder, name) && !is_link(path) &&
-            has_part(path, CHECKPOINT_MODEL) && keep-- <= 0)
-            discard(path);
+        if (step_of(name) <= step && files_join(path, folder, name) && !is_link(path)) {
+            if (!has_part(path, CHECKPOINT_MODEL))
+                rmdir(path); /* empty: a run was killed while it dropped this one */
+            else if (keep-- <= 0)
+                discard(path);
+        }
         free(entries[i]);
     }
     if (count >= 0) free(entries);

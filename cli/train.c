@@ -8,11 +8,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include "checkpoint.h"
 #include "commands.h"
 #include "device.h"
 #include "files.h"
+#include "lock.h"
 #include "progress.h"
 #include "runlog.h"
 #include "trainer.h"
@@ -39,6 +41,7 @@ typedef struct session {
     ranks ranks;
     corpus text;
     trainer trainer;
+    lock lock; /* of the folder, in process 0 */
     runlog log;
     double *layer_norms;
     double validation;
@@ -64,11 +67,29 @@ static int read_config(session *s)
     return 0;
 }
 
+/* The folder for this run alone; processes of one run share it. */
+static int take_folder(session *s)
+{
+    char now[FILES_PATH];
+    if (s->ranks.rank != 0 || s->lock.held) return 1;
+    if (!files_make_folder(s->options.out, s->error, sizeof s->error) ||
+        !lock_take(&s->lock, s->options.out, s->error, sizeof s->error) ||
+        !checkpoint_find(s->options.out, now, s->error, sizeof s->error))
+        return 0;
+    if (!strcmp(now, s->saved)) return 1;
+    snprintf(s->error, sizeof s->error, "%s: another process has trained there meanwhile", s->options.out);
+    return 0;
+}
+
 /* Everything up to the first step; 0 with the reason in s->error. */
 static int prepare(session *s)
 {
     train_options *o = &s->options;
-    if (!read_config(s) || !checkpoint_find(o->out, s->saved, s->error, sizeof s->error)) return 0;
+    if (!read_config(s)) return 0;
+    /* A folder that is there is locked before it is looked at, a new one is made once nothing else can fail. */
+    if (s->ranks.rank == 0 && !access(o->out, F_OK) && !lock_take(&s->lock, o->out, s->error, sizeof s->error))
+        return 0;
+    if (!checkpoint_find(o->out, s->saved, s->error, sizeof s->error)) return 0;
     if (s->saved[0] && !o->resume) {
         snprintf(s->error, sizeof s->error,
                  "%s holds a run already; --resume goes on with it, another --out begins one", o->out);
@@ -98,9 +119,7 @@ static int open_all(session *s)
     checkpoint_file_close(&s->model);
     if (s->ranks.rank != 0) return 1;
     checkpoint_warn("train", &s->model, s->saved);
-    if (!files_make_folder(o->out, s->error, sizeof s->error) ||
-        !runlog_open(&s->log, o->out, s->trainer.step, s->error, sizeof s->error))
-        return 0;
+    if (!take_folder(s) || !runlog_open(&s->log, o->out, s->trainer.step, s->error, sizeof s->error)) return 0;
     if (s->trainer.step == 0) runlog_options(&s->log, s->table);
     return 1;
 }
@@ -257,6 +276,7 @@ int command_train(int argc, char **argv)
     free(s->layer_norms);
     free(s->config_text);
     checkpoint_file_close(&s->model);
+    lock_release(&s->lock);
     free(s->texts);
     free(s);
     return code;

@@ -150,17 +150,36 @@ def kill_and_resume():
             break
         ok = process.returncode == 0 and same_checkpoint("whole", out, 300) and figures("whole") == figures(out)
         say(f"killed {kills} times and resumed, bit for bit", ok, (process.stderr.read() or b"").decode())
-    left = sorted(p.name for p in (WORK / "killed0").iterdir())
+    left = visible("killed0")
     say("the last three checkpoints are kept", left == ["log.jsonl", "step-00000287", "step-00000294", "step-00000300"], str(left))
     say("asked to stop, it saves", asked_to_stop("asked", "--steps", "100000") == 0 and last_checkpoint("asked"))
 
 
 def asked_to_stop(out, *args):
-    """The exit status of a run that is asked to stop after a second."""
+    """The exit status of a run that is asked to stop once it has done a step."""
+    log = WORK / out / "log.jsonl"
+
+    def state():
+        """A run that begins or goes on has a new file, and a step more in it than it began with."""
+        try:
+            return log.stat().st_ino, log.read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return None, 0
+
+    old = state()[0]
     process = subprocess.Popen([str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", out, *args], cwd=WORK, env=ENV)
-    time.sleep(1)
+    new = state()
+    while process.poll() is None and new[0] in (None, old):
+        time.sleep(0.02)
+        new = state()
+    while process.poll() is None and state()[1] < new[1] + 2:
+        time.sleep(0.02)
     process.terminate()
-    return process.wait(60)
+    return process.wait(HANG_S)
+
+
+def visible(out):
+    return sorted(p.name for p in (WORK / out).iterdir() if p.name != ".lock")
 
 
 def last_checkpoint(out):
@@ -356,6 +375,39 @@ def older_format():
     say("and is of the new format then", code == 0 and not err, err)
 
 
+def one_folder():
+    """Several processes in one folder: one of them trains, the others are rejected, and readers work all the while."""
+    def begin(out, *args):
+        command = [str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", out, *args]
+        return subprocess.Popen(command, cwd=WORK, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def until_saved(process, out):
+        while process.poll() is None and not last_checkpoint(out):
+            time.sleep(0.05)
+
+    first = begin("one-folder", "--steps", "1000000", "--save-every", "1", "--keep", "1")
+    until_saved(first, "one-folder")
+    for args in (("--resume",), (), ("--resume", "--keep", 1)):
+        code, _, err = train("one-folder", "--steps", 1000000, *args)
+        say(f"a second process {' '.join(map(str, args))}", code == 2 and f"process {first.pid} " in err, f"exit {code}: {err}")
+    results = [weft("sample", "--from", "one-folder", "--count", 3, "--threads", 1) for _ in range(20)]
+    say("samples of a run that drops its checkpoints", all(r[0] == 0 for r in results), str([r[2] for r in results if r[0]]))
+    code, _, err = weft("report", "--runs", "one-folder", "--out", "one-folder.html")
+    say("a report of a run that trains", code == 0, err)
+    say("the first goes on", first.poll() is None)
+    first.kill()
+    first.communicate()
+    before = last_checkpoint("one-folder")
+    code = asked_to_stop("one-folder", "--resume", "--steps", "1000000")
+    say("a killed process leaves no lock", code == 0 and last_checkpoint("one-folder") > before, f"exit {code}")
+    train("crowd-alone", "--steps", 20, "--save-every", 5)
+    crowd = [begin("crowd", "--steps", "20", "--save-every", "5") for _ in range(6)]
+    errors = [process.communicate()[1] for process in crowd]
+    codes = sorted(process.returncode for process in crowd)
+    say("of six at once one trains", codes == [0, 2, 2, 2, 2, 2] and same_checkpoint("crowd", "crowd-alone", 20)
+        and figures("crowd") == figures("crowd-alone"), f"{codes} {errors}")
+
+
 def odd_names():
     """Text under names that are not UTF-8, and more names than a path has room for: resume, sample and report read all of them."""
     text = (WORK / "text.txt").read_bytes()
@@ -403,12 +455,15 @@ def renamed_checkpoints():
     (WORK / "guests/step-00000003").symlink_to(WORK / "kept-elsewhere")
     (WORK / "guests/step-0").write_text("a file")
     (WORK / "guests/step-00000000").mkdir()
+    (WORK / "guests/step-00000000/other").write_text("no model")
+    (WORK / "guests/step-00000002/model.safetensors").unlink()
+    (WORK / "guests/step-00000002/optimizer.safetensors").unlink()
     (WORK / "guests/step-99999999").mkdir()
     (WORK / "guests/step--5").mkdir()
     left = ["step--5", "step-0", "step-00000000", "step-00000001", "step-00000003", "step-00000004", "step-99999999"]
     (WORK / "guests/step-00000004").rename(WORK / "guests/step-004")
     code, _, err = train("guests", "--resume", "--keep", 1)
-    say("what is no checkpoint stays", code == 0 and names("guests") == left, f"exit {code}, {names('guests')} {err}")
+    say("what is no checkpoint stays, what was half dropped does not", code == 0 and names("guests") == left, f"exit {code}, {names('guests')} {err}")
     whole = sorted(p.name for p in (WORK / "kept-elsewhere").iterdir()) == ["model.safetensors", "optimizer.safetensors"]
     own = [p.name for p in (WORK / "guests/step-00000001").iterdir()] == ["notes.txt"]
     say("so do a link's target and a file of the user's", whole and own)
@@ -454,7 +509,7 @@ def bad_luck():
     code, _, err = train("nan", "--steps", 50, "--rate", 1e30, "--warmup", 0, "--save-every", 1, "--clip", 0, "--decay", 0)
     say("a loss that is not a number", code == 1 and "step" in err and "not finite" in err, f"exit {code}: {err}")
     whole = {"log.jsonl", *(f"step-{line['step']:08d}" for line in figures("nan"))}
-    say("and no checkpoint of it", {p.name for p in (WORK / "nan").iterdir()} <= whole)
+    say("and no checkpoint of it", set(visible("nan")) <= whole)
     code, _, err = train("full", "--steps", 4, "--save-every", 2, limit=200000)
     say("a full disk", code == 2 and "full/" in err and not list((WORK / "full").glob("*step*")), f"exit {code}: {err}")
     train("nearly", "--steps", 2, "--save-every", 1)
@@ -517,7 +572,7 @@ def gpu():
 
 
 setup()
-PARTS = (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, flipped_bits, older_format,
+PARTS = (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, flipped_bits, older_format, one_folder,
          odd_names, renamed_checkpoints,          odd_files, bad_luck, processes, gpu)
 for part in PARTS:
     if not sys.argv[3:] or part.__name__ in sys.argv[3:]:
