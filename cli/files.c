@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 int files_join(char path[FILES_PATH], const char *folder, const char *name)
@@ -14,15 +13,11 @@ int files_join(char path[FILES_PATH], const char *folder, const char *name)
     return length > 0 && length < FILES_PATH;
 }
 
-int files_open(const char *path, size_t *size, char *error, size_t error_size)
+int files_open(const char *path, struct stat *status, char *error, size_t error_size)
 {
-    struct stat status;
     /* Without O_NONBLOCK a FIFO is not open before it has a writer. On regular files the flag has no effect. */
     int file = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
-    if (file >= 0 && !fstat(file, &status) && S_ISREG(status.st_mode)) {
-        *size = (size_t)status.st_size;
-        return file;
-    }
+    if (file >= 0 && !fstat(file, status) && S_ISREG(status->st_mode)) return file;
     snprintf(error, error_size, "%s", file < 0 ? strerror(errno) : "not a regular file");
     if (file >= 0) close(file);
     return -1;
@@ -42,8 +37,10 @@ int files_read_at(int file, size_t begin, void *to, size_t bytes)
 
 char *files_read(const char *path, size_t most, size_t *size, char *error, size_t error_size)
 {
-    int file = files_open(path, size, error, error_size);
+    struct stat status;
+    int file = files_open(path, &status, error, error_size);
     if (file < 0) return NULL;
+    *size = (size_t)status.st_size;
     char *bytes = *size <= most ? malloc(*size + 1) : NULL;
     int ok = bytes && files_read_at(file, 0, bytes, *size);
     if (*size > most)

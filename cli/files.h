@@ -7,14 +7,15 @@
 
 #include <stddef.h>
 #include <stdio.h>
+#include <sys/stat.h>
 
 enum { FILES_PATH = 4096 }; /* bytes of a path with its zero: what the system takes */
 
 /* Folder and name as one path; 0 where it is too long. */
 int files_join(char path[FILES_PATH], const char *folder, const char *name);
 
-/* A regular file, open for reading, and its size; -1 with the reason, without the path, in error. */
-int files_open(const char *path, size_t *size, char *error, size_t error_size);
+/* A regular file, open for reading; -1 with the reason, without the path, in error. */
+int files_open(const char *path, struct stat *status, char *error, size_t error_size);
 /* All of a regular file of at most `most` bytes, closed with a zero that is not counted; the caller frees it. NULL with the
  * reason, without the path, in error. */
 char *files_read(const char *path, size_t most, size_t *size, char *error, size_t error_size);

@@ -211,7 +211,7 @@ static int first_values(trainer *t)
     return trainer_unmap(t, t->parameters, host, 1) && ok;
 }
 
-int trainer_open(trainer *t, const train_options *options, const weft_model_config *config, const corpus *text,
+int trainer_open(trainer *t, const train_options *options, const weft_model_config *config, corpus *text,
                  const ranks *all, int64_t sequences, int64_t length)
 {
     weft_model_bytes bytes;
@@ -308,9 +308,10 @@ static int accumulate(trainer *t)
         for (int64_t s = 0; s < t->model.sequences; s++) {
             uint64_t micro = (uint64_t)(t->ranks->rank * local + m);
             int64_t at = (m * t->model.sequences + s) * t->model.length;
-            corpus_train(t->text, (uint64_t)t->options->seed,
-                         (step * (uint64_t)all + micro) * (uint64_t)t->model.sequences + (uint64_t)s,
-                         t->host_batch.tokens + at, t->host_batch.targets + at);
+            if (!corpus_train(t->text, (uint64_t)t->options->seed,
+                              (step * (uint64_t)all + micro) * (uint64_t)t->model.sequences + (uint64_t)s,
+                              t->host_batch.tokens + at, t->host_batch.targets + at))
+                return fail(t, "%s", t->text->error);
         }
     if (!send_batch(t) || !clear(t, t->gradients, (size_t)t->elements * sizeof(float)) ||
         !clear(t, t->figures.losses, t->figures_bytes))
@@ -435,9 +436,10 @@ int trainer_validate(trainer *t, double *loss)
     for (int64_t b = 0; b < batches; b++) {
         weft_model_args args = args_of(t, 0);
         for (int64_t s = 0; s < t->model.sequences; s++)
-            corpus_validation(t->text, (uint64_t)(b * t->model.sequences + s),
-                              t->host_batch.tokens + s * t->model.length,
-                              t->host_batch.targets + s * t->model.length);
+            if (!corpus_validation(t->text, (uint64_t)(b * t->model.sequences + s),
+                                   t->host_batch.tokens + s * t->model.length,
+                                   t->host_batch.targets + s * t->model.length))
+                return fail(t, "%s", t->text->error);
         if (!send_batch(t) || !must(t, weft_model_forward(&t->exec, &t->model, &args)) || !read_figures(t))
             return 0;
         *loss += *t->host_figures.losses / (double)(batches * batch_tokens(t));

@@ -36,7 +36,7 @@ typedef struct trainer_figures {
 
 typedef struct trainer {
     const train_options *options;
-    const corpus *text; /* NULL: parameters only, for sampling */
+    corpus *text; /* NULL: parameters only, for sampling */
     const ranks *ranks;
     nccl nccl;
     weft_exec exec; /* with the optimiser's workspace */
@@ -66,7 +66,7 @@ typedef struct step_figures {
 } step_figures;
 
 /* text may be NULL where nothing is trained. 1, or 0 with the reason in error; trainer_close is due either way. */
-int trainer_open(trainer *t, const train_options *options, const weft_model_config *config, const corpus *text,
+int trainer_open(trainer *t, const train_options *options, const weft_model_config *config, corpus *text,
                  const ranks *ranks, int64_t sequences, int64_t length);
 void trainer_close(trainer *t);
 /* One step. 0 where a call failed, or where a number is not finite: then the parameters are as they were. */

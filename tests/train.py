@@ -62,6 +62,12 @@ def figures(out):
     return [{k: line[k] for k in keep if k in line} for line in lines if "step" in line]
 
 
+def figures_so_far(out):
+    """The same of a log that grows."""
+    log = WORK / out / "log.jsonl"
+    return [line for line in (log.read_bytes().splitlines(True) if log.exists() else []) if line.startswith(b'{"step"') and line.endswith(b"\n")]
+
+
 def checkpoint(out, step):
     folder = WORK / out / f"step-{step:08d}"
     return {p.name: p.read_bytes() for p in folder.iterdir()} if folder.is_dir() else None
@@ -408,6 +414,69 @@ def one_folder():
         and figures("crowd") == figures("crowd-alone"), f"{codes} {errors}")
 
 
+def changing_text():
+    """Text that changes under a run: what is gone is an error with a name in it, what can still be read is as it was."""
+    def begin(out, data):
+        command = [str(WEFT), "train", *SMALL, "--data", data, "--out", out, "--steps", "1000000", "--save-every", "1"]
+        process = subprocess.Popen(command, cwd=WORK, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        while process.poll() is None and not last_checkpoint(out):
+            time.sleep(0.02)
+        return process
+
+    def end(process):
+        try:
+            return process.returncode, process.communicate(timeout=HANG_S)[1]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.returncode, "trains on: " + process.communicate()[1]
+
+    text = (WORK / "text.txt").read_bytes()
+    for name, change, word in (("cut short", lambda p: os.truncate(p, 100), "shorter"), ("emptied", lambda p: os.truncate(p, 0), "shorter")):
+        path = WORK / "changing.txt"
+        path.write_bytes(text)
+        out = f"text-{name.replace(' ', '-')}"
+        process = begin(out, path.name)
+        change(path)
+        err = end(process)[1]
+        ok = process.returncode == 1 and f"changing.txt: has become {word}" in err and "last good checkpoint" in err
+        say(f"a text that is {name} while it is learnt", ok, f"exit {process.returncode}: {err}")
+        path.write_bytes(text)
+        say("goes on once the text is back", asked_to_stop(out, "--data", path.name, "--resume", "--steps", "1000000") == 0)
+
+    path.write_bytes(text)
+    process = begin("text-replaced", path.name)
+    (WORK / "changed.txt").write_bytes(text[::-1])
+    os.replace(WORK / "changed.txt", path)
+    seen = len(figures_so_far("text-replaced"))
+    while process.poll() is None and len(figures_so_far("text-replaced")) < seen + 5:
+        time.sleep(0.02)
+    process.terminate()
+    err = end(process)[1]
+    replaced = figures("text-replaced")
+    other = begin("text-kept", "text.txt")
+    while other.poll() is None and len(figures_so_far("text-kept")) < len(replaced):
+        time.sleep(0.02)
+    other.terminate()
+    end(other)
+    ok = process.returncode == 0 and replaced == figures("text-kept")[: len(replaced)]
+    say("a text that was replaced is learnt as it was", ok, f"exit {process.returncode}: {err}")
+
+    folder = WORK / "many-texts"
+    folder.mkdir()
+    for i in range(300):
+        (folder / f"{i}.txt").write_bytes(text[i * len(text) // 300 : (i + 1) * len(text) // 300])
+    for name, word in (("replaced", "another file"), ("removed", "No such file")):
+        process = begin(f"texts-{name}", folder.name)
+        for path in list(folder.iterdir()):
+            if name == "removed":
+                path.unlink()
+            else:
+                (folder / "new").write_bytes(path.read_bytes())
+                (folder / "new").rename(path)
+        err = end(process)[1]
+        say(f"300 texts that are {name} while they are learnt", process.returncode == 1 and word in err, f"exit {process.returncode}: {err}")
+
+
 def odd_names():
     """Text under names that are not UTF-8, and more names than a path has room for: resume, sample and report read all of them."""
     text = (WORK / "text.txt").read_bytes()
@@ -572,7 +641,7 @@ def gpu():
 
 
 setup()
-PARTS = (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, flipped_bits, older_format, one_folder,
+PARTS = (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, flipped_bits, older_format, one_folder, changing_text,
          odd_names, renamed_checkpoints,          odd_files, bad_luck, processes, gpu)
 for part in PARTS:
     if not sys.argv[3:] or part.__name__ in sys.argv[3:]:
