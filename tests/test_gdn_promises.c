@@ -2,7 +2,7 @@
  *
  * What weft/gdn.h promises bit by bit, beyond what test_promises.c shows of every operator: dense and packed agree,
  * parameter gradients included; both memory orders; sequences in pieces; decoding; one fused row or six tensors; rows that
- * are only 8-byte aligned; what follows the last sequence. And bad sequences are refused. */
+ * are only 8-byte aligned; what follows the last sequence. And bad sequences are rejected. */
 #include "support/suite.h"
 
 static const weft_dtype acts[] = {WEFT_F32, WEFT_BF16, WEFT_F16};
@@ -512,6 +512,53 @@ static void bad_sizes_are_refused(void **state)
     test_verdict();
 }
 
+/* A row of the cache belongs to one request of a call. Caches of one window of the check and of several (src/core/sequences.c); padding
+ * may repeat. */
+static void rows_named_twice_are_rejected(void **state)
+{
+    (void)state;
+    static const struct {
+        int64_t requests, pairs[3][2];
+    } cases[] = {{2, {{0, 1}, {0, 1}, {0, 1}}},
+                 {70, {{0, 69}, {3, 5}, {67, 68}}},
+                 {140003, {{0, 140002}, {5, 131075}, {140000, 140002}}}};
+    const weft_exec execs[] = {on_ref(), on_cpu(WEFT_ISA_BEST, 2)};
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++)
+        for (int wide = 0; wide < 2; wide++) {
+            spec s = {.op = "gdn_pre_step", .tokens = cases[c].requests, .streams = 1, .channels = 1};
+            s.steps = 1;
+            s.width = 2;
+            s.history = 1;
+            s.seed = (uint64_t)wide; /* i32, i64 */
+            problem *p = problem_make(&s);
+            arg *index = problem_arg(p, "state_index");
+            for (int e = 0; e < 2; e++) problem_must_run(p, execs[e]);
+            for (int k = 0; k < 3; k++) {
+                const int64_t *pair = cases[c].pairs[k];
+                const double was[2] = {arg_get(index, pair[0]), arg_get(index, pair[1])};
+                char first[40], second[40];
+                snprintf(first, sizeof first, "state_index[%lld]", (long long)pair[0]);
+                snprintf(second, sizeof second, "state_index[%lld]", (long long)pair[1]);
+                const double row = was[0] < 0 ? was[1] : was[0];
+                arg_set(index, pair[0], row);
+                arg_set(index, pair[1], row);
+                for (int e = 0; e < 2; e++) {
+                    expect_refusal(p, execs[e], first, "a row named twice");
+                    expect_refusal(p, execs[e], second, "a row named twice");
+                }
+                arg_set(index, pair[0], -1);
+                arg_set(index, pair[1], -1);
+                problem_seal(p);
+                for (int e = 0; e < 2; e++) problem_must_run(p, execs[e]);
+                arg_set(index, pair[0], was[0]);
+                arg_set(index, pair[1], was[1]);
+                problem_seal(p);
+            }
+            problem_free(p);
+        }
+    test_verdict();
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -524,6 +571,7 @@ int main(void)
         cmocka_unit_test(causal_window),
         cmocka_unit_test(bad_sequences_are_refused),
         cmocka_unit_test(bad_sizes_are_refused),
+        cmocka_unit_test(rows_named_twice_are_rejected),
     };
     return suite_run("gdn_promises", tests);
 }

@@ -155,7 +155,8 @@ weft_status weft_check_gates(const weft_call *call, const weft_mhc_numerics *num
 weft_status weft_check_sinkhorn(const weft_call *call, const weft_mhc_numerics *numerics);
 weft_status weft_check_apply(const weft_call *call, const weft_mhc_numerics *numerics);
 weft_status weft_check_dropout(const weft_call *call, const char *prefix, const weft_dropout *dropout);
-/* Sequences of weft/gdn.h: sizes that fit each other, and on the host the values of offsets and indices. */
+/* Sequences of weft/gdn.h: sizes that fit each other, and on the host the values of offsets and indices, each of -1 to
+ * rows - 1 and none but -1 twice. */
 weft_status weft_check_sequences(const weft_call *call, const weft_tensor *cu_seqlens);
 weft_status weft_check_index(const weft_call *call, const char *name, const weft_tensor *index, int64_t rows);
 /* `what` makes no sense unless `needs` is there too. */

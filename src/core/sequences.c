@@ -5,6 +5,8 @@
 #include "core/sequences.h"
 #include "core/check.h"
 
+#include <string.h>
+
 weft_status weft_check_sequences(const weft_call *call, const weft_tensor *cu_seqlens)
 {
     const char *op = weft_op_name(call->op);
@@ -32,6 +34,41 @@ weft_status weft_check_sequences(const weft_call *call, const weft_tensor *cu_se
     return WEFT_OK;
 }
 
+static weft_status named_twice(const weft_call *call, const char *name, const weft_tensor *index, int64_t n,
+                               int64_t row)
+{
+    int64_t first = 0;
+    while (first < n && weft_index_at(index, first) != row) first++;
+    return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s[%lld]: expected a row of its own, got %lld like %s[%lld]",
+                     weft_op_name(call->op), name, (long long)n, (long long)row, name, (long long)first);
+}
+
+/* No row is named twice; -1 names none. Rows are marked in a window of the cache, which moves on to the lowest row above it until
+ * there is none: one pass over the indices for a cache of up to WINDOW rows, and never more passes than indices. */
+static weft_status check_distinct(const weft_call *call, const char *name, const weft_tensor *index, int64_t rows)
+{
+    enum { WINDOW = 1 << 17 }; /* 16 KiB of the stack */
+    uint64_t marked[WINDOW / 64];
+    const int64_t none = INT64_MAX, count = index->shape[0];
+    for (int64_t low = 0, next = none; count > 1 && low != none; low = next, next = none) {
+        const int64_t size = rows - low < WINDOW ? rows - low : WINDOW;
+        memset(marked, 0, (size_t)((size + 63) / 64) * sizeof *marked);
+        for (int64_t n = 0; n < count; n++) {
+            const int64_t row = weft_index_at(index, n);
+            if (row < low) continue;
+            if (row - low >= size) {
+                next = row < next ? row : next;
+                continue;
+            }
+            uint64_t *word = &marked[(row - low) / 64];
+            const uint64_t bit = (uint64_t)1 << ((row - low) % 64);
+            if (*word & bit) return named_twice(call, name, index, n, row);
+            *word |= bit;
+        }
+    }
+    return WEFT_OK;
+}
+
 weft_status weft_check_index(const weft_call *call, const char *name, const weft_tensor *index, int64_t rows)
 {
     const char *op = weft_op_name(call->op);
@@ -48,5 +85,5 @@ weft_status weft_check_index(const weft_call *call, const char *name, const weft
             return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s[%lld]: expected -1 to %lld, got %lld", op, name,
                              (long long)n, (long long)rows - 1, (long long)at);
     }
-    return WEFT_OK;
+    return check_distinct(call, name, index, rows);
 }
