@@ -36,10 +36,18 @@ static int choose(const float *logits, int64_t vocab, const sampler *o, double d
     return order[count - 1];
 }
 
-/* Without a cache of keys: each byte is a forward over the last `context` bytes. Small models can afford it. */
+/* How many tokens a sample looks back on: what there is at its end, as far as the context reaches. The metadata of a file can
+ * name any context; memory and time follow what is asked for. */
+static int64_t longest(const sampler *o, int64_t context)
+{
+    int64_t tokens = (int64_t)strlen(o->prompt) + 1 + o->count;
+    return tokens < context ? tokens : context;
+}
+
+/* Without a cache of keys: each byte is a forward over the bytes before it. Small models can afford it. */
 static int generate(trainer *t, const sampler *o)
 {
-    int64_t length = t->model.length, vocab = t->config.vocab, known = 0;
+    int64_t length = t->length, vocab = t->config.vocab, known = 0;
     int32_t *tokens = t->host_batch.tokens;
     float logits[256]; /* a byte each */
     const char *start = o->prompt[0] ? o->prompt : "\n";
@@ -49,8 +57,7 @@ static int generate(trainer *t, const sampler *o)
     }
     fputs(o->prompt, stdout);
     for (int64_t i = 0; i < o->count; i++) {
-        for (int64_t k = known; k < length; k++) tokens[k] = 0; /* causal: what follows has no influence */
-        if (!trainer_predict(t, known - 1, logits)) {
+        if (!trainer_predict(t, known, logits)) {
             fprintf(stderr, "weft sample: %s\n", t->error);
             return EXIT_FAILED;
         }
@@ -133,7 +140,7 @@ int command_sample(int argc, char **argv)
     run.threads = o.threads, run.backend = o.backend, run.dtype = DTYPE_AUTO;
     ok = ok && train_options_model(&run, &config, error, sizeof error) &&
          checkpoint_fits(&model, path, &config, error, sizeof error);
-    if (ok && !trainer_open(&t, &run, &config, NULL, &alone, 1, config.context)) {
+    if (ok && !trainer_open(&t, &run, &config, NULL, &alone, 1, longest(&o, config.context))) {
         snprintf(error, sizeof error, "%s", t.error);
         ok = 0;
     }

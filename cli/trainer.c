@@ -228,6 +228,8 @@ int trainer_open(trainer *t, const train_options *options, const weft_model_conf
     for (int32_t i = 0; i < t->tensors; i++)
         if (!must(t, weft_model_param_at(config, i, &t->params[i]))) return 0;
     find_pieces(t);
+    t->memory_bytes = bytes.total;
+    t->length = length;
     if ((text && !count_workspace(t)) || !open_block(t, bytes.total, sequences * length)) return 0;
     return must(t, weft_model_bind(&t->exec, config, sequences, length, t->memory, bytes.total, &t->model)) &&
            first_values(t);
@@ -447,13 +449,31 @@ int trainer_validate(trainer *t, double *loss)
     return 1;
 }
 
-int trainer_predict(trainer *t, int64_t row, float *to)
+/* The model for sequences of at least so many tokens, in few different lengths: a library of products may prepare itself for
+ * each. */
+static void shorten(trainer *t, int64_t count)
 {
-    weft_model_args args = args_of(t, 0);
+    int64_t length = 64;
+    while (length < count) length *= 2;
+    if (length > t->length) length = t->length;
+    if (length == t->model.length) return;
+    weft_model other;
+    if (weft_model_bind(&t->exec, &t->config, 1, length, t->memory, t->memory_bytes, &other) == WEFT_OK)
+        t->model = other;
+    else /* the memory is counted for the longest; a shorter one takes less, but that is not promised */
+        (void)weft_model_bind(&t->exec, &t->config, 1, t->length, t->memory, t->memory_bytes, &t->model);
+}
+
+int trainer_predict(trainer *t, int64_t count, float *to)
+{
     size_t bytes = (size_t)t->config.vocab * sizeof *to;
+    shorten(t, count);
+    weft_model_args args = args_of(t, 0);
     args.targets = NULL, args.loss = NULL;
+    /* Causal: what follows has no influence, but it must be a token. */
+    for (int64_t i = count; i < t->model.length; i++) t->host_batch.tokens[i] = 0;
     if (!send_batch(t) || !must(t, weft_model_forward(&t->exec, &t->model, &args))) return 0;
-    const float *logits = (const float *)weft_model_logits(&t->model).data + row * t->config.vocab;
+    const float *logits = (const float *)weft_model_logits(&t->model).data + (count - 1) * t->config.vocab;
     if (on_cuda(t)) return well(t, device_get(to, logits, bytes));
     memcpy(to, logits, bytes);
     return 1;

@@ -49,7 +49,9 @@ typedef struct trainer {
     trainer_piece *pieces;
     char *block;                                    /* all that follows, in the backend's memory */
     float *parameters, *gradients, *first, *second; /* second: AdamW; first is also Muon's moment */
-    void *memory;
+    void *memory;                                   /* of the model */
+    size_t memory_bytes;
+    int64_t length; /* of the longest sequence that it has room for */
     trainer_batch batch, host_batch;
     trainer_figures figures, host_figures;
     size_t batch_bytes, figures_bytes;
@@ -73,8 +75,9 @@ void trainer_close(trainer *t);
 int trainer_step(trainer *t, step_figures *figures);
 /* Mean loss over the validation windows. */
 int trainer_validate(trainer *t, double *loss);
-/* Logits behind token `row` of host_batch.tokens. */
-int trainer_predict(trainer *t, int64_t row, float *logits);
+/* Logits behind the last of the first `count` tokens of host_batch.tokens. The cost follows the count, not the length that the
+ * trainer was opened with. */
+int trainer_predict(trainer *t, int64_t count, float *logits);
 
 /* An array of the trainer's as the host can read it: itself, or a copy, which trainer_unmap writes back where it has been
  * changed. NULL where there is no memory. */

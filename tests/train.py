@@ -477,6 +477,17 @@ def changing_text():
         say(f"300 texts that are {name} while they are learnt", process.returncode == 1 and word in err, f"exit {process.returncode}: {err}")
 
 
+def huge_context():
+    """The metadata of a file may name any context: a sample costs what it writes."""
+    train("context", "--steps", 2)
+    model = WORK / "context/step-00000002/model.safetensors"
+    asked = ("sample", "--from", "context", "--prompt", "the ", "--count", 20, "--temperature", 0, "--threads", 1)
+    before = weft(*asked)
+    model.write_bytes(rewritten(model.read_bytes(), {"option.context": str(1 << 20)}))
+    after = weft(*asked)
+    say("a sample of a file that names a context of 1048576", before[0] == 0 and after == before, f"exit {after[0]}: {after[2]}")
+
+
 def odd_names():
     """Text under names that are not UTF-8, and more names than a path has room for: resume, sample and report read all of them."""
     text = (WORK / "text.txt").read_bytes()
@@ -641,7 +652,7 @@ def gpu():
 
 
 setup()
-PARTS = (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, flipped_bits, older_format, one_folder, changing_text,
+PARTS = (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, flipped_bits, older_format, one_folder, changing_text, huge_context,
          odd_names, renamed_checkpoints,          odd_files, bad_luck, processes, gpu)
 for part in PARTS:
     if not sys.argv[3:] or part.__name__ in sys.argv[3:]:
