@@ -2,24 +2,41 @@
 #include "plot.h"
 
 #include <math.h>
+#include <string.h>
 
-enum { WIDTH = 640, HEIGHT = 320, LEFT = 64, RIGHT = 16, TOP = 34, BOTTOM = 44 };
+#include "utf8.h"
+
+enum { MOST_TICKS = 16, WIDTH = 640, HEIGHT = 320, LEFT = 64, RIGHT = 16, TOP = 34, BOTTOM = 44 };
 
 void html_text(FILE *to, const char *text)
 {
-    for (; *text; text++) switch (*text) {
-        case '<': fputs("&lt;", to); break;
-        case '>': fputs("&gt;", to); break;
-        case '&': fputs("&amp;", to); break;
-        case '"': fputs("&quot;", to); break;
-        default: fputc((unsigned char)*text < 0x20 ? ' ' : *text, to);
-        }
+    const char *end = text + strlen(text);
+    for (size_t bytes; text < end; text += bytes ? bytes : 1) {
+        bytes = utf8_character(text, end);
+        if (!bytes)
+            fprintf(to, "\\x%02X", (unsigned)(unsigned char)*text);
+        else if (bytes > 1)
+            fwrite(text, 1, bytes, to);
+        else
+            switch (*text) {
+            case '<': fputs("&lt;", to); break;
+            case '>': fputs("&gt;", to); break;
+            case '&': fputs("&amp;", to); break;
+            case '"': fputs("&quot;", to); break;
+            default: fputc((unsigned char)*text < 0x20 ? ' ' : *text, to);
+            }
+    }
 }
 
-void plot_cover(double *lowest, double *highest, const double *values, size_t count)
+int plot_shows(double value, int log_y)
+{
+    return fabs(value) <= 1e100 && (!log_y || value >= 1e-100);
+}
+
+void plot_cover(double *lowest, double *highest, const double *values, size_t count, int log_y)
 {
     for (size_t i = 0; i < count; i++) {
-        if (!isfinite(values[i])) continue;
+        if (!plot_shows(values[i], log_y)) continue;
         if (values[i] < *lowest) *lowest = values[i];
         if (values[i] > *highest) *highest = values[i];
     }
@@ -55,20 +72,25 @@ static void tick_y(const plot *p, double y)
 static void ticks(const plot *p)
 {
     double step = fmax(1, round_step(p->x1 - p->x0, 8)); /* steps and layers are whole */
-    for (double x = ceil(p->x0 / step) * step; x <= p->x1 * (1 + 1e-9); x += step)
+    double first = ceil(p->x0 / step), x, y;
+    for (int i = 0; i < MOST_TICKS && (x = (first + i) * step) <= p->x1; i++)
         fprintf(p->to, "<text class=\"tick\" x=\"%.1f\" y=\"%d\" text-anchor=\"middle\">%.6g</text>\n",
                 across(p, x), HEIGHT - BOTTOM + 16, x);
     if (!p->log_y) {
         step = round_step(p->y1 - p->y0, 6);
-        for (double y = ceil(p->y0 / step - 1e-9) * step; y <= p->y1 + step * 1e-9; y += step) tick_y(p, y);
+        first = ceil(p->y0 / step - 1e-9);
+        for (int i = 0; i < MOST_TICKS && (y = (first + i) * step) <= p->y1 + step * 1e-9; i++) tick_y(p, y);
         return;
     }
     int many = p->y1 / p->y0 > 1e4, few = p->y1 / p->y0 < 10;
-    for (double power = pow(10, floor(log10(p->y0))); power <= p->y1; power *= 10) {
+    int lowest = (int)floor(log10(p->y0)), highest = (int)floor(log10(p->y1));
+    int every = 1 + (highest - lowest) / MOST_TICKS; /* powers of ten */
+    for (int power = lowest; power <= highest; power += every) {
         static const double digits[] = {1, 2, 5, 1.5, 3, 4, 7};
-        for (int d = 0; d < (many ? 1 : few ? 7 : 3); d++)
-            if (power * digits[d] >= p->y0 * 0.999 && power * digits[d] <= p->y1 * 1.001)
-                tick_y(p, power * digits[d]);
+        for (int d = 0; d < (many ? 1 : few ? 7 : 3); d++) {
+            y = pow(10, power) * digits[d];
+            if (y >= p->y0 * 0.999 && y <= p->y1 * 1.001) tick_y(p, y);
+        }
     }
 }
 
@@ -83,10 +105,12 @@ void plot_begin(plot *p, FILE *to, const char *title, const char *x_label, const
         double factor = p->y1 / p->y0 < 4 ? sqrt(4 * p->y0 / p->y1) : 1;
         p->y0 /= factor, p->y1 *= factor;
     } else {
-        double step = round_step(p->y1 > p->y0 ? p->y1 - p->y0 : 1, 6);
+        /* Values that differ in their last digits only are one value, and the axis shows what is around it. */
+        double size = fmax(fabs(p->y0), fabs(p->y1)), around = fmax(0.1, 0.1 * size);
+        if (p->y1 - p->y0 < 1e-9 * size || p->y1 <= p->y0) p->y0 -= around, p->y1 += around;
+        double step = round_step(p->y1 - p->y0, 6);
         p->y0 = floor(p->y0 / step) * step;
         p->y1 = ceil(p->y1 / step) * step;
-        if (p->y1 <= p->y0) p->y1 = p->y0 + step;
     }
     fprintf(to, "<svg viewBox=\"0 0 %d %d\" role=\"img\">\n<title>", WIDTH, HEIGHT);
     html_text(to, title);
@@ -108,13 +132,13 @@ void plot_line(plot *p, const double *x, const double *y, size_t count, int colo
     fprintf(p->to, "<path style=\"fill:none;stroke:var(--c%d);%s\" d=\"", colour % PLOT_COLOURS, looks[style]);
     for (size_t i = 0; i < count; i++) {
         /* Gaps stay gaps, except where only every so many steps has a value. */
-        if (!isfinite(y[i]) || (p->log_y && y[i] <= 0)) continue;
+        if (!plot_shows(y[i], p->log_y)) continue;
         fprintf(p->to, "%c%.1f %.1f", open ? 'L' : 'M', across(p, x[i]), down(p, y[i]));
         open = 1;
     }
     fputs("\"/>\n", p->to);
     for (size_t i = 0; style == PLOT_DOTS && i < count; i++)
-        if (isfinite(y[i]) && !(p->log_y && y[i] <= 0))
+        if (plot_shows(y[i], p->log_y))
             fprintf(
                 p->to,
                 "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"3\" fill=\"var(--c%d)\"><title>%.6g: %.6g</title></circle>\n",
@@ -131,14 +155,15 @@ void plot_bars(FILE *to, const char *title, const char *const *labels, const cha
 {
     enum { ROW = 30, NAME = 130 };
     double most = 0;
-    for (int i = 0; i < count; i++) most = isfinite(values[i]) && values[i] > most ? values[i] : most;
+    for (int i = 0; i < count; i++) most = plot_shows(values[i], 0) && values[i] > most ? values[i] : most;
     fprintf(to, "<svg viewBox=\"0 0 %d %d\" role=\"img\"><text class=\"title\" x=\"8\" y=\"18\">", WIDTH,
             TOP + ROW * count);
     html_text(to, title);
     fputs("</text>\n", to);
     for (int i = 0; i < count; i++) {
         int y = TOP + ROW * i;
-        double width = most > 0 && isfinite(values[i]) ? values[i] / most * (WIDTH - NAME - 170) : 0;
+        int shown = plot_shows(values[i], 0) && values[i] > 0;
+        double width = shown ? values[i] / most * (WIDTH - NAME - 170) : 0;
         fprintf(to, "<text class=\"tick\" x=\"%d\" y=\"%d\" text-anchor=\"end\">", NAME - 8, y + 15);
         html_text(to, labels[i]);
         fprintf(to, "</text><rect x=\"%d\" y=\"%d\" width=\"%.1f\" height=\"20\" rx=\"2\" fill=\"var(--c%d)\"/>",

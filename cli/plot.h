@@ -14,22 +14,25 @@ typedef struct plot {
     double x0, x1, y0, y1; /* what the frame covers */
 } plot;
 
-/* Grows a range by the finite values; begin with lowest > highest. */
-void plot_cover(double *lowest, double *highest, const double *values, size_t count);
+/* Whether a chart shows the value: up to 1e100 in size and, on a log axis, from 1e-100 on. What lies beyond says no more than
+ * infinity or zero would, and sums, ratios and distances of values that are shown stay finite. */
+int plot_shows(double value, int log_y);
+/* Grows a range by the values that are shown; begin with lowest > highest. */
+void plot_cover(double *lowest, double *highest, const double *values, size_t count, int log_y);
 
-/* Frame, title, axes. y is widened to round numbers; on a log axis to at least a factor of four. */
+/* Frame, title, axes. y is widened to round numbers; on a log axis to at least a factor of four. x0 and x1 are whole numbers. */
 void plot_begin(plot *p, FILE *to, const char *title, const char *x_label, const char *y_label, int log_y,
                 double x0, double x1, double y0, double y1);
 typedef enum plot_style { PLOT_LINE, PLOT_FAINT, PLOT_DASHED, PLOT_DOTS } plot_style;
-/* Values that are not finite (on a log axis: not positive) leave a gap. */
+/* Values that are not shown leave a gap. */
 void plot_line(plot *p, const double *x, const double *y, size_t count, int colour, plot_style style);
 void plot_end(plot *p);
 
-/* One horizontal bar per value, with its label and text. */
+/* One horizontal bar per value, with its label and text; no bar where the value is not shown. */
 void plot_bars(FILE *to, const char *title, const char *const *labels, const char *const *texts,
                const double *values, int count);
 
-/* Text with the characters of HTML made harmless. */
+/* Text with the characters of HTML made harmless; a byte that is not UTF-8 is shown as \\xFF. */
 void html_text(FILE *to, const char *text);
 
 #endif

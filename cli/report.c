@@ -15,6 +15,7 @@
 #include "options.h"
 #include "plot.h"
 #include "runlog_read.h"
+#include "utf8.h"
 
 enum { MAX_RUNS = 16 };
 
@@ -33,13 +34,13 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* The median of the finite values; NaN where there is none. */
+/* The median of the values that are shown; NaN where there is none. */
 static double median(const double *values, size_t count)
 {
     double *sorted = malloc((count ? count : 1) * sizeof *sorted), result = (double)NAN;
     size_t used = 0;
     for (size_t i = 0; sorted && i < count; i++)
-        if (isfinite(values[i])) sorted[used++] = values[i];
+        if (plot_shows(values[i], 0)) sorted[used++] = values[i];
     if (used) {
         qsort(sorted, used, sizeof *sorted, by_value);
         result = sorted[used / 2];
@@ -48,11 +49,11 @@ static double median(const double *values, size_t count)
     return result;
 }
 
-/* The last finite value. */
+/* The last value that is shown. */
 static double last(const run_record *r, run_column column)
 {
     for (size_t i = r->count; i-- > 0;)
-        if (isfinite(r->column[column][i])) return r->column[column][i];
+        if (plot_shows(r->column[column][i], 0)) return r->column[column][i];
     return (double)NAN;
 }
 
@@ -61,14 +62,14 @@ static double mean_of_last_tenth(const run_record *r, run_column column)
     size_t first = r->count - (r->count + 9) / 10, used = 0;
     double sum = 0;
     for (size_t i = first; i < r->count; i++)
-        if (isfinite(r->column[column][i])) sum += r->column[column][i], used++;
+        if (plot_shows(r->column[column][i], 0)) sum += r->column[column][i], used++;
     return used ? sum / (double)used : (double)NAN;
 }
 
 static double largest(const run_record *r, run_column column)
 {
     double low = INFINITY, high = -INFINITY;
-    plot_cover(&low, &high, r->column[column], r->count);
+    plot_cover(&low, &high, r->column[column], r->count, 0);
     return high;
 }
 
@@ -97,14 +98,19 @@ static const char style[] =
     "\n"
     "</style>\n";
 
+/* The value as a chart shows it, or a dash. */
+static int print_value(char *text, size_t size, const char *format, double value)
+{
+    enum { MOST_DIGITS = 15 };
+    if (!plot_shows(value, 0)) return snprintf(text, size, "\u2013");
+    return snprintf(text, size, fabs(value) < pow(10, MOST_DIGITS) ? format : "%.3g", value);
+}
+
 static void number(FILE *to, const char *format, double value)
 {
-    fputs("<td>", to);
-    if (isfinite(value))
-        fprintf(to, format, value);
-    else
-        fputs("&ndash;", to);
-    fputs("</td>", to);
+    char text[48];
+    print_value(text, sizeof text, format, value);
+    fprintf(to, "<td>%s</td>", text);
 }
 
 static void table(const report *r)
@@ -142,8 +148,8 @@ static double mean_around(const double *values, size_t count, size_t at)
     size_t reach = count / 50, first = at > reach ? at - reach : 0, used = 0;
     double sum = 0;
     for (size_t i = first; i <= at + reach && i < count; i++)
-        if (isfinite(values[i])) sum += values[i], used++;
-    return isfinite(values[at]) ? sum / (double)used : (double)NAN;
+        if (plot_shows(values[i], 0)) sum += values[i], used++;
+    return plot_shows(values[at], 0) ? sum / (double)used : (double)NAN;
 }
 
 /* One chart of a column of all runs; `second`: another column in dashes, or RUN_COLUMNS. */
@@ -154,9 +160,9 @@ static void chart(const report *r, const char *title, const char *label, run_col
     plot p;
     for (int i = 0; i < r->count; i++) {
         const run_record *run = &r->runs[i];
-        plot_cover(&x0, &x1, run->column[RUN_STEP], run->count);
-        plot_cover(&y0, &y1, run->column[column], run->count);
-        if (second < RUN_COLUMNS) plot_cover(&y0, &y1, run->column[second], run->count);
+        plot_cover(&x0, &x1, run->column[RUN_STEP], run->count, 0);
+        plot_cover(&y0, &y1, run->column[column], run->count, log_y);
+        if (second < RUN_COLUMNS) plot_cover(&y0, &y1, run->column[second], run->count, log_y);
     }
     fputs("<div class=\"card\">", r->to);
     plot_begin(&p, r->to, title, "step", label, log_y, x0 < x1 ? 0 : x0 - 1, x1, y0, y1);
@@ -182,7 +188,7 @@ static void layer_chart(const report *r)
     plot p;
     for (int i = 0; i < r->count; i++) {
         int layers = r->runs[i].num_layer_norms - 1; /* the last entry is what is outside the layers */
-        if (layers > 0) plot_cover(&y0, &y1, r->runs[i].layer_norms, (size_t)layers);
+        if (layers > 0) plot_cover(&y0, &y1, r->runs[i].layer_norms, (size_t)layers, 1);
         if (layers - 1 > x1) x1 = layers - 1;
     }
     fputs("<div class=\"card\">", r->to);
@@ -201,17 +207,18 @@ static void layer_chart(const report *r)
 static void bars(const report *r, const char *title, const char *format, double unit, run_column column,
                  int of_median)
 {
-    char texts[MAX_RUNS][48];
+    enum { MOST_PERCENT = 1000000 };
+    char texts[MAX_RUNS][96];
     const char *labels[MAX_RUNS], *shown[MAX_RUNS];
     double values[MAX_RUNS];
     for (int i = 0; i < r->count; i++) {
         const run_record *run = &r->runs[i];
         values[i] = unit * (of_median ? median(run->column[column], run->count) : last(run, column));
-        int used = snprintf(texts[i], sizeof texts[i], format, values[i]);
+        int used = print_value(texts[i], sizeof texts[i], format, values[i]);
         /* Beside the first run, which is the one to compare with. */
-        if (i > 0 && values[0] > 0 && used > 0 && used < (int)sizeof texts[i])
-            snprintf(texts[i] + used, sizeof texts[i] - (size_t)used, " (%+.1f %%)",
-                     100 * (values[i] / values[0] - 1));
+        double more = 100 * (values[i] / values[0] - 1);
+        if (i > 0 && plot_shows(values[i], 0) && values[0] > 0 && fabs(more) < MOST_PERCENT)
+            snprintf(texts[i] + used, sizeof texts[i] - (size_t)used, " (%+.1f %%)", more);
         labels[i] = r->names[i];
         shown[i] = texts[i];
     }
@@ -260,7 +267,7 @@ static void name_run(report *r, const char *path)
     run_record *run = &r->runs[r->count];
     int same = !run->residual[0];
     for (int i = 0; i < r->count; i++) same |= !strcmp(r->names[i], run->residual);
-    snprintf(r->names[r->count], sizeof r->names[0], "%.60s", same ? path : run->residual);
+    utf8_copy(r->names[r->count], sizeof r->names[0], same ? path : run->residual);
 }
 
 static int read_runs(report *r, const char *paths)

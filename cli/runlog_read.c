@@ -8,6 +8,7 @@
 
 #include "files.h"
 #include "json.h"
+#include "utf8.h"
 
 static const char *const names[RUN_COLUMNS] = {
     [RUN_STEP] = "step",
@@ -51,11 +52,14 @@ static int parse_options(run_record *r, json *j, char *key, char *value)
     if (json_peek(j) == '}') return json_take(j, '}');
     do {
         if (!json_string(j, key, &length) || !json_take(j, ':') || !json_string(j, value, &length)) return 0;
-        if (!strcmp(key, "residual")) snprintf(r->residual, sizeof r->residual, "%.60s", value);
+        if (!strcmp(key, "residual")) utf8_copy(r->residual, sizeof r->residual, value);
         for (int i = 0; shown[i]; i++)
             if (!strcmp(key, shown[i])) {
                 size_t used = strlen(r->summary);
-                snprintf(r->summary + used, sizeof r->summary - used, "%s%s %.20s", used ? ", " : "", key, value);
+                char part[64], text[24];
+                utf8_copy(text, sizeof text, value);
+                snprintf(part, sizeof part, "%s%s %s", used ? ", " : "", key, text);
+                utf8_copy(r->summary + used, sizeof r->summary - used, part);
             }
     } while (json_peek(j) == ',' && json_take(j, ','));
     return json_take(j, '}');
@@ -94,6 +98,8 @@ static int parse_line(run_record *r, json *j, char *key, char *value)
         }
         if (!json_number(j, &number)) return 0;
         while (c < RUN_COLUMNS && strcmp(key, names[c])) c++;
+        if (c == RUN_STEP && !(number >= 0 && number <= 0x1p53 && floor(number) == number))
+            return json_fail(j, "a step that is not a whole number of at least zero");
         if (!has_row && (c != RUN_STEP || !add_row(r)))
             return json_fail(j, "a line that does not begin with its step");
         has_row = 1;

@@ -28,4 +28,18 @@ static inline size_t utf8_character(const char *at, const char *end)
     return code < least[more] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000) ? 0 : (size_t)more + 1;
 }
 
+/* As much of the text as fits, without half a character at its end. */
+static inline void utf8_copy(char *to, size_t room, const char *from)
+{
+    const char *end = from + strlen(from), *at = from;
+    while (at < end) {
+        size_t bytes = utf8_character(at, end);
+        bytes = bytes ? bytes : 1;
+        if ((size_t)(at - from) + bytes >= room) break;
+        at += bytes;
+    }
+    memcpy(to, from, (size_t)(at - from));
+    to[at - from] = 0;
+}
+
 #endif

@@ -8,6 +8,7 @@ seed that is printed. Parts are functions of this file; without any, all of them
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -15,6 +16,7 @@ import struct
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree
 from pathlib import Path
 
 WEFT, WORK = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
@@ -256,6 +258,63 @@ def report():
     say("report of a log that was cut off", code == 0, err)
     code, _, err = weft("report", "--runs", "kind-mhc", "--out", "full.html", limit=1000)
     say("report on a full disk", code != 0 and not (WORK / "full.html").exists(), f"exit {code} {err}")
+
+
+def odd_reports():
+    """Logs with any numbers and names in them: a page that ends, in UTF-8, every number in it finite, every chart well-formed."""
+    def wrong(page):
+        if not is_utf8(page):
+            return "not UTF-8"
+        text = page.decode()
+        found = re.search(r".{0,30}(?<![a-z])-?(nan|inf)(?![a-z]).{0,30}", text, re.I)
+        if found:
+            return found.group()
+        for chart in re.findall(r"<svg.*?</svg>", text, re.S):
+            try:
+                xml.etree.ElementTree.fromstring(chart)
+            except xml.etree.ElementTree.ParseError as error:
+                return f"{error}: {chart[:80]}"
+        return "" if text.count("<svg") == 8 else "charts are missing"
+
+    def shows(name, log, run="log"):
+        folder = os.fsencode(WORK) + b"/odd-report-" + os.fsencode(run)
+        os.makedirs(folder, exist_ok=True)
+        Path(os.fsdecode(folder), "log.jsonl").write_text(log)
+        code, _, err = weft("report", "--runs", b"report-base," + folder, "--out", "odd.html")
+        alone = weft("report", "--runs", folder, "--out", "odd-alone.html")[0]
+        detail = "" if code or alone else wrong((WORK / "odd.html").read_bytes()) or wrong((WORK / "odd-alone.html").read_bytes())
+        say(f"report of {name}", code == alone == 0 and not detail, f"exit {code}, {alone}: {err} {detail}")
+
+    train("report-base", "--steps", 4)
+    shows("a run without figures", '{"step":1,"loss":null,"seconds":null}\n')
+    shows("a run that went wrong", '{"step":1,"loss":inf,"seconds":inf,"bytes":inf,"row_gain":inf,"layer_gradient_norms":[nan,inf,1]}\n'
+          '{"step":2,"loss":nan,"gradient_norm":-inf,"row_gain_max":1e999}\n')
+    shows("numbers at the ends of their range", '{"step":1,"loss":1e308,"gradient_norm":1e308,"seconds":1e308,"bytes":5e-324}\n'
+          '{"step":2,"loss":-1e308,"gradient_norm":5e-324,"seconds":1e-308,"row_gain":5e-324}\n')
+    shows("losses that differ in their last bit", '{"step":1,"loss":2.5}\n{"step":2,"loss":2.5000000000000004}\n')
+    shows("large losses that are one", '{"step":1,"loss":1e60}\n{"step":2,"loss":1e60}\n')
+    shows("a late step", '{"step":9007199254740992,"loss":1}\n')
+    for step in ("null", "-1", "1.5", "1e17", "nan"):
+        (WORK / "odd.jsonl").write_text(f'{{"step":{step},"loss":1}}\n')
+        code, _, err = weft("report", "--runs", "odd.jsonl", "--out", "never.html")
+        say(f"report of step {step}", code == 2 and "whole number" in err, f"exit {code}: {err}")
+    figures = '{"step":1,"loss":1,"seconds":1}\n'
+    for run in (b"latin-\xe9", b"half-\xe2\x82", b"<b>&\"'", b"x" * 57 + "\u20ac\u20ac\u20ac".encode(), b"control-\x01\x7f"):
+        shows(f"a run called {run!r}", figures, run)
+    long = "\u20ac" * 50
+    shows("long names in a log", json.dumps({"options": {"residual": long, "layers": long, "optimizer": long, "context": long}},
+                                            ensure_ascii=False) + "\n" + figures)
+    rng = random.Random(13)
+    columns = ("loss", "val_loss", "rate", "gradient_norm", "seconds", "tokens_per_s", "row_gain", "row_gain_max", "column_gain",
+               "column_gain_max", "bytes", "stream_bytes", "peak_bytes")
+    for number in range(20):
+        lines = []
+        for step in sorted(rng.choice((rng.randrange(9), rng.randrange(1 << 53))) for _ in range(rng.randrange(1, 9))):
+            values = (f"{rng.choice((-1, 1)) * 10 ** rng.uniform(-330, 308):.17g}" if rng.random() < 0.7 else
+                      rng.choice(("null", "nan", "inf", "-inf", "0", "-0", "1", "1e999")) for _ in columns)
+            lines.append(f'{{"step":{step},' + ",".join(f'"{c}":{v}' for c, v in zip(columns, values) if rng.random() < 0.8)
+                         + ',"layer_gradient_norms":[1e-300,nan,1e300,2]}')
+        shows(f"any numbers, {number}", "\n".join(lines).replace(",,", ",") + "\n")
 
 
 def config_file():
@@ -652,7 +711,7 @@ def gpu():
 
 
 setup()
-PARTS = (kill_and_resume, recompute, kinds, report, config_file, bad_options, bad_data, bad_checkpoints, flipped_bits, older_format, one_folder, changing_text, huge_context,
+PARTS = (kill_and_resume, recompute, kinds, report, odd_reports, config_file, bad_options, bad_data, bad_checkpoints, flipped_bits, older_format, one_folder, changing_text, huge_context,
          odd_names, renamed_checkpoints,          odd_files, bad_luck, processes, gpu)
 for part in PARTS:
     if not sys.argv[3:] or part.__name__ in sys.argv[3:]:
