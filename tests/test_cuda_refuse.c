@@ -273,6 +273,40 @@ static void one_pass_needs_no_workspace(void **state)
     test_verdict();
 }
 
+/* The workspace over any tensor, for calls that need one: also where an operator looks after its room by itself. */
+static void workspaces_over_tensors_are_refused(void **state)
+{
+    (void)state;
+    need_gpu();
+    for (int32_t k = 0; k < GPU_VARIANTS * weft_op_count(); k++) {
+        const weft_op_info *op = weft_op_at(k / GPU_VARIANTS);
+        const spec s = gpu_variant(op->name, k % GPU_VARIANTS);
+        if (!weft_op_has(op, WEFT_BACKEND_CUDA)) continue;
+        problem *p = problem_make(&s);
+        image *im = calloc(1, sizeof *im);
+        if (problem_image(p, on_cuda(0), im)) {
+            const weft_exec with = im->exec;
+            im->exec.workspace = NULL;
+            bool needed = weft_op_call(op, &im->exec, im->args) == WEFT_ERR_WORKSPACE;
+            for (int i = 0; i < p->num_args && needed; i++) {
+                const arg *a = &p->arg[i];
+                const char *base = a->layer < 0 ? im->args : (char *)&im->layers[a->layer];
+                im->exec.workspace = ((const weft_tensor *)(const void *)(base + a->info->offset))->data;
+                if (!im->exec.workspace) continue;
+                if (weft_op_call(op, &im->exec, im->args) != WEFT_ERR_OVERLAP ||
+                    !strstr(weft_last_error(), "exec.workspace") || !strstr(weft_last_error(), a->name))
+                    test_failed("%s: the workspace over %s: %s", problem_text(p), a->name, weft_last_error());
+            }
+            im->exec = with;
+            if (!image_get(im)) test_failed("%s", im->wrong);
+        }
+        image_close(im);
+        free(im);
+        problem_free(p);
+    }
+    test_verdict();
+}
+
 /* ---- an error that stays --------------------------------------------------------------------------------------- */
 
 /* A fault ruins a process's device for good, so this runs in one of its own: a row far outside of all memory, which no
@@ -316,10 +350,15 @@ int main(void)
 {
     if (getenv("WEFT_TEST_FAULT")) return after_a_fault();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(operators_without_kernels_say_so), cmocka_unit_test(host_memory_is_refused),
-        cmocka_unit_test(vouched_calls_are_checked),        cmocka_unit_test(other_devices_are_refused),
-        cmocka_unit_test(small_workspaces_are_refused),     cmocka_unit_test(one_pass_needs_no_workspace),
-        cmocka_unit_test(workspaces_are_bounded),           cmocka_unit_test(an_error_that_stays),
+        cmocka_unit_test(operators_without_kernels_say_so),
+        cmocka_unit_test(host_memory_is_refused),
+        cmocka_unit_test(vouched_calls_are_checked),
+        cmocka_unit_test(other_devices_are_refused),
+        cmocka_unit_test(small_workspaces_are_refused),
+        cmocka_unit_test(one_pass_needs_no_workspace),
+        cmocka_unit_test(workspaces_are_bounded),
+        cmocka_unit_test(workspaces_over_tensors_are_refused),
+        cmocka_unit_test(an_error_that_stays),
     };
     return suite_run("cuda_refuse", tests);
 }

@@ -253,6 +253,166 @@ static void inputs_may_repeat(void **state)
     test_verdict();
 }
 
+/* ---- the workspace --------------------------------------------------------------------------------------------- */
+
+/* A tensor in the middle of a region with room for the workspace on both sides. */
+typedef struct beside {
+    char *region, *copy, *tensor;
+    size_t size, span, bytes;
+    weft_tensor keep;
+} beside;
+
+static beside beside_open(arg *a, size_t bytes)
+{
+    beside b = {.span = (size_t)span_bytes(a->view), .bytes = bytes, .keep = *a->view};
+    b.size = b.span + 2 * (bytes + 64);
+    b.region = calloc(1, b.size);
+    b.copy = malloc(b.size);
+    b.tensor = b.region + (bytes + 63) / 64 * 64;
+    memcpy(b.tensor, a->view->data, b.span);
+    memcpy(b.copy, b.region, b.size);
+    a->view->data = b.tensor;
+    return b;
+}
+
+static void beside_close(beside *b, problem *p, arg *a)
+{
+    *a->view = b->keep;
+    problem_reset(p);
+    free(b->region);
+    free(b->copy);
+}
+
+/* The workspace at `at`: refused, or taken with the same bits where `want` is given. */
+static void workspace_case(problem *p, weft_exec exec, arg *a, beside *b, char *at, size_t bytes, const pack *want,
+                           const char *what)
+{
+    exec.workspace = at, exec.workspace_bytes = bytes;
+    weft_status status = p->call(&exec, p->args), expected = want ? WEFT_OK : WEFT_ERR_OVERLAP;
+    if (status != expected)
+        test_failed("%s on %s: workspace %s %s: got \"%s\" (%s), want \"%s\"", p->op->name, exec_name(exec), what,
+                    a->name, weft_status_name(status), weft_last_error(), weft_status_name(expected));
+    else if (want) {
+        pack got = problem_pack(p);
+        pack_expect_same(p, &got, want, what);
+        pack_free(&got);
+    } else if (!strstr(weft_last_error(), p->op->name) || !strstr(weft_last_error(), "exec.workspace") ||
+               !strstr(weft_last_error(), a->name))
+        test_failed("%s: workspace %s %s: message \"%s\"", p->op->name, what, a->name, weft_last_error());
+    if (status != WEFT_OK && (memcmp(b->region, b->copy, b->size) != 0 || !problem_untouched(p)))
+        test_failed("%s: workspace %s %s: refused, but something was written", p->op->name, what, a->name);
+    problem_reset(p);
+    memcpy(b->region, b->copy, b->size);
+}
+
+static void workspace_beside(problem *p, weft_exec exec)
+{
+    size_t bytes = 0;
+    if (p->workspace(&exec, p->args, &bytes) != WEFT_OK) fail_msg("%s: %s", p->op->name, weft_last_error());
+    if (bytes == 0) return;
+    problem_must_run(p, exec);
+    pack want = problem_pack(p);
+    problem_reset(p);
+    for (int i = 0; i < p->num_args; i++) {
+        arg *a = &p->arg[i];
+        beside b = beside_open(a, bytes);
+        char *end = b.tensor + b.span;
+        workspace_case(p, exec, a, &b, b.tensor, bytes, NULL, "at the start of");
+        workspace_case(p, exec, a, &b, end - 1, bytes, NULL, "at the last byte of");
+        workspace_case(p, exec, a, &b, b.tensor - bytes + 1, bytes, NULL, "ending in the first byte of");
+        workspace_case(p, exec, a, &b, end, bytes, &want, "behind");
+        workspace_case(p, exec, a, &b, b.tensor - bytes, bytes + b.span, &want, "with more than is needed before");
+        beside_close(&b, p, a);
+    }
+    pack_free(&want);
+}
+
+static void workspaces_are_apart(void **state)
+{
+    (void)state;
+    const weft_exec execs[] = {on_ref(), on_cpu(WEFT_ISA_BEST, 2)};
+    for (int e = 0; e < 2; e++)
+        for (int32_t k = 0; k < 2 * weft_op_count(); k++) {
+            spec s = small(weft_op_at(k / 2)->name);
+            s.packed = true;
+            if (k % 2) s.act = s.wide = WEFT_BF16;
+            problem *p = problem_make(&s);
+            workspace_beside(p, execs[e]);
+            problem_free(p);
+        }
+    test_verdict();
+}
+
+/* A workspace between the rows of a padded tensor touches none of them. */
+static void workspace_in_the_padding(void **state)
+{
+    (void)state;
+    enum { T = 3, C = 8 };
+    weft_exec exec = on_ref();
+    size_t bytes;
+    float u[T * C], v[T * C];
+    weft_rmsnorm_fwd_args args = {.struct_size = sizeof args,
+                                  .eps = 1,
+                                  .u = weft_dense2(u, WEFT_F32, T, C),
+                                  .v = weft_dense2(v, WEFT_F32, T, C)};
+    for (int i = 0; i < T * C; i++) u[i] = (float)i;
+    assert_int_equal(weft_rmsnorm_fwd_workspace(&exec, &args, &bytes), WEFT_OK);
+    assert_true(bytes > 0);
+    const size_t gap = (bytes + 3) / 4, row = C + gap;
+    float *padded = calloc(T * row, sizeof *padded);
+    for (int t = 0; t < T; t++) memcpy(padded + (size_t)t * row, u + t * C, C * sizeof *u);
+    args.u.data = padded, args.u.stride[0] = (int64_t)row;
+    for (int shift = -1; shift <= 1; shift++) {
+        exec.workspace = (char *)(padded + row + C) + shift, exec.workspace_bytes = bytes;
+        bool apart = shift == 0 || (shift > 0 && bytes % 4); /* the gap is a whole number of elements */
+        assert_int_equal(weft_rmsnorm_fwd(&exec, &args), apart ? WEFT_OK : WEFT_ERR_OVERLAP);
+    }
+    free(padded);
+}
+
+/* The step of dropout is read while the operator runs. */
+static void the_step_is_an_input(void **state)
+{
+    (void)state;
+    const weft_exec execs[] = {on_ref(), on_cpu(WEFT_ISA_BEST, 2)};
+    int seen = 0;
+    for (int e = 0; e < 2; e++)
+        for (int32_t k = 0; k < weft_op_count(); k++) {
+            spec s = small(weft_op_at(k)->name);
+            s.dropout = (weft_dropout){.p = 0.25, .seed = 3};
+            problem *p = problem_make(&s);
+            weft_dropout *d = fields_dropout(p);
+            weft_exec exec = execs[e];
+            size_t bytes = 0;
+            if (!d) {
+                problem_free(p);
+                continue;
+            }
+            assert_int_equal(p->workspace(&exec, p->args, &bytes), WEFT_OK);
+            uint64_t *work = calloc(1, bytes + 8);
+            exec.workspace = work, exec.workspace_bytes = bytes;
+            if (bytes) {
+                d->step = work;
+                assert_int_equal(p->call(&exec, p->args), WEFT_ERR_OVERLAP);
+                assert_non_null(strstr(weft_last_error(), "dropout.step"));
+                seen++;
+            }
+            for (int i = 0; i < p->num_args; i++) {
+                arg *a = &p->arg[i];
+                if (!arg_is_output(a) || span_bytes(a->view) < 8 || (uintptr_t)a->view->data % 8) continue;
+                d->step = a->view->data;
+                seen++;
+                if (p->call(&exec, p->args) != WEFT_ERR_OVERLAP || !strstr(weft_last_error(), "dropout.step"))
+                    test_failed("%s: the step inside of %s: %s", p->op->name, a->name, weft_last_error());
+                if (!problem_untouched(p)) test_failed("%s: refused, but %s was written", p->op->name, a->name);
+            }
+            free(work);
+            problem_free(p);
+        }
+    assert_true(seen > 10);
+    test_verdict();
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -261,6 +421,9 @@ int main(void)
         cmocka_unit_test(in_place_gives_the_same_bits),
         cmocka_unit_test(interleaved_slices_are_taken),
         cmocka_unit_test(inputs_may_repeat),
+        cmocka_unit_test(workspaces_are_apart),
+        cmocka_unit_test(workspace_in_the_padding),
+        cmocka_unit_test(the_step_is_an_input),
     };
     return suite_run("overlap", tests);
 }

@@ -19,7 +19,8 @@
  *   - An absent tensor (dtype WEFT_NONE) is an input that is not there or an output that is not wanted. Fields marked
  *     "optional" may be absent. An absent upstream gradient counts as zero.
  *   - Every gradient is a weft_grad: overwritten or added to, as its `add` says, from the unrounded fp32 value.
- *   - Outputs may not overlap other arguments, except where "in place" says that two fields may be the same memory.
+ *   - Outputs may not overlap other arguments, except where "in place" says that two fields may be the same memory. The
+ *     workspace may not overlap any. What dropout.step points to counts as an input.
  *   - Results are bitwise reproducible: they depend neither on the thread count nor on the other tokens of the call
  *     (gradients of parameters are sums over the tokens, in an order that depends on the shape only). On CUDA this holds
  *     for any number of multiprocessors on one kind of GPU; the order of sums depends on the dtype and the memory layout

@@ -44,8 +44,8 @@ extern "C" {
 
 typedef enum weft_status {
     WEFT_OK = 0,
-    WEFT_ERR_ARGUMENT,    /* a value, shape, dtype, stride or pointer that the operator does not take */
-    WEFT_ERR_OVERLAP,     /* an output shares memory with another argument where the header does not allow it */
+    WEFT_ERR_ARGUMENT, /* a value, shape, dtype, stride or pointer that the operator does not take */
+    WEFT_ERR_OVERLAP, /* an output or the workspace shares memory with another argument where the header does not allow it */
     WEFT_ERR_WORKSPACE,   /* exec.workspace is smaller than weft_<op>_workspace asks for */
     WEFT_ERR_UNSUPPORTED, /* correct, but this backend or this build has no kernel for it */
     WEFT_ERR_DEVICE,      /* the device or its runtime reported an error */
@@ -106,7 +106,9 @@ typedef struct weft_exec {
                       * Never changes a result. Above: after fork */
     weft_isa isa;    /* CPU: highest instruction set to use; a machine that lacks it is an error */
     void *stream;    /* cudaStream_t; NULL on the CPU */
-    /* At least weft_<op>_workspace bytes in the backend's memory, any alignment, contents undefined before and after. */
+    /* At least weft_<op>_workspace bytes in the backend's memory, any alignment, contents undefined before and after. Memory of
+     * its own: the bytes that a call needs share nothing with its tensors, inputs included (WEFT_ERR_OVERLAP); what lies
+     * behind them is not touched. */
     void *workspace;
     size_t workspace_bytes;
     weft_precision precision;

@@ -21,12 +21,22 @@ static inline size_t weft_element_bytes(weft_dtype dtype)
     }
 }
 
+/* A struct of arguments with its table; index is -1, or the layer number for messages. */
+typedef struct weft_arg_group {
+    const weft_op_info *info;
+    const void *args;
+    int32_t index;
+} weft_arg_group;
+
 /* info is public through weft/ops.h; check looks at what a table of tensors cannot say: scalars, enums, and which
  * optional tensors need each other. It runs after the tensors were checked, with the sizes of the call known. */
 typedef struct weft_op_desc {
     weft_op_info info;
     size_t first_size; /* of the args struct in the first release that had it: what the oldest callers pass */
     weft_status (*check)(const weft_call *call, const void *args);
+    /* Where the args point to further groups of arguments: the one with this number, completed in `room` where it has to be;
+     * false behind the last one. NULL: the args are all. */
+    bool (*group)(const void *args, int32_t number, weft_mhc_replay_layer *room, weft_arg_group *to);
 } weft_op_desc;
 
 #define WEFT_OP(name) extern const weft_op_desc weft_desc_##name;
@@ -116,28 +126,42 @@ enum { WEFT_MAX_ARGS = 64 };
     _Static_assert(sizeof(table) / sizeof *(table) <= WEFT_MAX_ARGS, #table " has more rows than WEFT_MAX_ARGS")
 
 /* When a struct grows, its first_size becomes the number it had before. */
-#define WEFT_DESC(op, scalars, table, check_fn)                                                                    \
+#define WEFT_DESC_GROUPS(op, scalars, table, check_fn, group_fn)                                                   \
     WEFT_TABLE_FITS(table);                                                                                        \
     const weft_op_desc weft_desc_##op = {                                                                          \
         .info = {#op, sizeof(weft_##op##_args), (int32_t)(sizeof(table) / sizeof *(table)), table, scalars},       \
         .first_size = sizeof(weft_##op##_args),                                                                    \
-        .check = check_fn}
+        .check = check_fn,                                                                                         \
+        .group = group_fn}
+#define WEFT_DESC(op, scalars, table, check_fn) WEFT_DESC_GROUPS(op, scalars, table, check_fn, NULL)
 
 /* Forgets all sizes of a call: the first tensor that shows one binds it. */
 void weft_unbind(weft_call *call);
-/* Checks the tensors of a table and binds the sizes of the call; `prefix` stands before names in messages. apart: all of them lie
- * apart from each other, so that weft_check_overlap has nothing to find among them; of a query it means nothing. */
-weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix,
-                               bool *apart);
+/* Spans of memory in the order of their addresses: one that keeps apart from the two beside it does so from all. */
+typedef struct weft_shelf {
+    int32_t count;
+    bool
+        apart; /* no two meet, so that weft_check_overlap has nothing to find; once two do, none is put there any more */
+    uint64_t begin[WEFT_MAX_ARGS + 1], end[WEFT_MAX_ARGS + 1];
+} weft_shelf;
 
-/* A struct of arguments with its table; index is -1, or the layer number for messages. */
-typedef struct weft_arg_group {
-    const weft_op_info *info;
+/* What a call was given: weft_check_room keeps the workspace apart from it. */
+typedef struct weft_operands {
+    const weft_op_desc *desc;
     const void *args;
-    int32_t index;
-} weft_arg_group;
+    weft_shelf shelf;
+} weft_operands;
+
+/* Checks the tensors of a table and binds the sizes of the call; `prefix` stands before names in messages. The shelf gets what
+ * the call reads and writes; of a query it means nothing. */
+weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix,
+                               weft_shelf *shelf);
 /* No output of either group shares memory with another argument of the two (which may be one and the same group). */
 weft_status weft_check_overlap(const weft_call *call, const weft_arg_group *a, const weft_arg_group *b);
+
+/* The `bytes` of the workspace that a call uses share nothing with its arguments. */
+weft_status weft_check_workspace_apart(const weft_call *call, const weft_operands *operands, const void *workspace,
+                                       size_t bytes);
 
 /* Says that it depends on nothing else, so that callers which only need it for an error do not call it before one. */
 __attribute__((const)) const char *weft_op_name(weft_op op);

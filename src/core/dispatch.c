@@ -146,6 +146,7 @@ typedef struct entered {
     weft_call call;
     const void *args;
     const weft_kernel *kernel;
+    weft_operands operands;
     weft_exec exec;
     args_copy copy;
 } entered;
@@ -175,7 +176,6 @@ static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bo
 {
     const weft_op_desc *desc = descs[op];
     weft_call *call = &e->call;
-    bool apart;
     weft_clear_error();
     *call = (weft_call){.op = op, .query = query};
     weft_unbind(call);
@@ -186,7 +186,9 @@ static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bo
     WEFT_TRY(weft_take_struct(desc->info.name, "", &sizes, args, &e->copy, &e->args));
     WEFT_TRY(weft_check_exec(call));
     WEFT_TRY(weft_check_reserved(call, &desc->info, e->args, ""));
-    WEFT_TRY(weft_check_tensors(call, &desc->info, e->args, "", &apart));
+    e->operands.desc = desc, e->operands.args = e->args;
+    call->operands = &e->operands;
+    WEFT_TRY(weft_check_tensors(call, &desc->info, e->args, "", &e->operands.shelf));
     if (call->dtype == WEFT_NONE) call->dtype = WEFT_F32;
     WEFT_TRY(desc->check(call, e->args));
     if (call->f64 && call->exec->backend != WEFT_BACKEND_REF)
@@ -194,7 +196,7 @@ static weft_status enter(weft_op op, const weft_exec *exec, const void *args, bo
                          "%s: expected f32, bf16 or f16 on the %s backend, got f64 (ref serves it)",
                          desc->info.name, weft_backend_name(call->exec->backend));
     const weft_arg_group all = {&desc->info, e->args, -1};
-    if (!query && !apart) WEFT_TRY(weft_check_overlap(call, &all, &all));
+    if (!query && !e->operands.shelf.apart) WEFT_TRY(weft_check_overlap(call, &all, &all));
     return find_kernel(call, &e->kernel);
 }
 
@@ -216,9 +218,9 @@ weft_status weft_check_room(const weft_call *call, size_t need)
                          weft_op_name(call->op), need, exec->workspace_bytes, exec->workspace ? "" : " at NULL");
 #if WEFT_HAVE_CUDA
     if (exec->backend == WEFT_BACKEND_CUDA)
-        return weft_cuda_check_pointer(call, "exec.", "workspace", exec->workspace);
+        WEFT_TRY(weft_cuda_check_pointer(call, "exec.", "workspace", exec->workspace));
 #endif
-    return WEFT_OK;
+    return weft_check_workspace_apart(call, call->operands, exec->workspace, need);
 }
 
 static weft_status run(weft_op op, const weft_exec *exec, const void *args)

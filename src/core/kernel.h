@@ -25,8 +25,9 @@ typedef enum weft_op {
 typedef struct weft_call {
     weft_op op;
     const weft_exec *exec;
-    weft_isa isa; /* CPU: the instruction set chosen for this call */
-    int32_t sms;  /* CUDA: multiprocessors to plan for; never changes a result */
+    const struct weft_operands *operands; /* as the caller gave them, for weft_check_room */
+    weft_isa isa;                         /* CPU: the instruction set chosen for this call */
+    int32_t sms;                          /* CUDA: multiprocessors to plan for; never changes a result */
     /* CUDA: what the device has: multiprocessors, bytes of shared memory that a block may ask for */
     int32_t device_sms, device_shared;
     weft_dtype dtype; /* activation type, or f32/f64 for operators without activations */
@@ -48,7 +49,7 @@ typedef struct weft_kernel {
     size_t (*workspace)(const weft_call *call, const void *args);
 } weft_kernel;
 
-/* The caller's workspace has so many bytes, where the backend reaches them. */
+/* The caller's workspace has so many bytes, where the backend reaches them, apart from all arguments. */
 weft_status weft_check_room(const weft_call *call, size_t need);
 
 /* Tables end with a row whose run is NULL. */

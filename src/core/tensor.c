@@ -277,18 +277,11 @@ static weft_status check_layout(const weft_call *call, const weft_arg_info *info
     return WEFT_OK;
 }
 
-/* Spans of memory in the order of their addresses: a tensor that keeps apart from the two beside it does so from all. */
-typedef struct shelf {
-    int32_t count;
-    bool apart; /* no two meet; once two do, none is put there any more */
-    uint64_t begin[WEFT_MAX_ARGS], end[WEFT_MAX_ARGS];
-} shelf;
-
-static void put_on(shelf *s, const weft_tensor *t, int64_t length)
+static void put_on(weft_shelf *s, const void *data, uint64_t bytes)
 {
-    const uint64_t begin = (uintptr_t)t->data, end = begin + (uint64_t)length * weft_element_bytes(t->dtype);
+    const uint64_t begin = (uintptr_t)data, end = begin + bytes;
     int32_t k = s->count;
-    if (length == 0 || !s->apart) return;
+    if (bytes == 0 || !s->apart) return;
     for (; k > 0 && s->begin[k - 1] > begin; k--) s->begin[k] = s->begin[k - 1], s->end[k] = s->end[k - 1];
     s->apart = (k == 0 || s->end[k - 1] <= begin) && (k == s->count || end <= s->begin[k + 1]);
     s->begin[k] = begin;
@@ -296,12 +289,22 @@ static void put_on(shelf *s, const weft_tensor *t, int64_t length)
     s->count++;
 }
 
+/* The step of dropout, which is read when the operator runs: an input of 8 bytes. NULL where there is none. */
+static const uint64_t *step_of(const weft_op_info *info, const void *args)
+{
+    for (const weft_scalar_info *s = info->scalars; s && s->name; s++)
+        if (s->type == WEFT_SCALAR_DROPOUT) {
+            const weft_dropout *d = (const weft_dropout *)(const void *)((const char *)args + s->offset);
+            return d->p > 0 ? d->step : NULL;
+        }
+    return NULL;
+}
+
 weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix,
-                               bool *apart)
+                               weft_shelf *shelf)
 {
     int64_t length;
-    shelf all; /* most of it stays as it is: to clear it would take longer than to fill it */
-    all.count = 0, all.apart = true;
+    shelf->count = 0, shelf->apart = true; /* to clear the rest would take longer than to fill it */
     bool first = call->tokens < 0 && call->streams < 0 && call->channels < 0 && call->dtype == WEFT_NONE;
     for (int32_t i = 0; i < info->num_args; i++) {
         const weft_arg_info *a = &info->args[i];
@@ -318,7 +321,7 @@ weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const 
                              prefix, a->name, (int)a->ndim, (int)t->ndim);
         for (int d = 0; d < a->ndim; d++) WEFT_TRY(bind_dim(call, a, d, t->shape[d], prefix));
         WEFT_TRY(check_layout(call, a, t, prefix, &length));
-        put_on(&all, t, length);
+        put_on(shelf, t->data, (uint64_t)length * weft_element_bytes(t->dtype));
         if (a->kind == WEFT_ARG_GRAD) {
             int32_t add = ((const weft_grad *)t)->add;
             if (add != 0 && add != 1)
@@ -333,7 +336,7 @@ weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const 
             return weft_fail(WEFT_ERR_ARGUMENT, "%s: streams * channels: expected at most 2^31, got %lld * %lld",
                              weft_op_name(call->op), (long long)call->streams, (long long)call->channels);
     }
-    *apart = all.apart;
+    put_on(shelf, step_of(info, args), step_of(info, args) ? sizeof(uint64_t) : 0);
     return WEFT_OK;
 }
 
@@ -345,6 +348,11 @@ typedef struct reach {
     int count;
     int64_t shape[WEFT_MAX_DIMS], step[WEFT_MAX_DIMS], element;
 } reach;
+
+static reach reach_of_bytes(const void *data, size_t bytes)
+{
+    return (reach){.at = (uintptr_t)data, .element = (int64_t)bytes};
+}
 
 static reach reach_of(const weft_tensor *t)
 {
@@ -371,8 +379,10 @@ static int64_t reach_bytes(const reach *r, int first)
 static bool parts_meet(const reach *a, const reach *b, int level, int64_t offset)
 {
     if (reach_bytes(a, level) <= offset || -reach_bytes(b, level) >= offset) return false;
-    if (level >= a->count || level >= b->count || a->step[level] != b->step[level]) return true;
-    int64_t step = a->step[level], within = (offset % step + step) % step;
+    if (level >= a->count && level >= b->count) return true;
+    if (level < a->count && level < b->count && a->step[level] != b->step[level]) return true;
+    /* one that has no step left is a row by itself, which may be counted in the steps of the other */
+    int64_t step = level < a->count ? a->step[level] : b->step[level], within = (offset % step + step) % step;
     if (reach_bytes(a, level + 1) > step || reach_bytes(b, level + 1) > step) return true;
     /* a row of b begins behind the beginning of a row of a, and may run into the next one */
     return parts_meet(a, b, level + 1, within) || parts_meet(a, b, level + 1, within - step);
@@ -395,14 +405,6 @@ static span span_of(const weft_tensor *t)
     return (span){begin, begin + (uintptr_t)(last + 1) * weft_element_bytes(t->dtype)};
 }
 
-/* Two views whose spans meet share an element? Exact for views whose rows lie common strides apart (slices of one padded
- * buffer, sections of one row of several sequences), which interleave without touching; otherwise the spans decide. */
-static bool share_memory(const weft_tensor *a, const weft_tensor *b)
-{
-    reach ra = reach_of(a), rb = reach_of(b);
-    return parts_meet(&ra, &rb, 0, (int64_t)(rb.at - ra.at));
-}
-
 static bool same_view(const weft_tensor *a, const weft_tensor *b)
 {
     if (a->data != b->data || a->dtype != b->dtype || a->ndim != b->ndim) return false;
@@ -411,17 +413,20 @@ static bool same_view(const weft_tensor *a, const weft_tensor *b)
     return true;
 }
 
+/* a NULL: the step of dropout. */
 static const char *full_name(char *buffer, size_t size, const weft_arg_group *g, const weft_arg_info *a)
 {
-    if (g->index < 0) return a->name;
-    snprintf(buffer, size, "layers[%d].%s", (int)g->index, a->name);
+    const char *name = a ? a->name : "dropout.step";
+    if (g->index < 0) return name;
+    snprintf(buffer, size, "layers[%d].%s", (int)g->index, name);
     return buffer;
 }
 
-/* The tensors of a group that have elements, as spans: nearly every pair is told apart by these alone. */
+/* What a group reads and writes, as spans: nearly every pair is told apart by these alone. */
 typedef struct spans {
-    int32_t count, arg[WEFT_MAX_ARGS];
-    span of[WEFT_MAX_ARGS];
+    int32_t count;
+    const weft_arg_info *arg[WEFT_MAX_ARGS + 1]; /* NULL: the step of dropout */
+    span of[WEFT_MAX_ARGS + 1];
 } spans;
 
 static void list_spans(spans *s, const weft_arg_group *g)
@@ -430,19 +435,37 @@ static void list_spans(spans *s, const weft_arg_group *g)
     for (int32_t i = 0; i < g->info->num_args; i++) {
         const span one = span_of(tensor_of(&g->info->args[i], g->args));
         if (one.begin == one.end) continue;
-        s->arg[s->count] = i;
+        s->arg[s->count] = &g->info->args[i];
         s->of[s->count++] = one;
     }
+    const uint64_t *step = step_of(g->info, g->args);
+    if (!step) return;
+    s->arg[s->count] = NULL;
+    s->of[s->count++] = (span){(uintptr_t)step, (uintptr_t)step + sizeof *step};
 }
 
-/* An output of group a, and a tensor of group b whose span meets its own. */
+static reach reach_of_arg(const weft_arg_group *g, const weft_arg_info *a)
+{
+    return a ? reach_of(tensor_of(a, g->args)) : reach_of_bytes(step_of(g->info, g->args), sizeof(uint64_t));
+}
+
+/* Two views whose spans meet share a byte? Exact for views whose rows lie common strides apart (slices of one padded
+ * buffer, sections of one row of several sequences), which interleave without touching; otherwise the spans decide. */
+static bool share_memory(const reach *a, const reach *b)
+{
+    return parts_meet(a, b, 0, (int64_t)(b->at - a->at));
+}
+
+/* An output of group a, and what group b has at b, whose span meets its own. */
 static weft_status is_apart(const weft_call *call, const weft_arg_group *ga, const weft_arg_info *a,
                             const weft_arg_group *gb, const weft_arg_info *b)
 {
     char na[64], nb[64];
-    const weft_tensor *ta = tensor_of(a, ga->args), *tb = tensor_of(b, gb->args);
-    if (ta == tb || !share_memory(ta, tb)) return WEFT_OK;
-    if (ga == gb && a->in_place && strcmp(a->in_place, b->name) == 0 && same_view(ta, tb)) return WEFT_OK;
+    const reach ra = reach_of_arg(ga, a), rb = reach_of_arg(gb, b);
+    if ((ga == gb && a == b) || !share_memory(&ra, &rb)) return WEFT_OK;
+    if (ga == gb && a->in_place && b && strcmp(a->in_place, b->name) == 0 &&
+        same_view(tensor_of(a, ga->args), tensor_of(b, gb->args)))
+        return WEFT_OK;
     return weft_fail(WEFT_ERR_OVERLAP, "%s: %s: expected memory of its own%s%s, got memory shared with %s",
                      weft_op_name(call->op), full_name(na, sizeof na, ga, a),
                      a->in_place ? " or exactly that of " : "", a->in_place ? a->in_place : "",
@@ -458,11 +481,11 @@ static weft_status outputs_apart(const weft_call *call, const weft_arg_group *ga
     if (ga != gb) list_spans(&second, gb);
     for (int32_t i = 0; i < from->count; i++) {
         const span mine = from->of[i];
-        const weft_arg_info *a = &ga->info->args[from->arg[i]];
-        if (!is_output(a)) continue;
+        const weft_arg_info *a = from->arg[i];
+        if (!a || !is_output(a)) continue;
         for (int32_t j = 0; j < all->count; j++)
             if (mine.begin < all->of[j].end && all->of[j].begin < mine.end)
-                WEFT_TRY(is_apart(call, ga, a, gb, &gb->info->args[all->arg[j]]));
+                WEFT_TRY(is_apart(call, ga, a, gb, all->arg[j]));
     }
     return WEFT_OK;
 }
@@ -471,6 +494,40 @@ weft_status weft_check_overlap(const weft_call *call, const weft_arg_group *a, c
 {
     WEFT_TRY(outputs_apart(call, a, b));
     return a == b ? WEFT_OK : outputs_apart(call, b, a);
+}
+
+/* ---- workspace ------------------------------------------------------------------------------------------------ */
+
+static weft_status workspace_apart_from(const weft_call *call, const weft_arg_group *g, const reach *workspace)
+{
+    char name[64];
+    spans all;
+    list_spans(&all, g);
+    for (int32_t i = 0; i < all.count; i++) {
+        const reach one = reach_of_arg(g, all.arg[i]);
+        if (share_memory(workspace, &one))
+            return weft_fail(WEFT_ERR_OVERLAP,
+                             "%s: exec.workspace: expected memory of its own, got memory shared with %s",
+                             weft_op_name(call->op), full_name(name, sizeof name, g, all.arg[i]));
+    }
+    return WEFT_OK;
+}
+
+weft_status weft_check_workspace_apart(const weft_call *call, const weft_operands *o, const void *workspace,
+                                       size_t bytes)
+{
+    const uint64_t begin = (uintptr_t)workspace, end = begin + bytes;
+    const weft_shelf *s = &o->shelf;
+    bool apart = s->apart && !o->desc->group;
+    for (int32_t i = 0; apart && i < s->count; i++) apart = s->end[i] <= begin || end <= s->begin[i];
+    if (apart) return WEFT_OK;
+    const reach used = reach_of_bytes(workspace, bytes);
+    weft_mhc_replay_layer room;
+    weft_arg_group group = {&o->desc->info, o->args, -1};
+    WEFT_TRY(workspace_apart_from(call, &group, &used));
+    for (int32_t i = 0; o->desc->group && o->desc->group(o->args, i, &room, &group); i++)
+        WEFT_TRY(workspace_apart_from(call, &group, &used));
+    return WEFT_OK;
 }
 
 /* ---- pages --------------------------------------------------------------------------------------------------- */

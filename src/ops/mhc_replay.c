@@ -45,10 +45,10 @@ static weft_status missing(const weft_call *call, int32_t l, const char *name, c
 static weft_status check_layer(weft_call *call, const weft_mhc_replay_layer *layer, int32_t l, bool last)
 {
     char prefix[32], name[48];
-    bool apart; /* of one layer: all layers are compared below */
+    weft_shelf shelf; /* of one layer: all layers are compared below */
     snprintf(prefix, sizeof prefix, "layers[%d].", (int)l);
     WEFT_TRY(weft_check_reserved(call, &layer_info, layer, prefix));
-    WEFT_TRY(weft_check_tensors(call, &layer_info, layer, prefix, &apart));
+    WEFT_TRY(weft_check_tensors(call, &layer_info, layer, prefix, &shelf));
     WEFT_TRY(weft_check_dropout(call, prefix, &layer->dropout));
     snprintf(name, sizeof name, "%ssub_eps", prefix);
     WEFT_TRY(weft_check_eps(call, name, layer->sub_eps));
@@ -66,6 +66,14 @@ static weft_status check_layer(weft_call *call, const weft_mhc_replay_layer *lay
     return WEFT_OK;
 }
 
+static bool layer_group(const void *args, int32_t number, weft_mhc_replay_layer *room, weft_arg_group *to)
+{
+    const weft_mhc_replay_fwd_args *a = args;
+    if (number >= a->num_layers) return false;
+    *to = (weft_arg_group){&layer_info, weft_replay_layer_at(a->layers, number, room), number};
+    return true;
+}
+
 static weft_status check_fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_replay_fwd_args *a = args;
@@ -77,21 +85,22 @@ static weft_status check_fwd(const weft_call *call, const void *args)
                          (int)a->num_layers);
     if (a->layers == NULL) return weft_fail(WEFT_ERR_ARGUMENT, "%s: layers: expected a pointer, got NULL", op);
     weft_mhc_replay_layer room, other;
+    weft_arg_group one, before;
     WEFT_TRY(weft_check_replay_layers(op, a->layers, a->num_layers));
     for (int32_t l = 0; l < a->num_layers; l++)
         WEFT_TRY(check_layer(&sizes, weft_replay_layer_at(a->layers, l, &room), l, l == a->num_layers - 1));
     if (call->query) return WEFT_OK;
     const weft_arg_group all = {&weft_desc_mhc_replay_fwd.info, args, -1};
     for (int32_t l = 0; l < a->num_layers; l++) {
-        const weft_arg_group one = {&layer_info, weft_replay_layer_at(a->layers, l, &room), l};
+        layer_group(args, l, &room, &one);
         WEFT_TRY(weft_check_overlap(call, &one, &all));
         WEFT_TRY(weft_check_overlap(call, &one, &one));
         for (int32_t m = 0; m < l; m++) {
-            const weft_arg_group before = {&layer_info, weft_replay_layer_at(a->layers, m, &other), m};
+            layer_group(args, m, &other, &before);
             WEFT_TRY(weft_check_overlap(call, &one, &before));
         }
     }
     return WEFT_OK;
 }
 
-WEFT_DESC(mhc_replay_fwd, fwd_scalars, fwd_args, check_fwd);
+WEFT_DESC_GROUPS(mhc_replay_fwd, fwd_scalars, fwd_args, check_fwd, layer_group);
