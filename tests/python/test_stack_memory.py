@@ -7,30 +7,22 @@ import weft.torch as wt
 from compare import same
 from recompute_support import Meter
 from stack_support import KINDS, C, Mlp, N, calls_of, moved, stack, step
-from torch.autograd.graph import saved_tensors_hooks
 
 # ---- rebuild ---------------------------------------------------------------------------------------------------------
 
 
-def saved_streams(model, x) -> list:
-    """Storages of the stream tensors that are saved for backward, less the zeros of an entry, which are not that
-    large."""
-    saved = []
-
-    def pack(t):
-        storage = t.untyped_storage()
-        saved.extend([storage] if t.shape[-2:] == (N, C) and storage.nbytes() >= t.nbytes else [])
-        return t
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        y = model(x)
-    assert y.requires_grad
-    return saved
-
-
 def kept_streams(model, x) -> int:
-    """Bytes of these, storage by storage, once the forward pass has ended."""
-    return sum({s.data_ptr(): s.nbytes() for s in saved_streams(model, x) if s.nbytes()}.values())
+    """Bytes of the streams that the graph has saved for backward once the forward pass has ended, storage by storage,
+    less the zeros of an entry, which are not that large. They are read from the graph, because under hooks that would
+    list them recompute lets nothing go."""
+    nodes, found = [model(x).grad_fn], set()
+    for node in nodes:
+        if node not in found:
+            found.add(node)
+            nodes.extend(before for before, _ in node.next_functions if before is not None)
+    saved = [t for node in found for t in getattr(node, "saved_tensors", ()) if t is not None]
+    streams = [(t.untyped_storage(), t.nbytes) for t in saved if t.shape[-2:] == (N, C)]
+    return sum({s.data_ptr(): s.nbytes() for s, least in streams if s.nbytes() >= least}.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -240,11 +240,12 @@ class CheckpointWithoutOutput:
         self._result: Any = None
 
     def checkpoint(self, fn: Callable, *args: Any) -> Any:
-        """fn(*args), a tensor or a tuple, to be run again. Without autograd, under bypass_recompute and in a compiled
-        graph, which plans its own memory, the function is called and nothing else happens."""
+        """fn(*args), a tensor or a tuple, to be run again. Without autograd, under bypass_recompute, in a compiled
+        graph, which plans its own memory, and in a torch.utils.checkpoint that is not reentrant, which runs all of it
+        again, the function is called and nothing else happens."""
         if self._state is not _State.NEW:
             raise RuntimeError(f"checkpoint: expected an object that has not run, got one that {self._state.value}")
-        if torch.compiler.is_compiling() or _bypassed.get() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or _bypassed.get() or not torch.is_grad_enabled() or storage.in_checkpoint():
             self._state = _State.PLAIN
             return fn(*args)
         self._operation = _Operation(fn, args, self._retain)

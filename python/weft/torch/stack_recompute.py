@@ -3,7 +3,9 @@
 has ended, and rebuilt by one call of the library when the gradient of the group's output is there.
 
 The tensors that autograd saved stay the same objects. Their storage is emptied and later given back its size, and the
-library writes into it; nothing is copied, and no graph is built twice."""
+library writes into it; nothing is copied, and no graph is built twice. Where hooks keep what autograd saves
+(offloading, torch.utils.checkpoint with use_reentrant=False) these objects are not what backward reads: there nothing
+is let go."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import ops, ops_fused
+from . import ops, ops_fused, storage
 from .numerics import pack
 from .unmerged import Unmerged
 
@@ -100,7 +102,7 @@ class Group:
     def add(self, layer: Unmerged, y: Tensor) -> None:
         """The next layer has been merged, with streams y as the result."""
         site = layer.layer.connection
-        if not site.is_itself():  # nobody knows what it did
+        if storage.hooked() or not site.is_itself():  # what backward reads, or what the site did, is not known here
             self.end()
             return
         if self._run is not None and not self._run.goes_on_with(layer):

@@ -3,16 +3,35 @@
 
 Autograd keeps a tensor for backward as a reference to its storage, and so does every view. Work on the storage
 itself therefore reaches all of them at once, and leaves their version counters alone, which a write through one
-of the tensors would not."""
+of the tensors would not.
+
+Hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks) keep something else instead of the reference, and give
+back what they like: `hooked` and `in_checkpoint` tell where the above does not hold."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, UntypedStorage
 
 # Exchanges the memory of two storages (PyTorch 2.12 and later). Without it the contents are copied.
 CAN_MOVE = hasattr(UntypedStorage, "_swap_data_ptr_")
+
+
+def hooked() -> bool:
+    """Whether hooks take what autograd saves now. They may read a tensor at any time until they give it back, from
+    another stream too, or run forward again, so emptying its storage is not safe, and it saves nothing where they keep
+    a copy."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def in_checkpoint() -> bool:
+    """Whether these hooks are those of torch.utils.checkpoint with use_reentrant=False. In backward it runs forward
+    again and takes the tensors that this run saves. No gradient ever reaches that run's own graph, so a storage that is
+    emptied in it and waits for one stays empty."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
 class Kept(NamedTuple):
