@@ -43,6 +43,8 @@ SUITES = {
     "fused": ["--suite", "fused"],
     "all": ["--tokens", "32768", "--channels", "4096"],
 }
+# Of programs that share the processor: threads that spin while they wait would take it from the others.
+SHARED = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "2"}
 GROUP = {"process_group": 0} if sys.version_info >= (3, 11) else {}
 
 
@@ -93,7 +95,7 @@ class Task:
         """(lines, the last of which has the result; output). No lines where it was not finished in time."""
         if self.command is None:
             return [{**self.name, "result": self.instead, "seconds": 0.0}], ""
-        status, text, seconds = run(self.command, self.env, timeout)
+        status, text, seconds = run(self.command, self.env if self.alone else {**self.env, **SHARED}, timeout)
         last = {**self.name, **self.read(status, text), "seconds": round(seconds, 1)}
         return [*({**self.name, **row} for row in self.rows(text)), last], text
 
@@ -142,7 +144,7 @@ class Setting:
 def tests(build):
     """The test programs, on CUDA alone: the CPU backend has its tests wherever there is a CPU."""
     programs = sorted(p for p in (build.folder / "tests").glob("test_*") if os.access(p, os.X_OK) and p.is_file())
-    env = dict(build.env, OMP_WAIT_POLICY="passive", OMP_NUM_THREADS="2", WEFT_TEST_BACKENDS="cuda")
+    env = dict(build.env, WEFT_TEST_BACKENDS="cuda")
 
     def read(status, text):
         result = verdict(status)
@@ -191,7 +193,7 @@ def sanitizer(build):
 
 def python(build, interpreter):
     """tests/python, a process for each file, with the extension that lies beside the Python sources."""
-    env = dict(build.env, OMP_NUM_THREADS="2", PYTHONDONTWRITEBYTECODE="1", WEFT_TEST_NEEDS_GPU="1")
+    env = dict(build.env, PYTHONDONTWRITEBYTECODE="1", WEFT_TEST_NEEDS_GPU="1")
     env["PYTHONPATH"] = ":".join(p for p in (str(ROOT / "python"), env.get("PYTHONPATH", "")) if p)
     probe = "import pytest, importlib.metadata; print('torch', importlib.metadata.version('torch'))"
     status, text, _ = run([interpreter, "-c", probe], env)
