@@ -35,6 +35,7 @@ PYTHON = """#!/bin/sh
 echo "$0 $*" >>{calls}
 [ "$1" = -c ] && {{ echo 'torch 9.8.7'; exit 0; }}
 for word; do case "$word" in --junitxml=*) report=${{word#*=}} ;; esac; done
+echo "share $WEFT_TEST_SHARE" >>{calls}
 echo '<testsuites><testsuite><testcase name="test_a[cuda-1]"/><testcase name="test_a[cpu-1]"/>' >"$report"
 echo '<testcase name="test_b[cuda-2]"><skipped/></testcase></testsuite></testsuites>' >>"$report"
 """
@@ -105,6 +106,9 @@ assert results(lines, "tests") == {"test_good": "passed", "test_bad": "failed", 
                                    "test_cuda_large": "passed", "test_cuda_gdn": "passed"}
 files = {p.name for p in (ROOT / "tests" / "python").glob("test_*.py")}
 assert results(lines, "python") == dict.fromkeys(files, "passed")
+shares = [line["share"] for line in lines if line.get("file") == "test_ops.py"]
+assert len(shares) > 1 and shares == [f"{k}/{len(shares)}" for k in range(1, len(shares) + 1)]
+assert all(f"share {share}\n" in calls for share in (*shares, "1/1"))
 one = next(line for line in lines if line.get("file") == "test_ops.py")
 assert [one[k] for k in ("passed", "failed", "skipped", "on_gpu", "torch")] == [2, 0, 1, 1, "9.8.7"]
 assert results(lines, "train") == {"train": "skipped"} and results(lines, "ptx80") == {"ptx80": "not built"}
@@ -122,7 +126,7 @@ assert not any(" bench " in call or " --precision " in call for call in again) a
 assert results(lines, "tests")["test_bad"] == "passed"
 of = {line["of"] for line in lines if line.get("part") == "ptx80" and line["result"] in ("passed", "skipped")}
 assert of == {"tests", "check", "golden", "train"}, of
-assert "/ptx/weft check --backend cuda --quick --op gdn_pre" in calls  # compiles, and has no line
+assert "/ptx/weft check --backend cuda --quick --op gdn_pre_bwd\n" in calls  # compiles, and has no line
 full = lines
 
 calls, lines, _ = record("--build", machine, "--ptx-build", ptx, "--missing", "--parts", "tests,ptx80")

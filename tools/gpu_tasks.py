@@ -26,7 +26,7 @@ NAMES = {
     "check": ("precision",),
     "golden": (),
     "sanitizer": ("tool", "threads"),
-    "python": ("file",),
+    "python": ("file", "share"),
     "train": (),
     "ptx80": ("of", "test", "precision"),
     "bench": ("suite",),
@@ -34,6 +34,8 @@ NAMES = {
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Programs with tensors beyond 2^32 elements: one at a time, for together they ask for more memory than a GPU has.
 LARGE = {"test_cuda_large", "test_cuda_gdn"}
+# Files of tests/python that take long: so many processes share one.
+SHARES = {"test_ops.py": 4, "test_compile.py": 4}
 # What is timed: a name for the rows and the options of `weft bench`.
 SUITES = {
     "te": ["--suite", "te"],
@@ -126,8 +128,10 @@ class Build:
             raise Unusable(f"{self.folder}: expected a build with WEFT_CUDA_ARCHITECTURES=80-virtual, got one {self.cuda}")
 
     def operators(self):
+        """With their passes: mhc_post_fwd, mhc_post_bwd, ..."""
         listed = self.info.partition("\noperators\n")[2].partition("\n\n")[0]
-        return re.findall(r"^  (\w+)", listed, re.M)
+        rows = [line.split() for line in listed.splitlines()]
+        return [f"{stem}_{way}" for stem, *ways in rows for way in ways]
 
 
 @dataclass
@@ -192,7 +196,7 @@ def sanitizer(build):
 
 
 def python(build, interpreter):
-    """tests/python, a process for each file, with the extension that lies beside the Python sources."""
+    """tests/python, a process or more for each file, with the extension that lies beside the Python sources."""
     env = dict(build.env, PYTHONDONTWRITEBYTECODE="1", WEFT_TEST_NEEDS_GPU="1")
     env["PYTHONPATH"] = ":".join(p for p in (str(ROOT / "python"), env.get("PYTHONPATH", "")) if p)
     probe = "import pytest, importlib.metadata; print('torch', importlib.metadata.version('torch'))"
@@ -215,12 +219,15 @@ def python(build, interpreter):
 
         return read
 
-    def task(path):
-        report = folder / f"{path.stem}.xml"
+    def task(path, share, shares):
+        report = folder / f"{path.stem}{share}.xml"
         command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(path)]
-        return Task({"part": "python", "file": path.name}, command, env, reader(report))
+        name = {"part": "python", "file": path.name, "share": f"{share}/{shares}"}
+        return Task(name, command, dict(env, WEFT_TEST_SHARE=name["share"]), reader(report))
 
-    return [task(path) for path in sorted((ROOT / "tests" / "python").glob("test_*.py"))]
+    paths = sorted((ROOT / "tests" / "python").glob("test_*.py"))
+    shares = {path: SHARES.get(path.name, 1) for path in paths}
+    return [task(path, share, shares[path]) for path in paths for share in range(1, shares[path] + 1)]
 
 
 def train(build):
@@ -236,8 +243,8 @@ def train(build):
 
 def ptx80(build):
     """Tests, check, golden files and training once more, with PTX for compute capability 8.0, which the driver compiles for
-    this GPU: what GPUs run that the library has no machine code for. Programs that use one operator each go first, so that
-    all kernels are compiled side by side."""
+    this GPU: what GPUs run that the library has no machine code for. Programs that use one operator each come first, so
+    that all kernels are compiled side by side: those of gdn_pre alone take the driver a minute or two."""
     if build is None:
         return [Task({"part": "ptx80", "of": "all"})]
     tasks = [Task({"part": "ptx80", "of": operator}, [str(build.weft), "check", "--backend", "cuda", "--quick", "--op", operator],

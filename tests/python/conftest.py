@@ -24,6 +24,14 @@ if NO_GPU and os.environ.get("WEFT_TEST_NEEDS_GPU"):  # a record of a GPU is not
 needs_gpu = pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))
 
 
+def pytest_collection_modifyitems(items):
+    """WEFT_TEST_SHARE=2/4 runs every fourth test, from the second on."""
+    share = os.environ.get("WEFT_TEST_SHARE")
+    if share:
+        first, step = map(int, share.split("/"))
+        items[:] = items[first - 1 :: step]
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """Every test draws the same numbers, whichever tests ran before it."""
