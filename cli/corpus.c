@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "files.h"
+#include "fingerprint.h"
 #include "random.h"
 
 enum { VALIDATION_EVERY = 10, MAX_DEPTH = 32, CHUNK = 1 << 20 }; /* CHUNK: bytes read at a time, whole words */
@@ -173,18 +174,6 @@ static int add_all(corpus *c, const char *paths)
         paths += length + (paths[length] == ',');
     }
     return 1;
-}
-
-/* A resumed run must see the same text, and this tells. Eight bytes at a time: the text may be large. */
-static uint64_t fingerprint(uint64_t hash, const unsigned char *bytes, size_t size)
-{
-    for (size_t i = 0; i < size; i += 8) {
-        uint64_t word = 0;
-        memcpy(&word, bytes + i, size - i < 8 ? size - i : 8);
-        hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
-        hash ^= hash >> 32;
-    }
-    return hash;
 }
 
 static int take_fingerprint(corpus *c)

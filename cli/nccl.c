@@ -20,13 +20,6 @@ static int find(void *library, const char *name, void *to)
     return symbol != NULL;
 }
 
-/* 1 where every process says so. */
-static int all_agree(const ranks *all, int mine)
-{
-    double yes = mine ? 1 : 0;
-    return ranks_sum_double(all, &yes, 1) && (int)yes == all->count;
-}
-
 int nccl_open(nccl *n, const ranks *all, char *why, size_t size)
 {
     int (*get_id)(unique_id *) = NULL, (*init)(void **, int, unique_id, int) = NULL;
@@ -35,14 +28,15 @@ int nccl_open(nccl *n, const ranks *all, char *why, size_t size)
     int ok = n->library && find(n->library, "ncclGetUniqueId", &get_id) &&
              find(n->library, "ncclCommInitRank", &init) && find(n->library, "ncclAllReduce", &n->allreduce) &&
              find(n->library, "ncclCommDestroy", &n->destroy);
-    if (!all_agree(all, ok)) {
+    if (!ranks_all(all, ok)) {
         snprintf(why, size, "there is no libnccl.so.2");
         nccl_close(n);
         return 0;
     }
     if (all->rank == 0) ok = !get_id(&id);
-    ok = ranks_share(all, &id, sizeof id) && ok && !init(&n->comm, all->count, id, all->rank);
-    if (all_agree(all, ok)) return 1;
+    /* NCCL waits for all processes: none begins where one cannot. */
+    ok = ranks_all(all, ok) && ranks_share(all, &id, sizeof id) && !init(&n->comm, all->count, id, all->rank);
+    if (ranks_all(all, ok)) return 1;
     snprintf(why, size, "NCCL does not connect the processes");
     nccl_close(n);
     return 0;

@@ -27,6 +27,7 @@ typedef struct option {
     double low, high;           /* OPTION_NUMBER */
     int fixed;                  /* part of what a run is: a run that goes on must have the same value */
     int unsaved;                /* of this call only: neither in a checkpoint nor in a log */
+    int local;                  /* of this process only: others of the same run may have another value */
 } option;
 
 /* Fills the variables that the options name. -1: go on; otherwise the exit code: --help was asked for and printed,

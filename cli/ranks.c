@@ -40,7 +40,7 @@ int ranks_open(ranks *r, char *error, size_t size)
     if (!find(mpi, "ompi_mpi_comm_world", &r->world) || !find(mpi, "ompi_mpi_float", &r->type_float) ||
         !find(mpi, "ompi_mpi_double", &r->type_double) || !find(mpi, "ompi_mpi_byte", &r->type_byte) ||
         !find(mpi, "MPI_Bcast", &r->broadcast) || !find(mpi, "ompi_mpi_op_sum", &r->sum) ||
-        !find(mpi, "MPI_Allreduce", &r->allreduce) || !find(mpi, "MPI_Barrier", &r->barrier) ||
+        !find(mpi, "MPI_Allreduce", &r->allreduce) || !find(mpi, "MPI_Allgather", &r->allgather) ||
         !find(mpi, "MPI_Finalize", &r->finalize) || !find(mpi, "MPI_Abort", &r->abort) ||
         !find(mpi, "MPI_Init", &init) || !find(mpi, "MPI_Comm_rank", &get_rank) ||
         !find(mpi, "MPI_Comm_size", &get_size)) {
@@ -83,9 +83,17 @@ int ranks_share(const ranks *r, void *data, int bytes)
     return !r->library || !r->broadcast(data, bytes, r->type_byte, 0, r->world);
 }
 
-void ranks_wait(const ranks *r)
+int ranks_gather(const ranks *r, const void *mine, void *all, int bytes)
 {
-    if (r->library) r->barrier(r->world);
+    if (r->library) return !r->allgather(mine, bytes, r->type_byte, all, bytes, r->type_byte, r->world);
+    memcpy(all, mine, (size_t)bytes);
+    return 1;
+}
+
+int ranks_all(const ranks *r, int mine)
+{
+    double yes = mine ? 1 : 0;
+    return ranks_sum_double(r, &yes, 1) && (int)yes == r->count;
 }
 
 void ranks_abort(const ranks *r, int code)

@@ -17,9 +17,10 @@
 #include "lock.h"
 #include "progress.h"
 #include "runlog.h"
-#include "trainer.h"
+#include "train_facts.h"
 
-/* Set by Ctrl-C and by a polite kill: the step is finished and saved. */
+/* Set by Ctrl-C and by a polite kill: the step is finished and saved. mpirun passes SIGUSR1 on and waits, while its SIGTERM is
+ * followed by SIGKILL a second later. */
 static volatile sig_atomic_t asked_to_stop;
 
 static void stop_soon(int signal_number)
@@ -36,7 +37,8 @@ typedef struct session {
     char *texts;            /* of options that came from a checkpoint */
     char saved[FILES_PATH]; /* the last checkpoint; "" where there is none */
     checkpoint_file model;  /* of the checkpoint that the run goes on from, until it is loaded */
-    char error[512];
+    char error[AGREE_WHY];
+    int together; /* all processes know that the run cannot begin: none has to end the others */
     weft_model_config config;
     ranks ranks;
     corpus text;
@@ -49,7 +51,10 @@ typedef struct session {
 
 static int complain(const session *s, int code)
 {
-    if (s->ranks.rank == 0 || code != EXIT_UNUSABLE) fprintf(stderr, "weft train: %s\n", s->error);
+    if (s->ranks.count > 1 && !s->together)
+        fprintf(stderr, "weft train: rank %d: %s\n", s->ranks.rank, s->error);
+    else if (s->error[0])
+        fprintf(stderr, "weft train: %s\n", s->error);
     return code;
 }
 
@@ -67,6 +72,8 @@ static int read_config(session *s)
     return 0;
 }
 
+/* ---- up to the first step: each returns 1, or 0 with the reason in s->error ------------------------------------------------ */
+
 /* The folder for this run alone; processes of one run share it. */
 static int take_folder(session *s)
 {
@@ -81,7 +88,7 @@ static int take_folder(session *s)
     return 0;
 }
 
-/* Everything up to the first step; 0 with the reason in s->error. */
+/* What run it is, without memory for it and without other processes. */
 static int prepare(session *s)
 {
     train_options *o = &s->options;
@@ -99,17 +106,22 @@ static int prepare(session *s)
         (!checkpoint_open(&s->model, s->saved, s->error, sizeof s->error) ||
          !checkpoint_file_options(&s->model, s->table, s->given, &s->texts, s->error, sizeof s->error)))
         return 0;
-    return train_options_model(o, &s->config, s->error, sizeof s->error) &&
-           (!s->saved[0] || checkpoint_fits(&s->model, s->saved, &s->config, s->error, sizeof s->error));
+    if (!train_options_model(o, &s->config, s->error, sizeof s->error) ||
+        (s->saved[0] && !checkpoint_fits(&s->model, s->saved, &s->config, s->error, sizeof s->error)))
+        return 0;
+    if (corpus_open(&s->text, o->data, o->context)) return 1;
+    snprintf(s->error, sizeof s->error, "%s", s->text.error);
+    return 0;
 }
 
-static int open_all(session *s)
+static void note_run(const session *s, agree_notes *notes)
+{
+    train_facts_run(notes, s->table, s->saved, &s->text);
+}
+
+static int open_model(session *s)
 {
     train_options *o = &s->options;
-    if (!corpus_open(&s->text, o->data, o->context)) {
-        snprintf(s->error, sizeof s->error, "%s", s->text.error);
-        return 0;
-    }
     s->layer_norms = calloc((size_t)s->config.layers + 1, sizeof *s->layer_norms);
     if (!s->layer_norms || !trainer_open(&s->trainer, o, &s->config, &s->text, &s->ranks, o->batch, o->context)) {
         snprintf(s->error, sizeof s->error, "%s", s->layer_norms ? s->trainer.error : "out of memory");
@@ -117,10 +129,56 @@ static int open_all(session *s)
     }
     if (s->saved[0] && !checkpoint_load(&s->trainer, &s->model, s->saved, s->error, sizeof s->error)) return 0;
     checkpoint_file_close(&s->model);
+    return 1;
+}
+
+static void note_trainer(const session *s, agree_notes *notes)
+{
+    train_facts_model(notes, &s->trainer);
+}
+
+static int open_sums(session *s)
+{
+    if (trainer_connect(&s->trainer)) return 1;
+    snprintf(s->error, sizeof s->error, "%s", s->trainer.error);
+    return 0;
+}
+
+static int open_log(session *s)
+{
+    const train_options *o = &s->options;
     if (s->ranks.rank != 0) return 1;
     checkpoint_warn("train", &s->model, s->saved);
     if (!take_folder(s) || !runlog_open(&s->log, o->out, s->trainer.step, s->error, sizeof s->error)) return 0;
     if (s->trainer.step == 0) runlog_options(&s->log, s->table);
+    return 1;
+}
+
+/* Where only some processes train, the others must not wait for them. */
+static void stay_away(session *s)
+{
+    const agree_notes notes = {.error = "its options do not start a run"};
+    (void)agree(&s->ranks, &notes, s->error);
+    s->together = 1;
+}
+
+/* Processes go from one line to the next together, or end together. Nothing is written before all of them agree. */
+static int begin(session *s)
+{
+    static const struct {
+        int (*act)(session *);
+        void (*note)(const session *, agree_notes *);
+    } stages[] = {{prepare, note_run}, {open_model, note_trainer}, {open_sums, NULL}, {open_log, NULL}};
+    for (size_t i = 0; i < sizeof stages / sizeof *stages; i++) {
+        agree_notes notes = {0};
+        if (!stages[i].act(s))
+            snprintf(notes.error, sizeof notes.error, "%.*s", AGREE_ERROR - 1, s->error);
+        else if (stages[i].note && s->ranks.count > 1)
+            stages[i].note(s, &notes);
+        if (agree(&s->ranks, &notes, s->error)) continue;
+        s->together = 1;
+        return 0;
+    }
     return 1;
 }
 
@@ -220,7 +278,7 @@ static int train(session *s)
     progress bar = progress_open(!o->quiet && s->ranks.rank == 0, t->step, o->steps);
     double speed = 0;
     s->validation = (double)NAN;
-    while (t->step < o->steps && !asked_to_stop) {
+    while (t->step < o->steps && !agree_to_stop(&s->ranks, asked_to_stop)) {
         double start = progress_now();
         if (!trainer_step(t, &f)) {
             progress_close(&bar);
@@ -245,7 +303,7 @@ static int train(session *s)
         return complain(s, EXIT_UNUSABLE);
     }
     if (!o->quiet && s->ranks.rank == 0)
-        printf("%s at step %lld: %s\n", asked_to_stop ? "stopped" : "done", (long long)t->step, s->saved);
+        printf("%s at step %lld: %s\n", t->step < o->steps ? "stopped" : "done", (long long)t->step, s->saved);
     return EXIT_PASSED;
 }
 
@@ -255,20 +313,21 @@ int command_train(int argc, char **argv)
     if (!s) return EXIT_UNUSABLE;
     train_options_open(&s->options, s->table);
     int code = options_parse_given(argc, argv, s->table, s->given);
-    if (code >= 0) {
-        free(s);
-        return code;
-    }
     signal(SIGINT, stop_soon);
     signal(SIGTERM, stop_soon);
+    signal(SIGUSR1, stop_soon);
     signal(SIGXFSZ, SIG_IGN); /* a limit on file sizes is then an error of the write, like a full disk */
-    if (!ranks_open(&s->ranks, s->error, sizeof s->error) || !prepare(s) || !open_all(s)) {
+    if (!ranks_open(&s->ranks, s->error, sizeof s->error)) {
+        code = complain(s, EXIT_UNUSABLE);
+    } else if (code >= 0) {
+        stay_away(s);
+    } else if (!begin(s)) {
         code = complain(s, EXIT_UNUSABLE);
     } else {
         introduce(s);
         code = train(s);
     }
-    if (code != EXIT_PASSED) ranks_abort(&s->ranks, code);
+    if (code != EXIT_PASSED && !s->together) ranks_abort(&s->ranks, code);
     if (s->log.file) runlog_close(&s->log);
     trainer_close(&s->trainer);
     corpus_close(&s->text);

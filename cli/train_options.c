@@ -41,10 +41,6 @@ static const char *const optimizers[] = {"adamw", "muon", NULL};
     {                                                                                                              \
         .name = word, .kind = type, .to = &o->field, .value = what, .help = text, .unsaved = 1                     \
     }
-#define TEXT(field, word, what, text)                                                                              \
-    {                                                                                                              \
-        .name = word, .kind = OPTION_TEXT, .to = &o->field, .value = what, .help = text                            \
-    }
 
 void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
 {
@@ -78,8 +74,12 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
     const option rows[] = {
         ONCE(config_file, "config", OPTION_TEXT, "FILE",
              "file of 'name = value' lines with these names; the command line goes first"),
-        TEXT(data, "data", "PATHS",
-             "text to learn, files and folders separated by commas; default: weft's own sources"),
+        {.name = "data",
+         .kind = OPTION_TEXT,
+         .to = &o->data,
+         .value = "PATHS",
+         .help = "text to learn, files and folders separated by commas; default: weft's own sources",
+         .local = 1},
         ONCE(out, "out", OPTION_TEXT, "DIR", "folder of the run: log.jsonl and checkpoints"),
         ONCE(resume, "resume", OPTION_FLAG, NULL,
              "go on from the last checkpoint in DIR, or begin where there is none"),
@@ -94,7 +94,13 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
          .to = &o->dtype,
          .help = "of activations; auto: bf16 on cuda, f32 on the CPU. Parameters are f32",
          .choices = dtypes},
-        INT(threads, "threads", 0, 4096, "CPU threads; 0: OpenMP's default", 0),
+        {.name = "threads",
+         .kind = OPTION_INT,
+         .to = &o->threads,
+         .value = "N",
+         .help = "CPU threads; 0: OpenMP's default",
+         .max = 4096,
+         .local = 1},
         CHOICE(residual, "residual", residuals, "the residual connection"),
         CHOICE(exit, "exit", exits, "how streams become one at the end"),
         CHOICE(preset, "preset", presets, "numerics of the connection"),

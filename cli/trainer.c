@@ -185,7 +185,6 @@ int trainer_unmap(const trainer *t, float *array, float *host, int changed)
 
 static int open_device(trainer *t)
 {
-    char why[128];
     int devices = device_count();
     if (!weft_backend_available(WEFT_BACKEND_CUDA) || devices < 1)
         return fail(t, "--backend cuda: %s",
@@ -193,10 +192,16 @@ static int open_device(trainer *t)
     t->exec.device = t->ranks->local % devices;
     if (!well(t, device_use(t->exec.device))) return 0;
     if (t->config.dtype == WEFT_BF16) t->exec.precision = WEFT_PRECISION_TF32; /* of Muon's products */
-    if (!t->ranks->started) return 1;
-    int shared = t->ranks->locals > devices;
-    if (shared) snprintf(why, sizeof why, "%d processes share %d GPUs", t->ranks->locals, devices);
-    if (!shared && nccl_open(&t->nccl, t->ranks, why, sizeof why)) return 1;
+    return 1;
+}
+
+int trainer_connect(trainer *t)
+{
+    char why[128] = "processes share a GPU";
+    if (!on_cuda(t) || !t->ranks->started) return 1;
+    /* Machines may have different numbers of GPUs. */
+    if (ranks_all(t->ranks, t->ranks->locals <= device_count()) && nccl_open(&t->nccl, t->ranks, why, sizeof why))
+        return 1;
     if (t->ranks->rank == 0) fprintf(stderr, "weft train: gradients are not summed by NCCL: %s\n", why);
     if (t->ranks->count < 2) return 1;
     t->host_sums = malloc((size_t)t->elements * sizeof(float));

@@ -71,6 +71,8 @@ typedef struct step_figures {
 int trainer_open(trainer *t, const train_options *options, const weft_model_config *config, corpus *text,
                  const ranks *ranks, int64_t sequences, int64_t length);
 void trainer_close(trainer *t);
+/* How the gradients of several processes are summed on GPUs. All processes call it once their trainers are open. */
+int trainer_connect(trainer *t);
 /* One step. 0 where a call failed, or where a number is not finite: then the parameters are as they were. */
 int trainer_step(trainer *t, step_figures *figures);
 /* Mean loss over the validation windows. */

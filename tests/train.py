@@ -3,7 +3,8 @@
 """tests/train.py <weft> <work folder> [part...]: the program's training as its user sees it.
 
 Kill and resume, several processes against one, checkpoints, bad input, a GPU. Every run is small; random moments come from a
-seed that is printed. Parts are functions of this file; without any, all of them run."""
+seed that is printed. Parts are functions of this file, or alone and ranks, which stand for several; without any, all of them
+run."""
 
 import json
 import os
@@ -221,6 +222,179 @@ def processes():
     left = last_checkpoint("dies")
     code = asked_to_stop("dies", "--resume", "--steps", "1000000", "--save-every", "5")
     say("and its checkpoints are whole", code == 0 and last_checkpoint("dies") > left > "", f"exit {code}, after {left}")
+
+
+# ---- several processes that must agree ---------------------------------------------------------------------------------
+
+
+def ranks_begin(out, *apps):
+    """mpirun of one process per element of apps: its own options, and what comes before the program."""
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
+    for number, (args, before) in enumerate(apps):
+        command += [":"] if number else []
+        command += ["-np", "1", *before, str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", out, *map(str, args)]
+    # The MPI library keeps memory until the end, which is not the program's to free.
+    return subprocess.Popen(command, cwd=WORK, env={**ENV, "ASAN_OPTIONS": "detect_leaks=0"}, stdout=subprocess.DEVNULL,
+                            stderr=subprocess.PIPE, text=True, errors="replace")
+
+
+def ranks_end(process):
+    """Exit status and messages; a status of None where it hangs."""
+    try:
+        _, err = process.communicate(timeout=120)
+        return process.returncode, err
+    except subprocess.TimeoutExpired:
+        process.terminate()  # mpirun then kills its processes
+        _, err = process.communicate(timeout=60)
+        return None, "hangs: " + err
+
+
+def ranks_differ(name, words, *apps):
+    """Each process ends with the words in its message and none has written anything."""
+    code, err = ranks_end(ranks_begin("differ", *((a, ()) if isinstance(a, list) else a for a in apps)))
+    lines = [line for line in err.splitlines() if line.startswith("weft train: ")]
+    ok = code == 2 and len(lines) == len(apps) and len(set(lines)) == 1 and all(word in lines[0] for word in words)
+    say(f"{name} on one of {len(apps)} processes", ok and not (WORK / "differ").exists() and "Sanitizer" not in err,
+        f"exit {code}, {err.strip()[:600]}")
+    shutil.rmtree(WORK / "differ", ignore_errors=True)
+
+
+def disagreeing_ranks():
+    if not shutil.which("mpirun"):
+        print("skip disagreeing processes: no mpirun")
+        return
+    few = ["--steps", 3]
+    for option, one, other in (("channels", 32, 64), ("steps", 3, 5), ("seed", 1, 2), ("batch", 4, 3), ("micro", 1, 2), ("layers", 2, 1),
+                               ("residual", "mhc", "hc"), ("optimizer", "adamw", "muon"), ("backend", "cpu", "cuda"),
+                               ("dropout", 0, 0.5), ("save-every", 100, 2)):
+        ranks_differ(f"--{option} {other}", [f"--{option} is {one} (rank 0), {other} (rank 1)"], few, [*few, f"--{option}={other}"])
+    both = ["--seed is 2 (rank 0), 1 (ranks 1-2)", "--clip is 1 (ranks 0, 2), 3 (rank 1)"]
+    ranks_differ("another option", both, [*few, "--seed", 2], [*few, "--clip", 3], few)
+    (WORK / "rate.conf").write_text("rate = 2e-3\n")
+    ranks_differ("a file of options", ["--rate is 0.001 (rank 0), 0.002 (rank 1)"], few, [*few, "--config", "rate.conf"])
+    text = (WORK / "text.txt").read_text()
+    (WORK / "swapped.txt").write_text(text[:-2] + text[-1] + text[-2])
+    ranks_differ("a text of the same size", ["the text of --data is"], few, [*few, "--data", "swapped.txt"])
+    ranks_differ("no text", ["rank 2: nowhere.txt: No such file"], few, few, [*few, "--data", "nowhere.txt"])
+    ranks_differ("options that contradict", ["rank 0: --warmup 9 is longer"], [*few, "--warmup", 9], few)
+    code, err = ranks_end(ranks_begin("differ", ([*few, "--help"], ()), (few, ())))
+    say("help on one of 2 processes", code == 2 and "rank 0: its options do not start a run" in err, f"exit {code}, {err}")
+    code, err = ranks_end(ranks_begin("differ", ([*few, "--bogus"], ()), (few, ())))
+    say("an unknown option on one of 2 processes", code == 2 and "unknown option '--bogus'" in err, f"exit {code}, {err}")
+    shutil.copy(WORK / "text.txt", WORK / "copy.txt")
+    code, err = ranks_end(ranks_begin("same", ([*few, "--threads", 2], ()), ([*few, "--data", "copy.txt", "--quiet"], ())))
+    say("threads and the text's path may differ", code == 0 and len(figures("same")) == 3, f"exit {code}, {err}")
+
+
+def disagreeing_machines():
+    """Versions, BLAS and instruction sets, where this machine can be made to show two of them."""
+    if not shutil.which("mpirun") or not shutil.which("cc"):
+        print("skip disagreeing machines: no mpirun or no compiler")
+        return
+    few = ["--steps", 3]
+    for function, value, word in (("const char *weft_version(void)", '"9.8.7"', "the version of the library is"),
+                                  ("int weft_cpu_isa(void)", "1", "the instruction set is")):
+        other = WORK / "other.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", other, "-x", "c", "-"], input=f"{function} {{ return {value}; }}", text=True,
+                       check=True)
+        before = ("env", f"LD_PRELOAD={other}")
+        if weft("info", before=before)[1] == weft("info")[1]:
+            print(f"skip {word}: {function} is the same")
+            continue
+        ranks_differ(function, [word, "(rank 0)", "(rank 1)"], few, (few, before))
+    before = ("env", "OPENBLAS_CORETYPE=Nehalem")
+    if weft("info", before=before)[1] == weft("info")[1]:
+        print("skip the BLAS: there is only one")
+    else:
+        ranks_differ("another BLAS", ["the BLAS is", "(rank 0)", "(rank 1)"], few, (few, before))
+
+
+def disagreeing_checkpoints():
+    """Folders that only one machine sees."""
+    if not shutil.which("mpirun"):
+        print("skip disagreeing checkpoints: no mpirun")
+        return
+    options = ["--steps", 6, "--save-every", 2, "--resume"]
+    alone = train("alone", *options)
+    code, err = ranks_end(ranks_begin("shared", (options, ()), (options, ())))
+    say("runs of one and of two processes", alone[0] == 0 and code == 0, err)
+    (WORK / "behind").mkdir()
+    for name in ("step-00000002", "step-00000004"):
+        shutil.copytree(WORK / "shared" / name, WORK / "behind" / name)
+    found = "the checkpoint found in --out is step-00000006 (rank 0), "
+    for name, words, args in (("no checkpoint", [found + "none (rank 1)"], [*options, "--out", "empty"]),
+                              ("an older checkpoint", [found + "step-00000004 (rank 1)"], [*options, "--out", "behind"]),
+                              ("a checkpoint of another run", ["the state of the model is"], [*options, "--out", "alone"]),
+                              ("no --resume", ["rank 1: alone holds a run already"], [*options[:-1], "--out", "alone"])):
+        ranks_differ(name, words, [*options, "--out", "shared"], args)
+    say("no folder is made for it", not (WORK / "empty").exists())
+    left = {p.name: p.read_bytes() for p in (WORK / "shared").rglob("*") if p.is_file()}
+    shutil.copytree(WORK / "shared", WORK / "mirror")
+    code, err = ranks_end(ranks_begin("shared", (options, ()), ([*options, "--out", "mirror"], ())))
+    same = {p.name: p.read_bytes() for p in (WORK / "shared").rglob("*") if p.is_file()} == left
+    say("a copy of the folder is as good", code == 0 and same, f"exit {code}, {err}")
+
+
+def ranks_of(process):
+    """Process ids by rank."""
+    found = {}
+    for pid in subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split():
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        for entry in environment:
+            if entry.startswith(b"OMPI_COMM_WORLD_RANK="):
+                found[int(entry.split(b"=")[1])] = int(pid)
+    return found
+
+
+def wait_until(process, true):
+    """Polls while the process runs; a hang ends after two minutes."""
+    for _ in range(2400):
+        if true() or process.poll() is not None:
+            return
+        time.sleep(0.05)
+
+
+def last_step(out):
+    log = WORK / out / "log.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}") and line.startswith('{"step"')), default=0)
+
+
+def signalled_ranks():
+    """One process, or mpirun, is asked to stop: all stop after the same step, which is saved, and resumed runs have the bits of
+    one that was never stopped."""
+    if not shutil.which("mpirun"):
+        print("skip signalled processes: no mpirun")
+        return
+    endless = ["--steps", 1000000, "--dropout", 0.1]
+    for count, stops in ((2, ((1, signal.SIGTERM), (0, signal.SIGINT), ("mpirun", signal.SIGTERM), ("mpirun", signal.SIGUSR1))),
+                         (3, ((2, signal.SIGINT), (0, signal.SIGTERM)))):
+        out = f"signalled{count}"
+        for target, number in stops:
+            before = last_step(out)
+            process = ranks_begin(out, *[([*endless, "--save-every", 0, "--resume"], ())] * count)
+            # Where mpirun kills what does not end at once, the run goes on from an older checkpoint.
+            begun = int(last_checkpoint(out)[5:] or 0)
+            wait_until(process, lambda: begun + 3 <= last_step(out) != before and len(ranks_of(process)) == count)
+            os.kill(process.pid if target == "mpirun" else ranks_of(process)[target], number)
+            code, err = ranks_end(process)
+            name = f"{signal.Signals(number).name} to {target if target == 'mpirun' else f'rank {target}'} of {count}"
+            if (target, number) == ("mpirun", signal.SIGTERM):
+                say(f"{name} ends the run", code is not None, err)
+                continue
+            saved = last_checkpoint(out)
+            say(f"{name} stops all and saves", code == 0 and saved == f"step-{last_step(out):08d}" and int(saved[5:]) > begun,
+                f"exit {code}, {saved}, step {last_step(out)}, {err}")
+        last = last_step(out)
+        process = ranks_begin(f"whole{count}", *[([*endless, "--save-every", last or 1], ())] * count)
+        wait_until(process, lambda: last_checkpoint(f"whole{count}"))
+        process.send_signal(signal.SIGUSR1)
+        code, err = ranks_end(process)
+        same = same_checkpoint(out, f"whole{count}", last) and figures(out) == figures(f"whole{count}")[:last]
+        say(f"stopped and resumed, {count} processes have the bits of a run that was not", code == 0 and same, f"exit {code}, {err}")
 
 
 def recompute():
@@ -711,10 +885,12 @@ def gpu():
 
 
 setup()
-PARTS = (kill_and_resume, recompute, kinds, report, odd_reports, config_file, bad_options, bad_data, bad_checkpoints, flipped_bits, older_format, one_folder, changing_text, huge_context,
-         odd_names, renamed_checkpoints,          odd_files, bad_luck, processes, gpu)
-for part in PARTS:
-    if not sys.argv[3:] or part.__name__ in sys.argv[3:]:
+ALONE = (kill_and_resume, recompute, kinds, report, odd_reports, config_file, bad_options, bad_data, bad_checkpoints, flipped_bits,
+         older_format, one_folder, changing_text, huge_context, odd_names, renamed_checkpoints, odd_files, bad_luck, gpu)
+RANKS = (processes, disagreeing_ranks, disagreeing_machines, disagreeing_checkpoints, signalled_ranks)
+PARTS = {"alone": ALONE, "ranks": RANKS, **{part.__name__: (part,) for part in ALONE + RANKS}}
+for name in sys.argv[3:] or ("alone", "ranks"):
+    for part in PARTS[name]:
         part()
 print(f"{failures} failures")
 sys.exit(1 if failures else 0)
