@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * In front of the gated delta rule on a GPU: a projection of more than 2^32 elements, and offsets that no caller should
- * give. */
+ * In front of the gated delta rule on a GPU: a projection of more than 2^32 elements, and offsets and rows of a cache that no
+ * caller should give. */
 #include "device.h"
 #include "support/device.h"
 #include "support/values.h"
@@ -218,10 +218,113 @@ static void bad_offsets_stay_inside(void **state)
     test_verdict();
 }
 
+/* ---- rows of a cache ---------------------------------------------------------------------------------------------------- */
+
+/* Calls that together take all kernels of decoding; `requests` decides whether a launch in front finds the rows. */
+enum { STEP_VARIANTS = 6, STEP_SIZES = 3 };
+static const int64_t step_sizes[STEP_SIZES] = {7, 70, 600};
+
+static spec step_variant(int variant, int64_t requests)
+{
+    spec s = {.op = "gdn_pre_step", .tokens = requests, .streams = 4, .channels = 64, .act = WEFT_BF16};
+    s.steps = 1 + variant % 2;
+    s.history = 3;
+    s.wide = s.act;
+    s.gdn = weft_gdn_defaults();
+    if (variant < 2 || variant == 5) s.absent = " bias "; /* the usual case */
+    if (variant == 1) s.act = s.wide = WEFT_F32, s.history = 4;
+    if (variant == 2) s.packed = true;
+    if (variant == 3) s.gdn.g_chunk = 2, s.wide = WEFT_F32;
+    if (variant == 4) s.act = s.wide = WEFT_F16, s.channels = 17, s.param_layout = LAYOUT_LOOSE;
+    if (variant == 5) s.width = 3, s.channels = 32;
+    s.seed = (uint64_t)variant / 2; /* i32, i64 */
+    return s;
+}
+
+/* Results and states of a call on the GPU, the states in place or in a cache of their own. */
+static pack step_on_gpu(problem *p, bool in_place)
+{
+    const weft_tensor apart = *problem_arg(p, "new_state")->view;
+    problem_seal(p);
+    if (in_place) *problem_arg(p, "new_state")->view = *problem_arg(p, "state")->view;
+    const weft_status status = in_place ? problem_call(p, on_cuda(0)) : problem_run(p, on_cuda(0));
+    if (status != WEFT_OK) test_failed("%s: %s", problem_text(p), weft_last_error());
+    pack k = problem_pack(p);
+    problem_reset(p);
+    *problem_arg(p, "new_state")->view = apart;
+    return k;
+}
+
+/* Rows that the cache does not have and rows that two requests name. */
+static void pad_bad_rows(arg *index, double rows)
+{
+    double *row = arg_values(index);
+    for (int64_t n = 0; n < index->elements; n++) {
+        bool bad = row[n] < 0 || row[n] >= rows;
+        for (int64_t m = 0; m < index->elements; m++) bad = bad || (m != n && row[m] == row[n]);
+        if (bad) arg_set(index, n, -1);
+    }
+    free(row);
+}
+
+/* A call with bad rows has the bits of the same call with padding in their place, whose padding is zero and touches no state
+ * (test_gdn_promises.c). */
+static void expect_padding(const spec *s, const int64_t *at, const double *row, int count, const char *what)
+{
+    for (int in_place = 0; in_place < 2; in_place++) {
+        problem *p = problem_make(s);
+        arg *index = problem_arg(p, "state_index");
+        for (int i = 0; i < count; i++) arg_set(index, at[i], row[i]);
+        pack got = step_on_gpu(p, in_place);
+        pad_bad_rows(index, (double)(s->tokens + 2));
+        for (int i = 0; i < count; i++)
+            if (arg_get(index, at[i]) != -1) test_failed("request %lld was to be padding", (long long)at[i]);
+        pack want = step_on_gpu(p, in_place);
+        pack_expect_same(p, &got, &want, what);
+        pack_free(&want), pack_free(&got);
+        problem_free(p);
+    }
+}
+
+/* Two requests and more with one row: neighbours, far apart, first and last; a row that is another one's, and one that is not. */
+static void rows_named_twice_are_padding(void **state)
+{
+    (void)state;
+    need_gpu();
+    for (int v = 0; v < STEP_VARIANTS; v++)
+        for (int k = 0; k < STEP_SIZES; k++) {
+            const spec s = step_variant(v, step_sizes[k]);
+            const int64_t last = s.tokens - 1;
+            expect_padding(&s, (const int64_t[]){0, 1}, (const double[]){0, 0}, 2, "neighbours with one row");
+            expect_padding(&s, (const int64_t[]){0, last}, (const double[]){1, 1}, 2,
+                           "first and last with one row");
+            expect_padding(&s, (const int64_t[]){last / 2, last, 2, 0}, (const double[]){3, 3, 3, (double)s.tokens},
+                           4, "rows of others");
+        }
+    test_verdict();
+}
+
+static void rows_outside_the_cache_are_padding(void **state)
+{
+    (void)state;
+    need_gpu();
+    for (int v = 0; v < STEP_VARIANTS; v++)
+        for (int k = 0; k < STEP_SIZES; k++) {
+            const spec s = step_variant(v, step_sizes[k]);
+            const int64_t at[] = {0, 1, 3, s.tokens - 1};
+            const bool wide = s.seed % 2;
+            const double row[] = {(double)s.tokens + 2, -2, wide ? 0x1p40 : 0x1p30, wide ? -0x1p62 : -0x1p31};
+            expect_padding(&s, at, row, 4, "a row outside of the cache");
+        }
+    test_verdict();
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(more_elements_than_32_bits_count),
+        cmocka_unit_test(rows_named_twice_are_padding),
+        cmocka_unit_test(rows_outside_the_cache_are_padding),
         cmocka_unit_test(bad_offsets_stay_inside),
     };
     return suite_run("cuda_gdn", tests);

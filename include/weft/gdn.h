@@ -15,9 +15,10 @@
  * the state carried from one to the next, or token by token through gdn_pre_step, agrees with the whole.
  *
  * cu_seqlens and state_index are in the backend's memory. On the host their values are checked, and a call with bad ones
- * is refused; a device does not read them before the kernel runs, and takes offsets that decrease or pass the end as if
- * they were clamped to what is there, and rows that a cache does not have as padding. A debug build of the library prints such
- * offsets from the device. */
+ * is rejected. A device does not read them before the kernel runs. It takes offsets that decrease or pass the end as if they were
+ * clamped to what is there, and as padding a request whose row the cache does not have or another request of the call names too:
+ * results of zero, no state touched, all other requests as if it were not there. A debug build of the library prints such offsets
+ * and rows from the device. */
 #ifndef WEFT_GDN_H
 #define WEFT_GDN_H
 
@@ -116,7 +117,8 @@ typedef struct weft_gdn_pre_bwd_args {
 
 /* Decoding: forward of S new tokens for each of B requests (or N of them, with cu_seqlens), whose states are rows of a
  * cache. new_state receives the states after the last token, in the same rows; other rows keep what they have. A request
- * with index -1 is padding: its outputs are zero and no state is touched. No row may be named twice.
+ * with index -1 is padding: its outputs are zero and no state is touched. No row may be named twice: an error
+ * on the host, and on a device all requests that name it are padding.
  * In place: new_state over state, which is the usual way. */
 typedef struct weft_gdn_pre_step_args {
     size_t struct_size;

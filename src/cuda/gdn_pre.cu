@@ -153,6 +153,27 @@ template <class T> static weft_status fwd(const weft_call *call, const void *arg
                   {.grid = blocks_of(f.first_unit[PART_Z], f.seq.count), .block = WARPS * 32}, f);
 }
 
+/* Room for the rows of a call that has them found in front; NULL and none where its kernel finds them. */
+static int64_t *rows_of_many(weft_arena *arena, const weft_call *call, const weft_gdn_pre_step_args *a)
+{
+    const int64_t count = sequences_of(call, &a->cu_seqlens).count;
+    if (!weft_has(&a->state_index) || count <= WEFT_GDN_SEARCHED) return NULL;
+    return (int64_t *)weft_arena_take(arena, (size_t)count * sizeof(int64_t));
+}
+
+static weft_status find_rows(const weft_call *call, const weft_gdn_pre_step_args *a, fwd_params *p)
+{
+    weft_arena arena = cuda_arena(call);
+    int64_t *own = rows_of_many(&arena, call, a);
+    p->searched = own ? 0 : (int32_t)p->seq.count;
+    if (!own) return WEFT_OK;
+    WEFT_TRY(launch(call, "rows", rows_kernel,
+                    {.grid = grid_of((p->seq.count + WARPS - 1) / WARPS), .block = WARPS * 32, .order = OVERLAP},
+                    p->conv, p->seq.count, own));
+    p->conv.index = own, p->conv.wide_index = true, p->conv.index_stride = 1;
+    return WEFT_OK;
+}
+
 template <class T> static weft_status step(const weft_call *call, const void *args)
 {
     const weft_gdn_pre_step_args *a = (const weft_gdn_pre_step_args *)args;
@@ -164,6 +185,8 @@ template <class T> static weft_status step(const weft_call *call, const void *ar
     if (weft_has(&a->state_index)) {
         p.conv.index = a->state_index.data, p.conv.wide_index = a->state_index.dtype == WEFT_I64;
         p.conv.index_stride = a->state_index.stride[0];
+        WEFT_TRY(look_at_rows(call, p.conv, p.seq.count));
+        WEFT_TRY(find_rows(call, a, &p));
     }
     p.new_state = view_of(&a->new_state);
     p.wide_new_state = lies_side_by_side(&a->new_state, 1, p.conv.history);
@@ -182,7 +205,18 @@ template <class T> static weft_status step(const weft_call *call, const void *ar
                   {.grid = blocks_of(p.first_unit[PARTS], p.apart), .block = WARPS * 32, .order = OVERLAP}, p);
 }
 
+static size_t step_workspace(const weft_call *call, const void *args)
+{
+    weft_call query = *call;
+    query.query = true;
+    weft_arena arena = cuda_arena(&query);
+    rows_of_many(&arena, call, (const weft_gdn_pre_step_args *)args);
+    return weft_arena_bytes(&arena);
+}
+
 const weft_kernel weft_cuda_gdn_pre_fwd[] = {
     {WEFT_BF16, 0, fwd<bf16>, NULL}, {WEFT_F16, 0, fwd<f16>, NULL}, {WEFT_F32, 0, fwd<float>, NULL}, {}};
-const weft_kernel weft_cuda_gdn_pre_step[] = {
-    {WEFT_BF16, 0, step<bf16>, NULL}, {WEFT_F16, 0, step<f16>, NULL}, {WEFT_F32, 0, step<float>, NULL}, {}};
+const weft_kernel weft_cuda_gdn_pre_step[] = {{WEFT_BF16, 0, step<bf16>, step_workspace},
+                                              {WEFT_F16, 0, step<f16>, step_workspace},
+                                              {WEFT_F32, 0, step<float>, step_workspace},
+                                              {}};

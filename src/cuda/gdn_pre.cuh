@@ -273,12 +273,16 @@ static inline convolution convolution_of(const weft_call *call, const weft_tenso
     return c;
 }
 
-/* The row of a sequence's state; -1 where it has none. A row that does not exist counts as none. */
+static __device__ __forceinline__ int64_t index_at(const convolution &c, int64_t n)
+{
+    return c.wide_index ? ((const int64_t *)c.index)[n * c.index_stride]
+                        : ((const int32_t *)c.index)[n * c.index_stride];
+}
+
+/* The row of a sequence's state; below 0 where it has none. A row that does not exist counts as none. */
 static __device__ __forceinline__ int64_t state_row(const convolution &c, int64_t n)
 {
-    const int64_t row = !c.index       ? n
-                        : c.wide_index ? ((const int64_t *)c.index)[n * c.index_stride]
-                                       : ((const int32_t *)c.index)[n * c.index_stride];
+    const int64_t row = c.index ? index_at(c, n) : n;
     return row < c.state_rows ? row : -1;
 }
 

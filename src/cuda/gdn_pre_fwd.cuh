@@ -29,6 +29,7 @@ struct fwd_params {
     int64_t range;                 /* tokens of a warp */
     int32_t gate_tokens;           /* of a warp that has gates */
     int64_t apart;                 /* decoding: sequences of a warp */
+    int32_t searched; /* decoding: indices that a warp compares with its own; 0: no row is named twice */
     view new_state;
     bool wide_new_state;
 };
@@ -192,7 +193,7 @@ static __device__ void forward_any(const fwd_params &p, int part, int unit, int6
     for (int64_t t = t0; t < t1; t++, advance(now, p.seq)) {
         if (t == where.end) next_sequence(p.seq, where, t);
         const int64_t row = where.n < p.seq.count && has(p.conv.state) ? state_row(p.conv, where.n) : -1;
-        const bool zero = where.n >= p.seq.count || (p.conv.index && row < 0);
+        const bool zero = where.n >= p.seq.count;
         float squares[MAX_GROUPS] = {};
         for (int k = 0; k < groups; k++)
             for (int e = 0; e < GROUP; e++) {
@@ -270,7 +271,7 @@ static __device__ __forceinline__ void forward_gates(const fwd_params &p, int64_
                 if (t >= t1) break;
                 if (t == w.end) next_sequence(p.seq, w, t);
                 float beta = 0.0f, out = 0.0f;
-                if (w.n < p.seq.count && !(p.conv.index && state_row(p.conv, w.n) < 0)) {
+                if (w.n < p.seq.count) {
                     const float one = decay(xa[r]);
                     g = p.g_chunk && (t - w.start) % p.g_chunk ? g + one : one;
                     out = g * p.g_factor;

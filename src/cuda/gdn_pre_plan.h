@@ -25,6 +25,10 @@ weft_gdn_ranges weft_gdn_fwd_ranges(int64_t tokens, int64_t warps, int32_t sms);
 /* Backward: parameter gradients are summed range by range, so the number must not depend on the machine. */
 weft_gdn_ranges weft_gdn_bwd_ranges(int64_t tokens, int64_t channels);
 
+/* Decoding: up to so many requests every warp compares all indices with its own; of more, a launch in front does so for all
+ * heads. */
+enum { WEFT_GDN_SEARCHED = 512 };
+
 /* Decoding: groups of sequences, each of which the same warps go through one by one. */
 int64_t weft_gdn_step_groups(int64_t sequences, int64_t warps, int32_t sms);
 
