@@ -140,27 +140,65 @@ def setup():
     (WORK / "text.txt").write_text("".join(rng.choice(words) + rng.choice([" ", " ", ", ", ".\n"]) for _ in range(4000)))
 
 
-def kill_and_resume():
-    options = ["--residual", "mhc", "--steps", 300, "--save-every", 7, "--val-every", 10, "--dropout", 0.1]
-    code, _, err = train("whole", *options)
-    say("a run", code == 0 and figures("whole")[-1]["step"] == 300, err)
-    for seed in range(3):
-        rng, out, kills = random.Random(seed), f"killed{seed}", 0
-        for _ in range(60):
-            command = [str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", out, *map(str, options)]
-            process = subprocess.Popen([*command, "--resume"], cwd=WORK, env=ENV, stderr=subprocess.PIPE)
-            try:
-                process.wait(rng.uniform(0.02, 0.4) if kills < 8 else None)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                kills += 1
-                continue
+def killed_run(out, options, steps, signals, rng):
+    """Kills a run at random moments, by these signals in turn, and resumes it each time. Returns how often it was killed before it
+    was done, the steps at which that was, and what went wrong."""
+    targets = sorted(rng.randrange(steps * 9 // 10) for _ in signals)
+    struck, log = [], WORK / out / "log.jsonl"
+    for number, target in zip(signals, targets):
+        node = log.stat().st_ino if log.exists() else None
+        command = [str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", out, *map(str, options), "--resume"]
+        process = subprocess.Popen(command, cwd=WORK, env=ENV, stderr=subprocess.PIPE, text=True)
+        # The log of a run that goes on is a new file. One moment in four is while it starts.
+        while target % 4 and process.poll() is None:
+            if log.exists() and log.stat().st_ino != node and len(figures_so_far(out)) >= target:
+                break
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.02))
+        process.send_signal(number)
+        _, err = process.communicate()
+        done = len(figures_so_far(out))
+        if process.returncode == 0 and last_checkpoint(out) != f"step-{done:08d}":
+            return len(struck), struck, f"{number!r}: the last checkpoint is {last_checkpoint(out)} after step {done}"
+        if process.returncode not in (0, -number):
+            return len(struck), struck, f"{number!r}: exit {process.returncode} {err}"
+        if done == steps:
             break
-        ok = process.returncode == 0 and same_checkpoint("whole", out, 300) and figures("whole") == figures(out)
-        say(f"killed {kills} times and resumed, bit for bit", ok, (process.stderr.read() or b"").decode())
-    left = visible("killed0")
-    say("the last three checkpoints are kept", left == ["log.jsonl", "step-00000287", "step-00000294", "step-00000300"], str(left))
+        struck.append(done)
+    code, _, err = train(out, *options, "--resume")
+    return len(struck), struck, "" if code == 0 else f"exit {code} {err}"
+
+
+def kill_and_resume():
+    """WEFT_TEST_KILLS of them, over every kind of residual connection and optimiser."""
+    kills = int(os.environ.get("WEFT_TEST_KILLS", 24))
+    kinds = [(kind, optimizer) for kind in ("residual", "hc", "mhc", "mhc_single_pass") for optimizer in ("adamw", "muon")]
+    turns = [(signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[i % 3] for i in range(kills)]
+    by_signal, seed = {number: 0 for number in turns}, 0
+    for index, (kind, optimizer) in enumerate(kinds):
+        mine = [turns[i] for i in range(kills) if i // 3 % len(kinds) == index]
+        steps = max(100, 20 * len(mine))
+        options = ["--residual", kind, "--optimizer", optimizer, "--steps", steps, "--save-every", 7, "--val-every", 10, "--dropout", 0.1]
+        whole = f"whole-{kind}-{optimizer}"
+        code, _, err = train(whole, *options)
+        say(f"a run, {kind} and {optimizer}", code == 0 and len(figures(whole)) == steps, err)
+        expected = [f"step-{step:08d}" for step in [*range(7, steps, 7), steps][-3:]]
+        say("the last three checkpoints are kept", visible(whole) == ["log.jsonl", *expected], str(visible(whole)))
+        # A run that was done before all its kills had struck leaves the rest to another.
+        while mine:
+            seed += 1
+            out = f"killed-{kind}-{optimizer}-{seed}"
+            count, struck, problem = killed_run(out, options, steps, mine, random.Random(seed))
+            for number in mine[:count]:
+                by_signal[number] += 1
+            ok = not problem and same_checkpoint(whole, out, steps) and figures(whole) == figures(out)
+            say(f"killed {count} times after steps {struck} and resumed, bit for bit (seed {seed})", ok, problem)
+            left = visible(out)
+            say("and nothing else is left there", len(left) == 4 and left[0] == "log.jsonl" and left[3] == expected[-1], str(left))
+            if not ok:
+                break
+            mine = mine[count:]
+    print("     kills: " + ", ".join(f"{count} by {number.name}" for number, count in by_signal.items()))
     say("asked to stop, it saves", asked_to_stop("asked", "--steps", "100000") == 0 and last_checkpoint("asked"))
 
 
