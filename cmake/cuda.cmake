@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# The CUDA backend. Sets WEFT_HAVE_CUDA, WEFT_CUDA_FLAGS, WEFT_CUDA_INCLUDE, WEFT_CUDA_LIBRARIES; extends WEFT_HAVE.
+# The CUDA backend. Sets WEFT_HAVE_CUDA, WEFT_CUDA_FLAGS, WEFT_CUDA_INCLUDE, WEFT_CUDA_LIBRARIES and WEFT_CUDA_CODE, the list that
+# is compiled for; extends WEFT_HAVE.
+
+include(cmake/cuda_architectures.cmake)
 
 set(WEFT_HAVE_CUDA 0)
 set(WEFT_CUDA_LIBRARIES "")
+set(WEFT_CUDA_CODE "")
 if(WEFT_SANITIZE)
     # The sanitizers look at host code; device code has compute-sanitizer (make gpu-record).
     set(WEFT_CUDA OFF)
@@ -35,10 +39,25 @@ if(WEFT_CUDA STREQUAL "ON")
     # Static: the library loads on a machine without a GPU or a CUDA installation, and says so when it is asked for one.
     set(WEFT_CUDA_LIBRARIES CUDA::cudart_static)
 
+    if(WEFT_CUDA_ARCHITECTURES STREQUAL "native")
+        # What was found once stays where no GPU can be seen: a build folder may be used from machines with one and without.
+        find_program(WEFT_NVIDIA_SMI nvidia-smi)
+        weft_cuda_capabilities(found "${WEFT_NVIDIA_SMI}")
+        if(found)
+            set(WEFT_CUDA_CAPABILITIES "${found}" CACHE INTERNAL "compute capabilities of this machine's GPUs")
+        endif()
+    endif()
+    weft_cuda_architectures(WEFT_CUDA_CODE "${WEFT_CUDA_ARCHITECTURES}" "${WEFT_CUDA_CAPABILITIES}"
+                            ${CMAKE_CUDA_COMPILER_VERSION})
+    if(WEFT_CUDA_ARCHITECTURES STREQUAL "native" AND NOT WEFT_CUDA_CAPABILITIES)
+        message(NOTICE "CUDA: no GPU here, so code for ${WEFT_CUDA_CODE} alone (CUDA_ARCH=all in make, "
+                       "WEFT_CUDA_ARCHITECTURES=all in CMake: for all GPUs)")
+    endif()
+
     # Fused multiply-adds are written out here as well. Subnormals are kept, divisions and roots are correctly rounded.
     set(WEFT_CUDA_FLAGS --fmad=false --expt-relaxed-constexpr -Xcompiler=-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra,-Wno-missing-field-initializers
                         -Xptxas=-warn-spills,-warn-lmem-usage --threads=1)
-    foreach(arch IN LISTS WEFT_CUDA_ARCHITECTURES)
+    foreach(arch IN LISTS WEFT_CUDA_CODE)
         string(REGEX REPLACE "-.*" "" number ${arch})
         if(NOT arch MATCHES "-virtual$")
             list(APPEND WEFT_CUDA_FLAGS "SHELL:-gencode arch=compute_${number},code=sm_${number}")

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+# Which GPUs the CUDA backend is compiled for. Functions only, so that a script can include them (tests/cuda_architectures.cmake).
+
+# The code in a library for all GPUs. 8.0 also as PTX, which the driver compiles for GPUs that there is no machine code for.
+set(WEFT_CUDA_ALL 80 90a-real 100-real)
+# The nvcc that first knows them.
+set(WEFT_NVCC_OF_80 11.0)
+set(WEFT_NVCC_OF_90a 12.0)
+set(WEFT_NVCC_OF_100 12.8)
+
+# weft_cuda_capabilities(<result> <nvidia-smi>): compute capabilities of the GPUs of this machine, e.g. 8.6;9.0, or nothing.
+function(weft_cuda_capabilities result nvidia_smi)
+    set(lines "")
+    if(nvidia_smi)
+        execute_process(COMMAND ${nvidia_smi} --query-gpu=compute_cap --format=csv,noheader RESULT_VARIABLE status
+                        OUTPUT_VARIABLE lines ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE TIMEOUT 60)
+        if(NOT status STREQUAL "0")
+            set(lines "")
+        endif()
+    endif()
+    string(REPLACE "\n" ";" lines "${lines}")
+    list(FILTER lines INCLUDE REGEX "^ *[0-9]+\\.[0-9] *$")
+    string(REPLACE " " "" lines "${lines}")
+    list(REMOVE_DUPLICATES lines)
+    list(SORT lines COMPARE NATURAL)
+    set(${result} "${lines}" PARENT_SCOPE)
+endfunction()
+
+# weft_cuda_architectures(<result> <asked> <capabilities> <version of nvcc>): the list to compile for. <asked> is "native": what
+# a library for all GPUs would run on those with the given capabilities, or one architecture where there are none; "all": as
+# much as nvcc knows; or a list, which stays as it is.
+function(weft_cuda_architectures result asked capabilities nvcc)
+    set(known "")
+    foreach(arch IN LISTS WEFT_CUDA_ALL)
+        string(REGEX REPLACE "-.*" "" number ${arch})
+        if(nvcc VERSION_GREATER_EQUAL WEFT_NVCC_OF_${number})
+            list(APPEND known ${arch})
+        endif()
+    endforeach()
+    if(asked STREQUAL "all")
+        set(list ${known})
+    elseif(asked STREQUAL "native")
+        set(list "")
+        foreach(capability IN LISTS capabilities)
+            if(capability MATCHES "^8\\.")
+                list(APPEND list 80-real)
+            elseif(capability STREQUAL "9.0" AND "90a-real" IN_LIST known)
+                list(APPEND list 90a-real)
+            elseif(capability MATCHES "^10\\." AND "100-real" IN_LIST known)
+                list(APPEND list 100-real)
+            elseif(capability VERSION_GREATER "8.0")
+                list(APPEND list 80-virtual)
+            endif()
+        endforeach()
+        list(REMOVE_DUPLICATES list)
+        if(NOT list AND "90a-real" IN_LIST known)
+            set(list 90a-real)
+        elseif(NOT list)
+            set(list 80)
+        endif()
+    else()
+        set(list "${asked}")
+    endif()
+    set(${result} "${list}" PARENT_SCOPE)
+endfunction()
