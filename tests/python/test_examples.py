@@ -23,7 +23,7 @@ ABORT_AT_EXIT = "terminate called without an active exception"
 
 def losses(command, gloo=False):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert run.returncode == 0 or (gloo and ABORT_AT_EXIT in run.stderr), run.stderr[-3000:]
     return [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)", run.stdout, re.MULTILINE)]
 
