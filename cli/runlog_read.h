@@ -35,7 +35,7 @@ typedef struct run_record {
     char error[256];
 } run_record;
 
-/* 1, or 0 with the reason in error; run_record_close is due either way. */
+/* 1, or 0 with the reason in error; run_record_close must follow either way. */
 int run_record_parse(run_record *r, const char *text, size_t size);
 int run_record_open(run_record *r, const char *path);
 void run_record_close(run_record *r);

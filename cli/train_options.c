@@ -73,7 +73,7 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
                          .gain_every = 5};
     const option rows[] = {
         ONCE(config_file, "config", OPTION_TEXT, "FILE",
-             "file of 'name = value' lines with these names; the command line goes first"),
+             "file of 'name = value' lines with these names; the command line takes precedence"),
         {.name = "data",
          .kind = OPTION_TEXT,
          .to = &o->data,

@@ -534,7 +534,7 @@ def config_file():
     code, _, err = train("conf", "--config", "run.conf", "--layers", 2)
     head = json.loads((WORK / "conf/log.jsonl").read_text().splitlines()[0])["options"] if code == 0 else {}
     ok = code == 0 and head["residual"] == "hc" and head["bias"] == "on" and head["layers"] == "2" and head["steps"] == "3"
-    say("a file of options; the command line goes first", ok, err)
+    say("a file of options; the command line takes precedence", ok, err)
     for text, word in (("layers = two\n", "line 1"), ("\nlayer = 2\n", "unknown option 'layer'"), ("steps 3\n", "name = value"),
                        ("bias = 1\n", "bias does not take"), ("seed = 1\nseed = 2\n", "twice"), ("steps = 3\0", "not text")):
         (WORK / "bad.conf").write_text(text)
