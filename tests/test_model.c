@@ -432,6 +432,159 @@ static void bad_configurations(void **state)
     assert_int_equal(weft_model_query(&exec, &good[0], 0, 4, &bytes), WEFT_ERR_ARGUMENT);
 }
 
+/* ---- arrays of a pass ------------------------------------------------------------------------------------------------------- */
+
+/* Everything that a pass of one stage takes, each array with room around it. */
+enum { PARAMETERS, GRADIENTS, TOKENS, TARGETS, STEP, LOSS, IN, OUT, D_OUT, D_IN, PARTS };
+static const char *const part_names[PARTS] = {"parameters",    "gradients",   "tokens",     "targets",
+                                              "step",          "loss",        "streams_in", "streams_out",
+                                              "d_streams_out", "d_streams_in"};
+
+typedef struct pass {
+    weft_model_config config;
+    weft_exec exec;
+    weft_model model;
+    weft_model_bytes bytes;
+    char *memory, *part[PARTS];
+    size_t size[PARTS], element[PARTS];
+} pass;
+
+static pass pass_open(weft_stage stage, weft_dtype dtype)
+{
+    enum { SEQUENCES = 1, LENGTH = 4 };
+    pass p = {.config = gpt_config(WEFT_RESIDUAL_MHC, dtype), .exec = dtype == WEFT_F64 ? on_ref() : on_cpu(0, 1)};
+    const size_t value = dtype == WEFT_F64 ? 8 : 4;
+    int64_t elements;
+    p.config.stage = stage, p.config.dropout = 0.1;
+    if (weft_model_param_count(&p.config, NULL, &elements) != WEFT_OK ||
+        weft_model_query(&p.exec, &p.config, SEQUENCES, LENGTH, &p.bytes) != WEFT_OK)
+        fail_msg("%s", weft_last_error());
+    const size_t hop = (size_t)(LENGTH * p.config.channels) *
+                       (stage == WEFT_STAGE_BLOCK ? 1 : (size_t)p.config.streams),
+                 counts[PARTS] = {(size_t)elements, (size_t)elements, LENGTH, LENGTH, 1, 1, hop, hop, hop, hop},
+                 sizes[PARTS] = {value, value, 4, 4, 8, 8, value, value, value, value};
+    p.memory = must_alloc(p.bytes.total);
+    for (int i = 0; i < PARTS; i++) {
+        p.element[i] = sizes[i], p.size[i] = counts[i] * sizes[i];
+        p.part[i] = must_alloc(p.size[i] + 64);
+        memset(p.part[i], 0, p.size[i] + 64);
+    }
+    assert_int_equal(weft_model_init(&p.config, 3, p.part[PARAMETERS] + value / 2), WEFT_ERR_ARGUMENT);
+    assert_int_equal(weft_model_init(&p.config, 3, p.part[PARAMETERS]), WEFT_OK);
+    assert_int_equal(weft_model_bind(&p.exec, &p.config, SEQUENCES, LENGTH, p.memory, p.bytes.total, &p.model),
+                     WEFT_OK);
+    return p;
+}
+
+static void pass_close(pass *p)
+{
+    for (int i = 0; i < PARTS; i++) free(p->part[i]);
+    free(p->memory);
+}
+
+/* One pass with array `k` at `at`; a backward has its forward before it. */
+static weft_status pass_run(pass *p, bool forward, int k, void *at)
+{
+    void *a[PARTS];
+    for (int i = 0; i < PARTS; i++) a[i] = p->part[i];
+    for (int way = 0; way < (forward ? 1 : 2); way++) {
+        if (forward || way) a[k] = at;
+        const weft_model_args args = {.struct_size = sizeof args,
+                                      .parameters = a[PARAMETERS],
+                                      .gradients = a[GRADIENTS],
+                                      .tokens = a[TOKENS],
+                                      .targets = a[TARGETS],
+                                      .training = 1,
+                                      .step = a[STEP],
+                                      .loss = a[LOSS],
+                                      .streams_in = a[IN],
+                                      .streams_out = a[OUT],
+                                      .d_streams_out = a[D_OUT],
+                                      .d_streams_in = a[D_IN]};
+        if (forward || way) return (forward ? weft_model_forward : weft_model_backward)(&p->exec, &p->model, &args);
+        if (weft_model_forward(&p->exec, &p->model, &args) != WEFT_OK) fail_msg("%s", weft_last_error());
+    }
+    return WEFT_OK;
+}
+
+static void expect_pass(pass *p, bool forward, int k, void *at, weft_status want, const char *what)
+{
+    weft_status got = pass_run(p, forward, k, at);
+    if (got != want || (want != WEFT_OK && !strstr(weft_last_error(), part_names[k])))
+        test_failed("stage %d, %s: %s %s: \"%s\" (%s), want \"%s\"", (int)p->config.stage,
+                    forward ? "forward" : "backward", part_names[k], what, weft_status_name(got), weft_last_error(),
+                    weft_status_name(want));
+}
+
+static void arrays_of_a_pass(void **state)
+{
+    (void)state;
+    for (int stage = 0; stage < WEFT_STAGE_COUNT; stage++)
+        for (int f64 = 0; f64 < 2; f64++) {
+            pass p = pass_open((weft_stage)stage, f64 ? WEFT_F64 : WEFT_F32);
+            const bool entry = stage == WEFT_STAGE_WHOLE || stage == WEFT_STAGE_FIRST,
+                       exit = stage == WEFT_STAGE_WHOLE || stage == WEFT_STAGE_LAST;
+            const bool used[2][PARTS] = {{1, 1, entry, exit, 1, 0, 0, 0, !exit, !entry},
+                                         {1, 0, entry, exit, 1, exit, !entry, !exit, 0, 0}};
+            for (int forward = 0; forward < 2; forward++)
+                for (int k = 0; k < PARTS; k++) {
+                    char *own = p.part[k], *memory = p.memory;
+                    const size_t half = p.element[k] / 2;
+                    bool optional = k == STEP || k == LOSS || (k == TARGETS && forward);
+                    if (!used[forward][k]) { /* not looked at */
+                        expect_pass(&p, forward, k, (void *)1, WEFT_OK, "unused");
+                        expect_pass(&p, forward, k, NULL, WEFT_OK, "unused");
+                        continue;
+                    }
+                    expect_pass(&p, forward, k, own, WEFT_OK, "as it should be");
+                    expect_pass(&p, forward, k, NULL, optional ? WEFT_OK : WEFT_ERR_ARGUMENT, "NULL");
+                    expect_pass(&p, forward, k, own + 1, WEFT_ERR_ARGUMENT, "off by a byte");
+                    expect_pass(&p, forward, k, own + half, WEFT_ERR_ARGUMENT, "off by half an element");
+                    expect_pass(&p, forward, k, memory, WEFT_ERR_OVERLAP, "at the model's memory");
+                    expect_pass(&p, forward, k, memory + (p.bytes.total - 8) / 8 * 8, WEFT_ERR_OVERLAP,
+                                "at the end of the model's memory");
+                    /* what is written against all the others */
+                    for (int j = 0; j < PARTS; j++) {
+                        bool out = k == GRADIENTS || k == LOSS || k == OUT || k == D_IN;
+                        bool in_place = (k == OUT && j == IN) || (k == D_IN && j == D_OUT);
+                        if (j == k || !out || !used[forward][j]) continue;
+                        expect_pass(&p, forward, k, p.part[j], in_place ? WEFT_OK : WEFT_ERR_OVERLAP,
+                                    "over another");
+                        char *inside = p.part[j] + (p.size[j] > 64 ? 16 : 0);
+                        if (!in_place || p.size[j] > 64)
+                            expect_pass(&p, forward, k, inside, WEFT_ERR_OVERLAP, "inside of another");
+                    }
+                }
+            pass_close(&p);
+        }
+    test_verdict();
+}
+
+/* A hop in place gives the same bits as one between two arrays. */
+static void hops_in_place(void **state)
+{
+    (void)state;
+    static const weft_stage stages[] = {WEFT_STAGE_MIDDLE, WEFT_STAGE_BLOCK};
+    for (int s = 0; s < 2; s++) {
+        pass p = pass_open(stages[s], WEFT_F32);
+        const size_t bytes = p.size[IN];
+        for (size_t i = 0; i < bytes / 4; i++)
+            ((float *)(void *)p.part[IN])[i] = ((float *)(void *)p.part[D_OUT])[i] = (float)(i % 7) - 3;
+        char *in = must_alloc(bytes), *out = must_alloc(bytes), *d_in = must_alloc(bytes);
+        memcpy(in, p.part[IN], bytes);
+        assert_int_equal(pass_run(&p, false, D_IN, p.part[D_IN]), WEFT_OK);
+        memcpy(out, p.part[OUT], bytes);
+        memcpy(d_in, p.part[D_IN], bytes);
+        assert_int_equal(pass_run(&p, false, D_IN, p.part[D_OUT]), WEFT_OK);
+        assert_memory_equal(p.part[D_OUT], d_in, bytes);
+        assert_int_equal(pass_run(&p, true, OUT, p.part[IN]), WEFT_OK);
+        assert_memory_equal(p.part[IN], out, bytes);
+        assert_memory_not_equal(in, out, bytes);
+        free(in), free(out), free(d_in);
+        pass_close(&p);
+    }
+}
+
 static void bad_values_are_named(void **state)
 {
     (void)state;
@@ -454,13 +607,21 @@ static void bad_values_are_named(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(gradients_are_exact),          cmocka_unit_test(every_parameter_learns),
-        cmocka_unit_test(cpu_follows_the_reference),    cmocka_unit_test(threads_change_nothing),
-        cmocka_unit_test(begins_as_the_plain_residual), cmocka_unit_test(gains_tell_the_kinds_apart),
-        cmocka_unit_test(stages_are_the_whole),         cmocka_unit_test(block_between_rows),
-        cmocka_unit_test(recompute_changes_no_bit),     cmocka_unit_test(memory_is_what_the_query_says),
-        cmocka_unit_test(calls_out_of_order),           cmocka_unit_test(bad_configurations),
+        cmocka_unit_test(gradients_are_exact),
+        cmocka_unit_test(every_parameter_learns),
+        cmocka_unit_test(cpu_follows_the_reference),
+        cmocka_unit_test(threads_change_nothing),
+        cmocka_unit_test(begins_as_the_plain_residual),
+        cmocka_unit_test(gains_tell_the_kinds_apart),
+        cmocka_unit_test(stages_are_the_whole),
+        cmocka_unit_test(block_between_rows),
+        cmocka_unit_test(recompute_changes_no_bit),
+        cmocka_unit_test(memory_is_what_the_query_says),
+        cmocka_unit_test(calls_out_of_order),
+        cmocka_unit_test(bad_configurations),
         cmocka_unit_test(bad_values_are_named),
+        cmocka_unit_test(arrays_of_a_pass),
+        cmocka_unit_test(hops_in_place),
     };
     return suite_run("model", tests);
 }

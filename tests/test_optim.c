@@ -126,9 +126,9 @@ static void bad_arguments(void **state)
     float x[4] = {0};
     const weft_adamw_args good = {.struct_size = sizeof good,
                                   .parameter = x,
-                                  .first = x,
-                                  .second = x,
-                                  .gradient = x,
+                                  .first = x + 1,
+                                  .second = x + 2,
+                                  .gradient = x + 3,
                                   .count = 1,
                                   .step = 1,
                                   .beta1 = 0.9,
@@ -136,6 +136,7 @@ static void bad_arguments(void **state)
                                   .eps = 1,
                                   .scale = 1};
     weft_adamw_args a;
+    assert_int_equal(weft_adamw(&cpu, &good), WEFT_OK);
 #define BAD(...)                                                                                                   \
     do {                                                                                                           \
         a = good;                                                                                                  \
@@ -149,10 +150,89 @@ static void bad_arguments(void **state)
     BAD(a.beta1 = 1);
     BAD(a.eps = 0);
     BAD(a.rate = (double)NAN);
+    BAD(a.eps = (double)INFINITY);
+    BAD(a.decay = (double)INFINITY);
+    BAD(a.scale = (double)NAN);
+    BAD(a.count = ((int64_t)1 << 48) + 1);
+    BAD(a.count = INT64_MAX);
 #undef BAD
     weft_muon_args m = {.struct_size = sizeof m, .rows = 0, .columns = 2};
     size_t bytes;
     assert_int_equal(weft_muon_workspace(&cpu, &m, &bytes), WEFT_ERR_ARGUMENT);
+}
+
+/* Arrays that lie in each other, in the workspace, or off their elements. */
+static void bad_arrays(void **state)
+{
+    (void)state;
+    enum { ROWS = 3, COLUMNS = 4, COUNT = ROWS * COLUMNS };
+    for (int f64 = 0; f64 < 2; f64++) {
+        weft_exec exec = WEFT_STRUCT(weft_exec, .backend = f64 ? WEFT_BACKEND_REF : WEFT_BACKEND_CPU);
+        const size_t value = f64 ? 8 : 4, bytes = COUNT * value;
+        size_t need;
+        weft_muon_args m = {.struct_size = sizeof m, .rows = ROWS, .columns = COLUMNS, .rate = 0.1, .scale = 1};
+        assert_int_equal(weft_muon_workspace(&exec, &m, &need), WEFT_OK);
+        /* five arrays of doubles' size beside each other, and the workspace */
+        double factor = 1;
+        char *all = must_alloc(5 * COUNT * 8), *work = must_alloc(need + 64);
+        memset(all, 0, 5 * COUNT * 8);
+        char *a[5];
+        for (size_t i = 0; i < 5; i++) a[i] = all + i * COUNT * 8;
+        exec.workspace = work, exec.workspace_bytes = need;
+        const weft_adamw_args adam = {.struct_size = sizeof adam,
+                                      .parameter = a[0],
+                                      .first = a[1],
+                                      .second = a[2],
+                                      .gradient = a[3],
+                                      .count = COUNT,
+                                      .step = 1,
+                                      .beta1 = 0.9,
+                                      .beta2 = 0.9,
+                                      .eps = 1,
+                                      .scale = 1,
+                                      .factor = &factor};
+        assert_int_equal(weft_adamw(&exec, &adam), WEFT_OK);
+        const size_t adam_fields[] = {offsetof(weft_adamw_args, parameter), offsetof(weft_adamw_args, first),
+                                      offsetof(weft_adamw_args, second), offsetof(weft_adamw_args, gradient)};
+        for (int i = 0; i < 4; i++)
+            for (int j = 0; j < 4; j++) {
+                weft_adamw_args b = adam;
+                char *at = i == j ? a[i] + 1 : a[j] + bytes - value;
+                memcpy((char *)&b + adam_fields[i], &at, sizeof at);
+                assert_int_equal(weft_adamw(&exec, &b), i == j ? WEFT_ERR_ARGUMENT : WEFT_ERR_OVERLAP);
+            }
+        weft_adamw_args inside = adam;
+        inside.factor = (const double *)(void *)a[1];
+        assert_int_equal(weft_adamw(&exec, &inside), WEFT_ERR_OVERLAP);
+        m.parameter = a[0], m.moment = a[1], m.gradient = a[2], m.factor = &factor;
+        assert_int_equal(weft_muon(&exec, &m), WEFT_OK);
+        const size_t muon_fields[] = {offsetof(weft_muon_args, parameter), offsetof(weft_muon_args, moment),
+                                      offsetof(weft_muon_args, gradient)};
+        for (int i = 0; i < 3; i++) {
+            weft_muon_args b = m;
+            char *const places[] = {work, work + (need - 1) / 8 * 8, a[(i + 1) % 3], a[i] + 2};
+            for (int k = 0; k < 4; k++) {
+                memcpy((char *)&b + muon_fields[i], &places[k], sizeof places[k]);
+                assert_int_equal(weft_muon(&exec, &b), k == 3 ? WEFT_ERR_ARGUMENT : WEFT_ERR_OVERLAP);
+                assert_non_null(strstr(weft_last_error(), k < 2 ? "exec.workspace" : "muon"));
+            }
+        }
+        double *sum = (double *)(void *)a[4];
+        assert_int_equal(weft_sum_squares(&exec, a[0], COUNT, sum), WEFT_OK);
+        assert_int_equal(weft_sum_squares(&exec, a[0] + 1, COUNT - 1, sum), WEFT_ERR_ARGUMENT);
+        assert_int_equal(weft_sum_squares(&exec, a[4], COUNT, sum), WEFT_ERR_OVERLAP);
+        assert_int_equal(weft_sum_squares(&exec, a[0], COUNT, (double *)(void *)(a[4] + 4)), WEFT_ERR_ARGUMENT);
+        const weft_clip_args clip = {
+            .struct_size = sizeof clip, .sums = sum, .count = 1, .norm = sum + 1, .factor = sum + 2};
+        weft_clip_args c = clip;
+        assert_int_equal(weft_clip(&exec, &c), WEFT_OK);
+        c.factor = c.norm;
+        assert_int_equal(weft_clip(&exec, &c), WEFT_ERR_OVERLAP);
+        c = clip, c.norm = sum;
+        assert_int_equal(weft_clip(&exec, &c), WEFT_ERR_OVERLAP);
+        free(all);
+        free(work);
+    }
 }
 
 int main(void)
@@ -162,6 +242,7 @@ int main(void)
         cmocka_unit_test(muon_orthogonalises),
         cmocka_unit_test(sums),
         cmocka_unit_test(bad_arguments),
+        cmocka_unit_test(bad_arrays),
     };
     return suite_run("optim", tests);
 }

@@ -94,7 +94,7 @@ typedef struct weft_dropout {
     uint64_t seed;
     uint64_t site;        /* which call of the model: layer and sub-layer */
     const uint64_t *step; /* read when the operator runs, in the backend's memory; NULL = 0 */
-    int64_t token_base;   /* global index of token 0, for shards of a batch */
+    int64_t token_base;   /* global index of token 0, for shards of a batch: 0 to 2^62 */
     int32_t shared;       /* 1: one mask for all streams of a token */
     uint64_t reserved[6]; /* zero */
 } weft_dropout;

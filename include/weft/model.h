@@ -145,11 +145,13 @@ typedef struct weft_model {
 
 WEFT_API weft_status weft_model_query(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
                                       int64_t length, weft_model_bytes *bytes);
-/* memory: bytes.total of the backend's, aligned to 64 bytes. Passes run with the exec that the model was bound with. */
+/* sequences * length is at most 2^31 - 1. memory: bytes.total of the backend's, aligned to 64 bytes. Passes run with the exec that the model was bound with. */
 WEFT_API weft_status weft_model_bind(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
                                      int64_t length, void *memory, size_t bytes, weft_model *model);
 
-/* Both passes take the same struct. exec.workspace is not used: it is part of the model's memory. */
+/* Both passes take the same struct. exec.workspace is not used: it is part of the model's memory. Arrays are aligned to their
+ * elements and share no byte with the model's memory; what a pass writes shares none with anything else (WEFT_ERR_OVERLAP), but
+ * streams_out may be streams_in, and d_streams_in d_streams_out. */
 typedef struct weft_model_args {
     size_t struct_size;
     const weft_blas *blas; /* NULL: the backend's own loop */
@@ -160,7 +162,7 @@ typedef struct weft_model_args {
         *targets;     /* the same shape; -1: does not count. NULL in forward: logits only. Where there is a head */
     int32_t training; /* 1: dropout */
     const uint64_t *step; /* of dropout, read when the pass runs; NULL = 0 */
-    int64_t token_base;   /* global index of token 0, for micro-batches and ranks */
+    int64_t token_base;   /* global index of token 0, for micro-batches and ranks: 0 to 2^62 */
     double loss_scale;    /* of the gradient; 0: 1/tokens, the gradient of the mean loss */
     double *loss; /* out, optional, in the backend's memory: sum over the tokens that count, of -log p(target) */
     /* What a part gets and gives where it has no embedding or no head: streams, or the rows of a block. In forward the

@@ -2,7 +2,8 @@
  *
  * Optimisers over plain arrays: AdamW, Muon, and the norm that clipping needs. Arrays are f32 on cpu and cuda, f64 on
  * ref. A number that one call leaves for the next (a sum, a norm, a factor) is a double in the backend's memory, so a step
- * on a GPU never waits for the host. */
+ * on a GPU never waits for the host. Arrays are aligned to their elements and have at most 2^48 of them; what a call writes, and
+ * its workspace, share no memory with anything else of the call (WEFT_ERR_OVERLAP). Scalars are finite. */
 #ifndef WEFT_OPTIM_H
 #define WEFT_OPTIM_H
 
@@ -49,8 +50,8 @@ typedef struct weft_muon_args {
     const weft_blas *blas;
     void *parameter, *moment;
     const void *gradient;
-    int64_t rows, columns;
-    int32_t iterations; /* 0: five */
+    int64_t rows, columns; /* 1 to 2^31 - 1 */
+    int32_t iterations;    /* 0: five; at most 1000 */
     double rate, momentum, decay, scale;
     const double *factor; /* as in weft_adamw_args */
 } weft_muon_args;

@@ -31,7 +31,8 @@ typedef struct weft_plan_desc {
     int32_t recompute; /* 0: everything stays, the same calls */
     int32_t group;  /* layers per group, 1 .. layers; 0: one group of all layers. The last group may be shorter */
     int32_t poison; /* 1: discarded memory is filled with NaN, so a stale read shows */
-    int64_t tokens, streams, channels;
+    int64_t tokens, streams,
+        channels; /* 0 .. 2^32, 1 .. WEFT_MAX_STREAMS, 1 .. 2^24; their product is at most 2^48 */
     weft_dtype dtype;
 } weft_plan_desc;
 
@@ -70,6 +71,7 @@ WEFT_API int32_t weft_plan_best_group(int32_t layers, int64_t streams);
 
 /* memory: bytes.total of it, aligned to 64 bytes. */
 WEFT_API weft_status weft_plan_open(const weft_plan_desc *desc, void *memory, size_t bytes, weft_plan *plan);
+/* -1 where there is no such layer. */
 WEFT_API int32_t weft_plan_group_of(const weft_plan *plan, int32_t layer);
 /* 1 where this layer is the last of its group. */
 WEFT_API int32_t weft_plan_ends_group(const weft_plan *plan, int32_t layer);

@@ -81,7 +81,8 @@ typedef enum weft_precision {
 
 /* A view of memory that somebody else owns. Frozen. Strides count elements, not bytes, so a stream layout, a padded row or a
  * transposed weight is a matter of strides. dtype WEFT_NONE: the tensor is absent (an input that is not there, an
- * output that is not wanted). data may be NULL only where the tensor has no elements. */
+ * output that is not wanted). data may be NULL only where the tensor has no elements. Strides are 0 to 2^48, and a tensor has and
+ * spans at most 2^48 elements. Strides of an output reach no element twice; those of an input may (0 repeats it). */
 typedef struct weft_tensor {
     void *data;
     weft_dtype dtype;
@@ -157,7 +158,7 @@ static inline weft_tensor weft_dense(void *data, weft_dtype dtype, int32_t ndim,
     for (int i = ndim - 1; i >= 0; i--) {
         t.shape[i] = shape[i];
         t.stride[i] = step;
-        step *= shape[i];
+        step = (int64_t)((uint64_t)step * (uint64_t)shape[i]); /* absurd shapes are for the validator to name */
     }
     return t;
 }

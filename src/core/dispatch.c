@@ -209,10 +209,19 @@ static size_t workspace_of(const entered *e)
     return e->kernel->workspace(&query, e->args);
 }
 
+/* A workspace that a caller can have at all. */
+static weft_status fits_memory(const weft_call *call, size_t need)
+{
+    if (need <= WEFT_MOST_BYTES) return WEFT_OK;
+    return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected sizes whose workspace is at most 2^62 bytes, got larger ones",
+                     weft_op_name(call->op));
+}
+
 weft_status weft_check_room(const weft_call *call, size_t need)
 {
     const weft_exec *exec = call->exec;
     if (need == 0) return WEFT_OK;
+    WEFT_TRY(fits_memory(call, need));
     if (exec->workspace == NULL || exec->workspace_bytes < need)
         return weft_fail(WEFT_ERR_WORKSPACE, "%s: exec.workspace: expected at least %zu bytes, got %zu%s",
                          weft_op_name(call->op), need, exec->workspace_bytes, exec->workspace ? "" : " at NULL");
@@ -250,7 +259,9 @@ static weft_status workspace(weft_op op, const weft_exec *exec, const void *args
     if (bytes == NULL)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: bytes: expected a pointer, got NULL", weft_op_name(op));
     WEFT_TRY(enter(op, exec, args, true, &e));
-    *bytes = workspace_of(&e);
+    const size_t need = workspace_of(&e);
+    WEFT_TRY(fits_memory(&e.call, need));
+    *bytes = need;
     return WEFT_OK;
 }
 

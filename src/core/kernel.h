@@ -10,6 +10,8 @@
 #include <weft/norm.h>
 #include <weft/ops.h>
 
+#include "core/size.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -21,7 +23,8 @@ typedef enum weft_op {
     WEFT_OP_COUNT
 } weft_op;
 
-/* A call after validation: nobody below checks a shape again. */
+/* A call after validation: nobody below checks a shape again. No tensor has, spans or steps over more than WEFT_MOST_ELEMENTS, so
+ * offsets and products of the sizes of a tensor fit. */
 typedef struct weft_call {
     weft_op op;
     const weft_exec *exec;
@@ -111,6 +114,12 @@ typedef struct weft_arena {
 
 #define WEFT_ARENA_ALIGN 64
 
+/* To whole pieces; what does not fit stays beyond all limits. */
+static inline size_t weft_round_up(size_t bytes)
+{
+    return weft_bytes_plus(bytes, WEFT_ARENA_ALIGN - 1) & ~(size_t)(WEFT_ARENA_ALIGN - 1);
+}
+
 static inline weft_arena weft_arena_open(void *workspace)
 {
     uintptr_t p = (uintptr_t)workspace;
@@ -122,14 +131,14 @@ static inline weft_arena weft_arena_open(void *workspace)
 static inline void *weft_arena_take(weft_arena *a, size_t bytes)
 {
     void *p = a->base ? a->base + a->used : NULL;
-    a->used += (bytes + WEFT_ARENA_ALIGN - 1) & ~(size_t)(WEFT_ARENA_ALIGN - 1);
+    a->used = weft_bytes_plus(a->used, weft_round_up(bytes));
     return p;
 }
 
 /* Bytes to ask the caller for: what was taken plus room to align the base. */
 static inline size_t weft_arena_bytes(const weft_arena *a)
 {
-    return a->used ? a->used + WEFT_ARENA_ALIGN - 1 : 0;
+    return a->used ? weft_bytes_plus(a->used, WEFT_ARENA_ALIGN - 1) : 0;
 }
 
 #ifdef __cplusplus

@@ -66,8 +66,8 @@ weft_status weft_check_dropout(const weft_call *call, const char *prefix, const 
     if (!(dropout->p >= 0 && dropout->p < 1))
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %sdropout.p: expected a number in [0, 1), got %g", op, prefix,
                          dropout->p);
-    if (dropout->token_base < 0)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %sdropout.token_base: expected 0 or more, got %lld", op, prefix,
+    if (dropout->token_base < 0 || dropout->token_base > WEFT_MOST_TOKEN_BASE)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %sdropout.token_base: expected 0 to 2^62, got %lld", op, prefix,
                          (long long)dropout->token_base);
     if (dropout->shared != 0 && dropout->shared != 1)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %sdropout.shared: expected 0 or 1, got %d", op, prefix,

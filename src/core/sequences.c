@@ -10,8 +10,7 @@
 weft_status weft_check_sequences(const weft_call *call, const weft_tensor *cu_seqlens)
 {
     const char *op = weft_op_name(call->op);
-    int64_t tokens;
-    if (__builtin_mul_overflow(call->batch, call->steps, &tokens) || tokens > (int64_t)1 << 40)
+    if (weft_times(call->batch, call->steps) > (int64_t)1 << 40)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: batch * steps: expected at most 2^40 tokens, got %lld * %lld", op,
                          (long long)call->batch, (long long)call->steps);
     if (!weft_has(cu_seqlens)) {

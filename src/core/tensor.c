@@ -62,10 +62,18 @@ static bool is_output(const weft_arg_info *info)
     return info->kind != WEFT_ARG_IN;
 }
 
+static bool is_empty(const weft_tensor *t)
+{
+    for (int i = 0; i < t->ndim; i++)
+        if (t->shape[i] == 0) return true;
+    return false;
+}
+
 static int64_t elements(const weft_tensor *t)
 {
     int64_t n = 1;
-    for (int i = 0; i < t->ndim; i++) n *= t->shape[i];
+    if (is_empty(t)) return 0;
+    for (int i = 0; i < t->ndim; i++) n = weft_times(n, t->shape[i]);
     return n;
 }
 
@@ -185,21 +193,12 @@ static weft_status bind_dim(weft_call *call, const weft_arg_info *info, int axis
     }
 }
 
-/* Bytes from the first to the end of the last element; -1 where that does not fit 62 bits. */
-static int64_t extent(const weft_tensor *t)
+/* Elements from the first to the last of a tensor that has some; strides are not negative. */
+static int64_t length_of(const weft_tensor *t)
 {
-    int64_t last = 0, part;
-    for (int i = 0; i < t->ndim; i++)
-        if (__builtin_mul_overflow(t->shape[i] - 1, t->stride[i], &part) ||
-            __builtin_add_overflow(last, part, &last))
-            return -1;
-    return last >= ((int64_t)1 << 58) ? -1 : (last + 1) * (int64_t)weft_element_bytes(t->dtype);
-}
-
-/* Elements from the first to the last of a tensor that has some and whose extent fits. */
-static int64_t whole_length(const weft_tensor *t)
-{
-    return extent(t) / (int64_t)weft_element_bytes(t->dtype);
+    int64_t last = 0;
+    for (int i = 0; i < t->ndim; i++) last = weft_plus(last, weft_times(t->shape[i] - 1, t->stride[i]));
+    return weft_plus(last, 1);
 }
 
 /* No two indices reach the same element: each stride steps over everything that smaller strides can reach. */
@@ -232,23 +231,29 @@ static int64_t usual_length(const weft_tensor *t)
         if (stride < inner && shape != 1) return 0;
         inner += stride * (shape - 1);
     }
-    return inner;
+    return inner <= WEFT_MOST_ELEMENTS ? inner : 0;
 }
 
 static weft_status check_strides(const weft_call *call, const weft_arg_info *info, const weft_tensor *t,
                                  const char *prefix)
 {
+    const char *op = weft_op_name(call->op);
     for (int i = 0; i < t->ndim; i++)
-        if (t->stride[i] < 0)
-            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: stride %d: expected 0 or more, got %lld",
-                             weft_op_name(call->op), prefix, info->name, i, (long long)t->stride[i]);
-    if (elements(t) > 0 && extent(t) < 0)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a span below 2^58 elements, got strides beyond it",
-                         weft_op_name(call->op), prefix, info->name);
-    if (elements(t) > 0 && is_output(info) && !writes_once(t))
+        if (t->stride[i] < 0 || t->stride[i] > WEFT_MOST_ELEMENTS)
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: stride %d: expected 0 to 2^48, got %lld", op, prefix,
+                             info->name, i, (long long)t->stride[i]);
+    if (is_empty(t)) return WEFT_OK;
+    if (elements(t) > WEFT_MOST_ELEMENTS)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected at most 2^48 elements, got a shape of more", op,
+                         prefix, info->name);
+    if (length_of(t) > WEFT_MOST_ELEMENTS)
         return weft_fail(WEFT_ERR_ARGUMENT,
-                         "%s: %s%s: expected strides that write each element once, got overlapping ones",
-                         weft_op_name(call->op), prefix, info->name);
+                         "%s: %s%s: expected a span of at most 2^48 elements, got strides beyond it", op, prefix,
+                         info->name);
+    if (is_output(info) && !writes_once(t))
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "%s: %s%s: expected strides that write each element once, got overlapping ones", op,
+                         prefix, info->name);
     return WEFT_OK;
 }
 
@@ -259,8 +264,8 @@ static weft_status check_layout(const weft_call *call, const weft_arg_info *info
     *length = usual_length(t);
     if (*length == 0) {
         WEFT_TRY(check_strides(call, info, t, prefix));
-        if (elements(t) == 0) return WEFT_OK;
-        *length = whole_length(t);
+        if (is_empty(t)) return WEFT_OK;
+        *length = length_of(t);
     }
     if (call->query) return WEFT_OK;
     if (t->data == NULL)
@@ -329,13 +334,9 @@ weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const 
                                  prefix, a->name, (int)add);
         }
     }
-    if (call->streams > 0) {
-        int64_t both;
-        if (__builtin_mul_overflow(call->streams, call->channels > 0 ? call->channels : 1, &both) ||
-            both > ((int64_t)1 << 31))
-            return weft_fail(WEFT_ERR_ARGUMENT, "%s: streams * channels: expected at most 2^31, got %lld * %lld",
-                             weft_op_name(call->op), (long long)call->streams, (long long)call->channels);
-    }
+    if (call->streams > 0 && call->channels > 0 && weft_times(call->streams, call->channels) > (int64_t)1 << 31)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: streams * channels: expected at most 2^31, got %lld * %lld",
+                         weft_op_name(call->op), (long long)call->streams, (long long)call->channels);
     put_on(shelf, step_of(info, args), step_of(info, args) ? sizeof(uint64_t) : 0);
     return WEFT_OK;
 }
@@ -358,8 +359,8 @@ static reach reach_of(const weft_tensor *t)
 {
     reach r = {.at = (uintptr_t)t->data, .element = (int64_t)weft_element_bytes(t->dtype)};
     for (int i = 0; i < t->ndim; i++) {
+        if (t->shape[i] == 1 || t->stride[i] == 0) continue;
         int64_t step = t->stride[i] * r.element;
-        if (t->shape[i] == 1 || step == 0) continue;
         int k = r.count++;
         for (; k > 0 && r.step[k - 1] < step; k--) r.step[k] = r.step[k - 1], r.shape[k] = r.shape[k - 1];
         r.step[k] = step;
@@ -395,14 +396,9 @@ typedef struct span {
 
 static span span_of(const weft_tensor *t)
 {
-    int64_t last = 0; /* check_layout has seen that it fits */
-    if (t->dtype == WEFT_NONE) return (span){0, 0};
-    for (int i = 0; i < t->ndim; i++) {
-        if (t->shape[i] == 0) return (span){0, 0};
-        last += (t->shape[i] - 1) * t->stride[i];
-    }
+    if (t->dtype == WEFT_NONE || is_empty(t)) return (span){0, 0};
     const uintptr_t begin = (uintptr_t)t->data;
-    return (span){begin, begin + (uintptr_t)(last + 1) * weft_element_bytes(t->dtype)};
+    return (span){begin, begin + (uintptr_t)length_of(t) * weft_element_bytes(t->dtype)};
 }
 
 static bool same_view(const weft_tensor *a, const weft_tensor *b)
@@ -535,9 +531,9 @@ weft_status weft_check_workspace_apart(const weft_call *call, const weft_operand
 /* Bytes of an output that is large and dense, else 0. */
 static int64_t large_bytes(const weft_arg_info *info, const weft_tensor *t)
 {
-    if (!is_output(info) || !weft_has(t)) return 0;
-    int64_t bytes = extent(t);
-    return bytes >= WEFT_LARGE_BYTES && bytes == elements(t) * (int64_t)weft_element_bytes(t->dtype) ? bytes : 0;
+    if (!is_output(info) || !weft_has(t) || is_empty(t)) return 0;
+    int64_t length = length_of(t), bytes = length * (int64_t)weft_element_bytes(t->dtype);
+    return bytes >= WEFT_LARGE_BYTES && length == elements(t) ? bytes : 0;
 }
 
 void weft_outputs_ask(const weft_op_info *info, const void *args)

@@ -386,7 +386,7 @@ static weft_arena lay_out(job *j, const weft_call *call, const weft_gdn_pre_fwd_
     int64_t rows = (2 * GDN_RUN + j->p.width) * ld, states = call->history * ld;
     if (rows < states) rows = states;
     j->floats = rows > 3 * j->p.gates ? rows : 3 * j->p.gates;
-    j->scratch = weft_arena_take(&arena, (size_t)(cpu_threads(call) * j->floats) * 4);
+    j->scratch = weft_arena_take(&arena, cpu_rooms(call, j->floats * 4));
     return arena;
 }
 

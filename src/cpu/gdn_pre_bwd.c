@@ -459,7 +459,7 @@ static weft_arena lay_out(plan *q, const weft_call *call, const weft_gdn_pre_bwd
     q->carried = (2 * GDN_RUN + 3 * (p->width - 1) + 3) * ld;
     if (q->carried < 4 * p->gates) q->carried = 4 * p->gates;
     q->floats = q->carried + taps / (p->width + 1) * (p->width - 1);
-    q->scratch = weft_arena_take(&arena, (size_t)(cpu_threads(call) * q->floats) * 4);
+    q->scratch = weft_arena_take(&arena, cpu_rooms(call, q->floats * 4));
     if (!q->sums) return arena;
     q->width = taps + 2 * p->gates;
     int64_t blocks = min64((p->s.tokens + GDN_BLOCK - 1) / GDN_BLOCK, GDN_FOLD_BLOCKS);

@@ -405,7 +405,7 @@ static weft_arena lay_out(rule *j, const weft_call *call, bool backward)
     j->size = j->dk * j->wide;
     room_take(j, &one);
     j->bytes = (int64_t)((one.used + 127) / 64 * 64);
-    j->scratch = weft_arena_take(&arena, (size_t)(cpu_threads(call) * j->bytes));
+    j->scratch = weft_arena_take(&arena, cpu_rooms(call, j->bytes));
     return arena;
 }
 

@@ -75,7 +75,7 @@ static weft_arena bwd_lay_out(bwd_plan *p, const weft_call *call, const weft_mhc
         p->y = weft_arena_take(&arena, (size_t)(macro * row) * size_of(call->dtype));
         p->pre.x = weft_dense3(p->y, call->dtype, macro, call->streams, call->channels);
     }
-    if (weft_boundary_wants_post(a)) p->dy = weft_arena_take(&arena, (size_t)(cpu_threads(call) * BLOCK * row) * 4);
+    if (weft_boundary_wants_post(a)) p->dy = weft_arena_take(&arena, cpu_rooms(call, BLOCK * row * 4));
     p->state = CPU(pre_bwd_take)(&arena, call, &p->pre, weft_boundary_wants_post(a));
     if (weft_has(&a->bias)) p->bias = weft_arena_take(&arena, (size_t)pad16(call->channels) * 4);
     p->d_bias = sum_take(&arena, macro, call->channels, weft_has(&a->d_bias.to));

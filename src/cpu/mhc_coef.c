@@ -76,7 +76,7 @@ static weft_arena lay_out(plan *p, const weft_call *call, const void *args, cons
     p->beta = weft_arena_take(&arena, (size_t)pad16(call->rows) * 4);
     if (bwd) {
         p->hist_bytes = (CPU(sinkhorn_history)(bwd, call->streams) + 63) / 64 * 64;
-        p->hist = weft_arena_take(&arena, (size_t)(cpu_threads(call) * p->hist_bytes));
+        p->hist = weft_arena_take(&arena, cpu_rooms(call, p->hist_bytes));
     }
     p->sum = sum_take(&arena, SUM_TOKENS, call->rows + 3, sum);
     return arena;

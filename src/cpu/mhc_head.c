@@ -60,7 +60,7 @@ static void take_common(plan *p, weft_arena *arena, const weft_call *call, const
     p->alpha = weft_arena_take(arena, WIDE * 4);
     p->beta = weft_arena_take(arena, (size_t)pad16(call->streams) * 4);
     room_at(NULL, call, &p->room_bytes);
-    p->rooms = weft_arena_take(arena, (size_t)(cpu_threads(call) * p->room_bytes));
+    p->rooms = weft_arena_take(arena, cpu_rooms(call, p->room_bytes));
 }
 
 /* ---- forward ------------------------------------------------------------------------------------------------------- */

@@ -33,7 +33,7 @@ cpu_pre_fwd CPU(pre_fwd_take)(weft_arena *arena, const weft_call *call, const we
     p.beta = weft_arena_take(arena, (size_t)pad16(call->rows) * 4);
     if (weft_has(&a->sub_weight)) p.sub_weight = weft_arena_take(arena, (size_t)pad16(call->channels) * 4);
     room_at(NULL, call, NULL, &p.room_bytes);
-    p.rooms = weft_arena_take(arena, (size_t)(cpu_threads(call) * p.room_bytes));
+    p.rooms = weft_arena_take(arena, cpu_rooms(call, p.room_bytes));
     p.stream = stream_pays(call, weft_has(&a->v) ? &a->v : &a->u, call->tokens * call->channels);
     return p;
 }
@@ -91,7 +91,7 @@ cpu_pre_bwd CPU(pre_bwd_take)(weft_arena *arena, const weft_call *call, const we
     p.norm = sum_take(arena, macro, call->channels, weft_has(&a->d_sub_weight.to));
     p.stream = stream_pays(call, &a->d_x.to, call->tokens * call->streams * call->channels);
     room_at(NULL, call, &a->numerics, &p.room_bytes);
-    p.rooms = weft_arena_take(arena, (size_t)(cpu_threads(call) * p.room_bytes));
+    p.rooms = weft_arena_take(arena, cpu_rooms(call, p.room_bytes));
     return p;
 }
 

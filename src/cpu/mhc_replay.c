@@ -39,7 +39,7 @@ static weft_arena lay_out(plan *p, const weft_call *call, const void *args)
     weft_arena arena = cpu_arena(call);
     *p = (plan){.call = call, .args = args};
     room_at(NULL, call, &p->room_bytes);
-    p->rooms = weft_arena_take(&arena, (size_t)(cpu_threads(call) * p->room_bytes));
+    p->rooms = weft_arena_take(&arena, cpu_rooms(call, p->room_bytes));
     return arena;
 }
 

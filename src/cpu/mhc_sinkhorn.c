@@ -123,7 +123,7 @@ static weft_arena lay_out(plan *p, const weft_call *call, const void *args, cons
     *p = (plan){.call = call, .args = args};
     if (bwd) {
         p->hist_bytes = (CPU(sinkhorn_history)(bwd, call->streams) + 63) / 64 * 64;
-        p->hist = weft_arena_take(&arena, (size_t)(cpu_threads(call) * p->hist_bytes));
+        p->hist = weft_arena_take(&arena, cpu_rooms(call, p->hist_bytes));
     }
     return arena;
 }

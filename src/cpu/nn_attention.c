@@ -256,7 +256,7 @@ static weft_status attention(weft_nn *nn, const weft_attention *a, bool backward
     all.room = weft_nn_room(nn, (size_t)(nn_threads(nn) * all.floats) * sizeof(float));
     if (nn->query) return WEFT_OK;
     int64_t items = a->sequences * a->heads;
-    nn_parallel(nn, items, items * a->length * a->length * a->head_dim, one_head, &all);
+    nn_parallel(nn, items, weft_times(items * a->length * a->head_dim, a->length), one_head, &all);
     return WEFT_OK;
 }
 

@@ -91,7 +91,7 @@ weft_status CPU(nn_matmul)(weft_nn *nn, const weft_matmul *a)
     t.pack = weft_nn_room(nn, (size_t)(nn_threads(nn) * nn_pack_floats(nn)) * sizeof(float));
     if (nn->query || a->m == 0 || a->n == 0) return WEFT_OK;
     t.row_tiles = ceil_div(a->m, t.rows);
-    nn_parallel(nn, t.row_tiles * ceil_div(a->n, t.columns), a->m * a->n * a->k, tile, &t);
+    nn_parallel(nn, t.row_tiles * ceil_div(a->n, t.columns), weft_times(a->m * a->n, a->k), tile, &t);
     return WEFT_OK;
 }
 

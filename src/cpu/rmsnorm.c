@@ -141,7 +141,7 @@ static weft_arena lay_out(plan *p, const weft_call *call, const void *args, bool
     int64_t ld = pad16(call->channels);
     *p = (plan){.call = call, .args = args, .scratch_floats = 3 * ld};
     p->weight = weight ? weft_arena_take(&arena, (size_t)ld * 4) : NULL;
-    p->scratch = weft_arena_take(&arena, (size_t)(cpu_threads(call) * p->scratch_floats) * 4);
+    p->scratch = weft_arena_take(&arena, cpu_rooms(call, p->scratch_floats * 4));
     p->sum = sum_take(&arena, macro_tokens(call), call->channels, sum);
     return arena;
 }

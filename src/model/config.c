@@ -95,7 +95,7 @@ static weft_status check_ranges(const weft_model_config *c)
         {"recompute", c->recompute, 0, 1},
         {"poison", c->poison, 0, 1},
         {"group", c->group, 0, c->layers},
-        {"sinkhorn_iters", c->numerics.sinkhorn_iters, 1, 1 << 20},
+        {"sinkhorn_iters", c->numerics.sinkhorn_iters, 1, 10000},
     };
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
         if (ranges[i].value < ranges[i].low || ranges[i].value > ranges[i].high)

@@ -5,12 +5,12 @@
 
 static void *take(weft_arena *arena, const weft_model_config *c, int64_t elements)
 {
-    return weft_arena_take(arena, (size_t)elements * weft_dtype_size(c->dtype));
+    return weft_arena_take(arena, weft_bytes_times((size_t)elements, weft_dtype_size(c->dtype)));
 }
 
 static void *full(weft_arena *arena, const weft_model_config *c, int64_t elements)
 {
-    return weft_arena_take(arena, (size_t)elements * weft_dtype_size(weft_nn_full(c->dtype)));
+    return weft_arena_take(arena, weft_bytes_times((size_t)elements, weft_dtype_size(weft_nn_full(c->dtype))));
 }
 
 void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int64_t length, whole *w)

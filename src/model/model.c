@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/check.h"
 #include "core/struct_size.h"
 #include "model/model.h"
 
@@ -64,9 +65,9 @@ static layout lay_out(const weft_model_config *c, int64_t tokens, int64_t length
     for (int32_t i = 0; i < SITES; i++) site_take(&b, c, tokens, i, &s);
     scratch_take(&d, c, tokens, &t);
     layout l = {.whole = plan, .layer = b.used};
-    l.sites = l.whole + a.used;
-    l.scratch = l.sites + (size_t)c->layers * l.layer;
-    l.workspace = l.scratch + d.used;
+    l.sites = weft_bytes_plus(l.whole, a.used);
+    l.scratch = weft_bytes_plus(l.sites, weft_bytes_times((size_t)c->layers, l.layer));
+    l.workspace = weft_bytes_plus(l.scratch, d.used);
     return l;
 }
 
@@ -309,6 +310,12 @@ static weft_status first_bad(run *r, char *name)
 
 /* ---- public ------------------------------------------------------------------------------------------------------------------------ */
 
+static weft_status too_large(void)
+{
+    return weft_fail(WEFT_ERR_ARGUMENT,
+                     "model: expected sizes whose memory is at most 2^62 bytes, got larger ones");
+}
+
 static weft_status shape_model(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
                                int64_t length, weft_model *m)
 {
@@ -319,11 +326,16 @@ static weft_status shape_model(const weft_exec *exec, const weft_model_config *c
     if (length < 1 || length > config->context)
         return weft_fail(WEFT_ERR_ARGUMENT, "model: length: expected 1 to the context of %lld, got %lld",
                          (long long)config->context, (long long)length);
+    if (weft_times(sequences, length) > INT32_MAX)
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "model: sequences * length: expected at most 2^31 - 1 tokens, got %lld * %lld",
+                         (long long)sequences, (long long)length);
     *m = (weft_model){.config = *config, .sequences = sequences, .length = length};
     weft_plan_desc desc = plan_desc(config, sequences * length);
     WEFT_TRY(weft_plan_query(&desc, &m->bytes.plan));
     plan_shape(&desc, &m->plan);
     layout l = lay_out(config, sequences * length, length, m->bytes.plan.total);
+    if (l.workspace > WEFT_MOST_BYTES) return too_large();
     m->bytes.kept = l.scratch - l.whole;
     m->bytes.scratch = l.workspace - l.scratch;
     /* With a BLAS and without: the loop needs room to pack, and nobody has said yet which it will be. */
@@ -335,8 +347,8 @@ static weft_status shape_model(const weft_exec *exec, const weft_model_config *c
     WEFT_TRY(gain(&r, NULL));
     WEFT_TRY(first_bad(&r, NULL));
     m->bytes.workspace = r.need > r.nn.need ? r.need : r.nn.need;
-    m->bytes.total = l.workspace + m->bytes.workspace;
-    return WEFT_OK;
+    m->bytes.total = weft_bytes_plus(l.workspace, m->bytes.workspace);
+    return m->bytes.total > WEFT_MOST_BYTES ? too_large() : WEFT_OK;
 }
 
 weft_status weft_model_query(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
@@ -364,49 +376,94 @@ weft_status weft_model_bind(const weft_exec *exec, const weft_model_config *conf
     return WEFT_OK;
 }
 
+/* Is everything that a pass reads and writes there, aligned, and apart from the model's memory and from each other? */
+static weft_status check_arrays(const run *r, const char *call, bool forward)
+{
+    const weft_model_config *c = r->config;
+    const weft_model_args *a = r->args;
+    const int64_t tokens = r->tokens, hop = tokens * c->channels * (c->stage == WEFT_STAGE_BLOCK ? 1 : c->streams);
+    const size_t activation = weft_dtype_size(c->dtype), full = weft_dtype_size(weft_nn_full(c->dtype));
+    const bool entry = has_entry(c), exit = has_exit(c);
+    const struct {
+        weft_array array;
+        bool needed;
+    } parts[] = {
+        {{"parameters", a->parameters, param_elements(c), full, false, NULL}, true},
+        {{"gradients", a->gradients, forward ? 0 : param_elements(c), full, true, NULL}, !forward},
+        {{"tokens", a->tokens, entry ? tokens : 0, sizeof *a->tokens, false, NULL}, entry},
+        {{"targets", a->targets, exit ? tokens : 0, sizeof *a->targets, false, NULL}, exit && !forward},
+        {{"step", a->step, a->training && c->dropout > 0, sizeof *a->step, false, NULL}, false},
+        {{"loss", a->loss, forward && exit && a->targets, sizeof *a->loss, true, NULL}, false},
+        {{"streams_in", a->streams_in, forward && !entry ? hop : 0, activation, false, NULL}, forward && !entry},
+        {{"streams_out", a->streams_out, forward && !exit ? hop : 0, activation, true, "streams_in"},
+         forward && !exit},
+        {{"d_streams_out", a->d_streams_out, forward || exit ? 0 : hop, activation, false, NULL},
+         !forward && !exit},
+        {{"d_streams_in", a->d_streams_in, forward || entry ? 0 : hop, activation, true, "d_streams_out"},
+         !forward && !entry},
+        {{"the model's memory", r->model->memory, (int64_t)r->model->bytes.total, 1, true, NULL}, true},
+    };
+    enum { COUNT = sizeof parts / sizeof *parts };
+    weft_array arrays[COUNT];
+    for (int i = 0; i < COUNT; i++) {
+        arrays[i] = parts[i].array;
+        if (parts[i].needed && !arrays[i].data)
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s: expected a pointer to %lld elements, got NULL", call,
+                             arrays[i].name, (long long)arrays[i].count);
+    }
+    return weft_check_arrays(call, arrays, COUNT);
+}
+
+/* Tokens and targets where the host reaches them. */
+static weft_status check_tokens(const run *r, const char *call)
+{
+    const weft_model_config *c = r->config;
+    const weft_model_args *a = r->args;
+    const bool targets = has_exit(c) && a->targets;
+    for (int64_t t = 0; t < r->tokens && r->exec.backend != WEFT_BACKEND_CUDA; t++) {
+        if (has_entry(c) && (a->tokens[t] < 0 || a->tokens[t] >= c->vocab))
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: tokens[%lld]: expected 0 to %lld, got %d", call, (long long)t,
+                             (long long)c->vocab - 1, (int)a->tokens[t]);
+        if (targets && (a->targets[t] < -1 || a->targets[t] >= c->vocab))
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: targets[%lld]: expected -1 to %lld, got %d", call,
+                             (long long)t, (long long)c->vocab - 1, (int)a->targets[t]);
+    }
+    return WEFT_OK;
+}
+
 /* A pass whose args lie in `copy` where their layout is not the current one. */
-static weft_status enter_pass(run *r, const char *call, const weft_exec *exec, weft_model *model,
+static weft_status enter_pass(run *r, bool forward, const weft_exec *exec, weft_model *model,
                               const weft_model_args *given, weft_model_args *copy)
 {
     static const weft_sizes sizes = WEFT_SIZES(weft_model_args);
+    const char *call = forward ? "model_forward" : "model_backward";
     const void *taken;
     weft_clear_error();
     if (!model || !given || !model->memory)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected a bound model and args, got NULL", call);
     WEFT_TRY(weft_take_struct(call, "", &sizes, given, copy, &taken));
     const weft_model_args *args = taken;
-    const weft_model_config *c = &model->config;
     WEFT_TRY(open_run(r, call, exec, model, args, false));
-    if (!args->parameters || !(has_entry(c) ? (const void *)args->tokens : args->streams_in))
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected parameters and %s, got NULL", call,
-                         has_entry(c) ? "tokens" : "streams_in");
-    if (!isfinite(args->loss_scale) || args->token_base < 0)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: expected a finite loss_scale and a token_base of at least 0",
-                         call);
-    int64_t tokens = model->sequences * model->length;
-    for (int64_t t = 0; t < tokens && r->exec.backend != WEFT_BACKEND_CUDA; t++) {
-        if (has_entry(c) && (args->tokens[t] < 0 || args->tokens[t] >= c->vocab))
-            return weft_fail(WEFT_ERR_ARGUMENT, "%s: tokens[%lld]: expected 0 to %lld, got %d", call, (long long)t,
-                             (long long)model->config.vocab - 1, (int)args->tokens[t]);
-        if (has_exit(c) && args->targets && (args->targets[t] < -1 || args->targets[t] >= model->config.vocab))
-            return weft_fail(WEFT_ERR_ARGUMENT, "%s: targets[%lld]: expected -1 to %lld, got %d", call,
-                             (long long)t, (long long)model->config.vocab - 1, (int)args->targets[t]);
-    }
-    return WEFT_OK;
+    if (!isfinite(args->loss_scale))
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: loss_scale: expected a finite number, got %g", call,
+                         args->loss_scale);
+    if (args->token_base < 0 || args->token_base > WEFT_MOST_TOKEN_BASE)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: token_base: expected 0 to 2^62, got %lld", call,
+                         (long long)args->token_base);
+    if (args->training != 0 && args->training != 1)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: training: expected 0 or 1, got %d", call, (int)args->training);
+    WEFT_TRY(check_arrays(r, call, forward));
+    return check_tokens(r, call);
 }
 
 weft_status weft_model_forward(const weft_exec *exec, weft_model *model, const weft_model_args *args)
 {
     run r;
     weft_model_args copy;
-    WEFT_TRY(enter_pass(&r, "model_forward", exec, model, args, &copy));
-    args = r.args;
-    if (!has_exit(r.config) && !args->streams_out)
-        return weft_fail(WEFT_ERR_ARGUMENT,
-                         "model_forward: expected streams_out in a stage without exit, got NULL");
+    WEFT_TRY(enter_pass(&r, true, exec, model, args, &copy));
     model->phase = BOUND;
     WEFT_TRY(forward(&r));
-    model->phase = args->targets || !has_exit(r.config) ? FORWARD_DONE : LOGITS_ONLY;
+    model->phase = r.args->targets || !has_exit(r.config) ? FORWARD_DONE : LOGITS_ONLY;
     return WEFT_OK;
 }
 
@@ -414,15 +471,7 @@ weft_status weft_model_backward(const weft_exec *exec, weft_model *model, const 
 {
     run r;
     weft_model_args copy;
-    WEFT_TRY(enter_pass(&r, "model_backward", exec, model, args, &copy));
-    args = r.args;
-    const weft_model_config *c = &model->config;
-    if (!args->gradients || !(has_exit(c) ? (const void *)args->targets : args->d_streams_out))
-        return weft_fail(WEFT_ERR_ARGUMENT, "model_backward: expected gradients and %s, got NULL",
-                         has_exit(c) ? "targets" : "d_streams_out");
-    if (!has_entry(c) && !args->d_streams_in)
-        return weft_fail(WEFT_ERR_ARGUMENT,
-                         "model_backward: expected d_streams_in in a stage without entry, got NULL");
+    WEFT_TRY(enter_pass(&r, false, exec, model, args, &copy));
     if (model->phase != FORWARD_DONE)
         return weft_fail(WEFT_ERR_STATE, "model_backward: expected a forward with targets before it, got %s",
                          model->phase == LOGITS_ONLY ? "one without" : "none");
@@ -433,9 +482,9 @@ weft_status weft_model_backward(const weft_exec *exec, weft_model *model, const 
 weft_tensor weft_model_logits(const weft_model *model)
 {
     whole w;
+    if (!model || !model->memory || !has_exit(&model->config)) return (weft_tensor){0};
     weft_arena arena = {model->memory, model->bytes.plan.total};
     int64_t tokens = model->sequences * model->length;
-    if (!has_exit(&model->config)) return (weft_tensor){0};
     whole_take(&arena, &model->config, tokens, model->length, &w);
     return weft_dense2(w.logits, weft_nn_full(model->config.dtype), tokens, model->config.vocab);
 }
@@ -465,6 +514,7 @@ weft_status weft_model_first_bad(const weft_exec *exec, const weft_model *model,
 {
     run r;
     WEFT_TRY(inspect(&r, "model_first_bad", exec, model));
+    if (!name) return weft_fail(WEFT_ERR_ARGUMENT, "model_first_bad: name: expected a pointer, got NULL");
     name[0] = 0;
     return first_bad(&r, name);
 }

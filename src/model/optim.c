@@ -5,6 +5,7 @@
 
 #include <weft/optim.h>
 
+#include "core/check.h"
 #include "core/nn.h"
 #include "core/struct_size.h"
 
@@ -30,12 +31,29 @@ static weft_status take_args(const char *call, const weft_sizes *sizes, const vo
     return weft_take_struct(call, "", sizes, args, copy, taken);
 }
 
-/* Workspace of a call that is made of one part. */
-static weft_status check_room(const char *call, const weft_exec *exec, size_t need)
+/* The workspace has so many bytes; as an array, for weft_check_arrays. */
+static weft_status check_room(const char *call, const weft_exec *exec, size_t need, weft_array *room)
 {
+    *room = (weft_array){"exec.workspace", exec->workspace, (int64_t)need, 1, true, NULL};
     if (!need || (exec->workspace && exec->workspace_bytes >= need)) return WEFT_OK;
     return weft_fail(WEFT_ERR_WORKSPACE, "%s: exec.workspace: expected at least %zu bytes, got %zu", call, need,
                      exec->workspace ? exec->workspace_bytes : (size_t)0);
+}
+
+/* The arrays of an optimiser are full. */
+static weft_array values_of(const entered *e, const char *name, const void *data, int64_t count, bool out)
+{
+    return (weft_array){name, data, count, weft_dtype_size(e->nn.table->dtype), out, NULL};
+}
+
+static weft_array doubles_of(const char *name, const double *data, int64_t count, bool out)
+{
+    return (weft_array){name, data, count, sizeof *data, out, NULL};
+}
+
+static bool counts(int64_t count)
+{
+    return count >= 0 && count <= WEFT_MOST_ELEMENTS;
 }
 
 weft_status weft_sum_squares_workspace(const weft_exec *exec, int64_t count, size_t *bytes)
@@ -43,8 +61,9 @@ weft_status weft_sum_squares_workspace(const weft_exec *exec, int64_t count, siz
     entered e;
     weft_clear_error();
     WEFT_TRY(enter(&e, "sum_squares", exec, NULL));
-    if (!bytes || count < 0)
-        return weft_fail(WEFT_ERR_ARGUMENT, "sum_squares: expected a count and bytes, got %lld or NULL",
+    if (!bytes || !counts(count))
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "sum_squares: expected a count of 0 to 2^48 and bytes, got %lld or NULL",
                          (long long)count);
     e.nn.query = true;
     WEFT_TRY(e.nn.table->sum(&e.nn, NULL, count, 1, NULL));
@@ -55,13 +74,14 @@ weft_status weft_sum_squares_workspace(const weft_exec *exec, int64_t count, siz
 weft_status weft_sum_squares(const weft_exec *exec, const void *values, int64_t count, double *sum)
 {
     entered e;
-    size_t need;
-    WEFT_TRY(weft_sum_squares_workspace(exec, count < 0 ? 0 : count, &need));
+    size_t need = 0;
+    WEFT_TRY(weft_sum_squares_workspace(exec, count, &need));
     WEFT_TRY(enter(&e, "sum_squares", exec, NULL));
-    if (!sum || count < 0 || (count && !values))
-        return weft_fail(WEFT_ERR_ARGUMENT, "sum_squares: expected values, a count and sum, got NULL or %lld",
-                         (long long)count);
-    WEFT_TRY(check_room("sum_squares", e.exec, need));
+    if (!sum || (count && !values))
+        return weft_fail(WEFT_ERR_ARGUMENT, "sum_squares: expected values and sum, got NULL");
+    weft_array arrays[] = {values_of(&e, "values", values, count, false), doubles_of("sum", sum, 1, true), {0}};
+    WEFT_TRY(check_room("sum_squares", e.exec, need, &arrays[2]));
+    WEFT_TRY(weft_check_arrays("sum_squares", arrays, 3));
     return e.nn.table->sum(&e.nn, values, count, 1, sum);
 }
 
@@ -87,6 +107,10 @@ weft_status weft_clip(const weft_exec *exec, const weft_clip_args *args)
                          "clip: expected sums, others, norm and factor and a largest norm from 0 on, got NULL, "
                          "%d, %d or %g",
                          (int)a->count, (int)a->num_others, a->largest);
+    const weft_array arrays[] = {doubles_of("sums", a->sums, a->count, false),
+                                 doubles_of("others", a->others, a->num_others, false),
+                                 doubles_of("norm", a->norm, 1, true), doubles_of("factor", a->factor, 1, true)};
+    WEFT_TRY(weft_check_arrays("clip", arrays, 4));
     if (!on_host(e.exec))
         return e.nn.table->clip(
             &e.nn, &(weft_clip_task){a->sums, a->others, a->count, a->num_others, a->largest, a->norm, a->factor});
@@ -122,16 +146,23 @@ weft_status weft_adamw(const weft_exec *exec, const weft_adamw_args *args)
     WEFT_TRY(enter(&e, "adamw", exec, NULL));
     WEFT_TRY(take_args("adamw", &sizes, args, &copy, &taken));
     const weft_adamw_args *a = taken;
-    if (a->count < 0 || (a->count && (!a->parameter || !a->first || !a->second || !a->gradient)))
-        return weft_fail(WEFT_ERR_ARGUMENT, "adamw: expected four arrays of count elements, got NULL or %lld",
+    if (!counts(a->count) || (a->count && (!a->parameter || !a->first || !a->second || !a->gradient)))
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "adamw: expected four arrays of count elements, 0 to 2^48, got NULL or %lld",
                          (long long)a->count);
     if (a->step < 1)
         return weft_fail(WEFT_ERR_ARGUMENT, "adamw: step: expected 1 or more, got %lld", (long long)a->step);
-    if (!in_unit(a->beta1) || !in_unit(a->beta2) || !(a->eps > 0) || !isfinite(a->rate) || !(a->decay >= 0))
+    if (!in_unit(a->beta1) || !in_unit(a->beta2) || !(a->eps > 0) || !isfinite(a->eps) || !isfinite(a->rate) ||
+        !(a->decay >= 0) || !isfinite(a->decay) || !isfinite(a->scale))
         return weft_fail(WEFT_ERR_ARGUMENT,
-                         "adamw: expected betas in [0, 1), eps above 0, decay from 0 on and a finite "
-                         "rate, got %g, %g, %g, %g, %g",
-                         a->beta1, a->beta2, a->eps, a->decay, a->rate);
+                         "adamw: expected betas in [0, 1), eps above 0, decay from 0 on, rate and scale, all "
+                         "finite, got %g, %g, %g, %g, %g, %g",
+                         a->beta1, a->beta2, a->eps, a->decay, a->rate, a->scale);
+    const weft_array arrays[] = {
+        values_of(&e, "parameter", a->parameter, a->count, true), values_of(&e, "first", a->first, a->count, true),
+        values_of(&e, "second", a->second, a->count, true), values_of(&e, "gradient", a->gradient, a->count, false),
+        doubles_of("factor", a->factor, 1, false)};
+    WEFT_TRY(weft_check_arrays("adamw", arrays, 5));
     const double *factor = a->factor;
     double scale = a->scale;
     if (!resolve(e.exec, &factor, &scale)) return WEFT_OK;
@@ -152,6 +183,8 @@ weft_status weft_adamw(const weft_exec *exec, const weft_adamw_args *args)
 }
 
 /* ---- Muon ----------------------------------------------------------------------------------------------------------------- */
+
+enum { MOST_ITERATIONS = 1000 };
 
 /* The matrix and its powers, the shorter side first: x [r, c], a and b [r, r], r <= c. */
 typedef struct square {
@@ -223,12 +256,21 @@ static weft_status enter_muon(entered *e, const weft_exec *exec, const weft_muon
     weft_clear_error();
     WEFT_TRY(take_args("muon", &sizes, args, copy, &taken));
     const weft_muon_args *a = *taken_args = taken;
-    if (a->rows < 1 || a->columns < 1 || a->iterations < 0 || !in_unit(a->momentum) || !(a->decay >= 0) ||
-        !isfinite(a->rate))
+    if (a->rows < 1 || a->columns < 1 || a->rows > INT32_MAX || a->columns > INT32_MAX ||
+        weft_times(a->rows, a->columns) > WEFT_MOST_ELEMENTS)
         return weft_fail(WEFT_ERR_ARGUMENT,
-                         "muon: expected a matrix, momentum in [0, 1), decay from 0 on and a finite "
-                         "rate, got %lld x %lld, %g, %g, %g",
-                         (long long)a->rows, (long long)a->columns, a->momentum, a->decay, a->rate);
+                         "muon: rows, columns: expected 1 to 2^31 - 1 of each and at most 2^48 elements, got "
+                         "%lld x %lld",
+                         (long long)a->rows, (long long)a->columns);
+    if (a->iterations < 0 || a->iterations > MOST_ITERATIONS)
+        return weft_fail(WEFT_ERR_ARGUMENT, "muon: iterations: expected 0 to %d, got %d", MOST_ITERATIONS,
+                         (int)a->iterations);
+    if (!in_unit(a->momentum) || !(a->decay >= 0) || !isfinite(a->decay) || !isfinite(a->rate) ||
+        !isfinite(a->scale))
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "muon: expected momentum in [0, 1), decay from 0 on, rate and scale, all finite, got %g, "
+                         "%g, %g, %g",
+                         a->momentum, a->decay, a->rate, a->scale);
     return enter(e, "muon", exec, a->blas);
 }
 
@@ -278,12 +320,18 @@ weft_status weft_muon(const weft_exec *exec, const weft_muon_args *args)
     WEFT_TRY(muon_rooms(&e.nn, a, &own, &all));
     if (!a->parameter || !a->moment || !a->gradient)
         return weft_fail(WEFT_ERR_ARGUMENT, "muon: expected parameter, moment and gradient, got NULL");
-    WEFT_TRY(check_room("muon", e.exec, all));
+    const int64_t count = a->rows * a->columns;
+    weft_array given[] = {values_of(&e, "parameter", a->parameter, count, true),
+                          values_of(&e, "moment", a->moment, count, true),
+                          values_of(&e, "gradient", a->gradient, count, false),
+                          doubles_of("factor", a->factor, 1, false),
+                          {0}};
+    WEFT_TRY(check_room("muon", e.exec, all, &given[4]));
+    WEFT_TRY(weft_check_arrays("muon", given, 5));
     arrays(a, weft_dtype_size(e.nn.table->dtype), e.exec->workspace, &q);
     weft_exec inner = *e.exec;
     inner.workspace = (char *)e.exec->workspace + own;
     e.nn.exec = &inner;
-    int64_t count = a->rows * a->columns;
     const double *factor = a->factor;
     double scale = a->scale, tall = (double)a->rows / (double)a->columns;
     if (!resolve(e.exec, &factor, &scale)) return WEFT_OK;

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/check.h"
 #include "core/philox.h"
 #include "model/model.h"
 
@@ -246,8 +247,11 @@ weft_status weft_model_init(const weft_model_config *config, uint64_t seed, void
     weft_model_config copy;
     WEFT_TRY(config_take(config, &copy, &config));
     WEFT_TRY(weft_model_param_count(config, &tensors, &total));
+    const size_t element = weft_dtype_size(weft_nn_full(config->dtype));
     if (!parameters) return weft_fail(WEFT_ERR_ARGUMENT, "model_init: parameters: expected a pointer, got NULL");
-    memset(parameters, 0, (size_t)total * weft_dtype_size(weft_nn_full(config->dtype)));
+    WEFT_TRY(
+        weft_check_arrays("model_init", &(weft_array){"parameters", parameters, total, element, true, NULL}, 1));
+    memset(parameters, 0, (size_t)total * element);
     for (int32_t index = 0; index < tensors; index++) {
         weft_model_param p;
         WEFT_TRY(weft_model_param_at(config, index, &p));

@@ -14,19 +14,14 @@
 #include "core/struct_size.h"
 #include "model/model.h"
 
-static size_t align(size_t bytes)
-{
-    return (bytes + WEFT_ARENA_ALIGN - 1) & ~(size_t)(WEFT_ARENA_ALIGN - 1);
-}
-
 static size_t stream_bytes(const weft_plan_desc *d)
 {
-    return align((size_t)(d->tokens * d->streams * d->channels) * weft_dtype_size(d->dtype));
+    return weft_round_up((size_t)(d->tokens * d->streams * d->channels) * weft_dtype_size(d->dtype));
 }
 
 static size_t row_bytes(const weft_plan_desc *d)
 {
-    return align((size_t)(d->tokens * d->channels) * weft_dtype_size(d->dtype));
+    return weft_round_up((size_t)(d->tokens * d->channels) * weft_dtype_size(d->dtype));
 }
 
 /* A description in the current layout, checked: the caller's, or a completed copy. */
@@ -55,6 +50,10 @@ static weft_status take(const weft_plan_desc *given, weft_plan_desc *copy, const
         return weft_fail(WEFT_ERR_ARGUMENT, "plan: channels: expected 1 to 2^24, got %lld", (long long)d->channels);
     if (d->tokens < 0 || d->tokens > (int64_t)1 << 32)
         return weft_fail(WEFT_ERR_ARGUMENT, "plan: tokens: expected 0 to 2^32, got %lld", (long long)d->tokens);
+    if (weft_times(d->tokens, d->streams * d->channels) > WEFT_MOST_ELEMENTS)
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "plan: tokens * streams * channels: expected at most 2^48, got %lld * %lld * %lld",
+                         (long long)d->tokens, (long long)d->streams, (long long)d->channels);
     if (d->dtype < WEFT_F32 || d->dtype > WEFT_F64)
         return weft_fail(WEFT_ERR_ARGUMENT, "plan: dtype: expected f32, bf16, f16 or f64, got the number %d",
                          (int)d->dtype);
@@ -125,13 +124,19 @@ void plan_shape(const weft_plan_desc *desc, weft_plan *plan)
     plan->groups = (desc->layers + plan->layers_per_group - 1) / plan->layers_per_group;
 }
 
+static bool has_layer(const weft_plan *plan, int32_t layer)
+{
+    return plan && layer >= 0 && layer < plan->desc.layers;
+}
+
 int32_t weft_plan_group_of(const weft_plan *plan, int32_t layer)
 {
-    return layer / plan->layers_per_group;
+    return has_layer(plan, layer) ? layer / plan->layers_per_group : -1;
 }
 
 int32_t weft_plan_ends_group(const weft_plan *plan, int32_t layer)
 {
+    if (!has_layer(plan, layer)) return 0;
     return layer + 1 == plan->desc.layers || (layer + 1) % plan->layers_per_group == 0;
 }
 
@@ -214,6 +219,7 @@ weft_status weft_plan_site_at(weft_plan *plan, int32_t site, weft_plan_site *to)
 
 weft_tensor weft_plan_output(const weft_plan *plan)
 {
+    if (!plan || plan->groups < 1) return (weft_tensor){0};
     int32_t group = plan->groups - 1;
     return streams_at(plan, group, SITES * layers_of(plan, group));
 }

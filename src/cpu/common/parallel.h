@@ -30,6 +30,12 @@ INLINE weft_arena cpu_arena(const weft_call *call)
     return weft_arena_open(call->query ? NULL : call->exec->workspace);
 }
 
+/* Scratch of so many bytes for each thread. */
+INLINE size_t cpu_rooms(const weft_call *call, int64_t bytes)
+{
+    return (size_t)weft_times(cpu_threads(call), bytes);
+}
+
 /* `work` is the number of elements touched by all items together: little work is not worth waking threads for. */
 static inline void cpu_parallel(const weft_call *call, int64_t items, int64_t work, cpu_body *body, void *context)
 {
