@@ -1,7 +1,5 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Plain arrays, which the model and the optimisers take instead of tensors: alignment and overlap. */
-#include "core/check.h"
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "core/arrays.h"
 
 #include <string.h>
 

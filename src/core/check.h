@@ -163,18 +163,6 @@ weft_status weft_check_overlap(const weft_call *call, const weft_arg_group *a, c
 weft_status weft_check_workspace_apart(const weft_call *call, const weft_operands *operands, const void *workspace,
                                        size_t bytes);
 
-/* A dense array of `count` elements; not looked at where it is NULL or has none. */
-typedef struct weft_array {
-    const char *name;
-    const void *data;
-    int64_t count;
-    size_t element; /* bytes, and what the address is a multiple of */
-    bool out;
-    const char *over; /* array whose very memory this output may use, or NULL */
-} weft_array;
-/* All aligned, and no output shares memory with another. */
-weft_status weft_check_arrays(const char *call, const weft_array *arrays, int count);
-
 /* Says that it depends on nothing else, so that callers which only need it for an error do not call it before one. */
 __attribute__((const)) const char *weft_op_name(weft_op op);
 

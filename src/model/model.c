@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "core/check.h"
+#include "core/arrays.h"
 #include "core/struct_size.h"
 #include "model/model.h"
 

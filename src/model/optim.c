@@ -5,7 +5,7 @@
 
 #include <weft/optim.h>
 
-#include "core/check.h"
+#include "core/arrays.h"
 #include "core/nn.h"
 #include "core/struct_size.h"
 

@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "core/check.h"
+#include "core/arrays.h"
 #include "core/philox.h"
 #include "model/model.h"
 
