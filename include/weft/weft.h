@@ -102,11 +102,13 @@ typedef struct weft_grad {
 typedef struct weft_exec {
     size_t struct_size;
     weft_backend backend;
-    int32_t device;  /* CUDA device; 0 on the CPU */
-    int32_t threads; /* CPU threads, 0 = OpenMP's default. CUDA: multiprocessors to plan for, 0 = all of the device.
-                      * Never changes a result. Above: after fork */
-    weft_isa isa;    /* CPU: highest instruction set to use; a machine that lacks it is an error */
-    void *stream;    /* cudaStream_t; NULL on the CPU */
+    int32_t device; /* CUDA device; 0 on the CPU */
+    /* CPU threads, 0 to 4096, 0 = OpenMP's default. A call takes no more than it has pieces of work, than the process may use
+     * processors (or 64, where that is more), and than the system lets it create. CUDA: multiprocessors to plan for, 0 = all of
+     * the device. Never changes a result. */
+    int32_t threads;
+    weft_isa isa; /* CPU: highest instruction set to use; a machine that lacks it is an error */
+    void *stream; /* cudaStream_t; NULL on the CPU */
     /* At least weft_<op>_workspace bytes in the backend's memory, any alignment, contents undefined before and after. Memory of
      * its own: the bytes that a call needs share nothing with its tensors, inputs included (WEFT_ERR_OVERLAP); what lies
      * behind them is not touched. */

@@ -88,8 +88,9 @@ enum { WEFT_LARGE_BYTES = 8 << 20 };
  * the host, and to get many of them back takes longer than small pages would. */
 enum { WEFT_HUGE_BYTES = 64 << 20 };
 
-/* True where this process may start a team of threads; false in a child of fork whose parent had one (src/core/team.c). */
-bool weft_may_team(void);
+/* Threads of a team that is about to start, at most `wanted`: as many as the system lets this process create; 1 in a child of fork
+ * whose parent had a team (src/core/team.c). */
+int weft_team(int wanted);
 
 /* False where memory has not been touched since the system handed it out (src/core/pages.c). */
 bool weft_pages_present(const void *data, size_t bytes);
