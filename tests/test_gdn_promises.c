@@ -2,18 +2,39 @@
  *
  * What weft/gdn.h promises bit by bit, beyond what test_promises.c shows of every operator: dense and packed agree,
  * parameter gradients included; both memory orders; sequences in pieces; decoding; one fused row or six tensors; rows that
- * are only 8-byte aligned; what follows the last sequence. And bad sequences are rejected. */
+ * are only 8-byte aligned; what follows the last sequence; outputs that are not wanted. On the reference, the CPU and the GPU. And bad
+ * sequences are rejected on the host. */
 #include "support/suite.h"
 
 static const weft_dtype acts[] = {WEFT_F32, WEFT_BF16, WEFT_F16};
 
-static int host_execs(weft_exec execs[GRID_EXECS])
+/* The reference, every instruction set of the CPU, and the GPU where there is one; returns how many. */
+enum { EXECS = GRID_EXECS + 1 };
+static int all_execs(weft_exec execs[EXECS])
 {
-    weft_isa isas[4];
-    int count = grid_isas(isas);
-    execs[0] = on_ref();
-    for (int i = 0; i < count; i++) execs[i + 1] = on_cpu(isas[i], 2);
-    return count + 1;
+    int count = 0;
+    if (test_on_cpu()) execs[count++] = on_ref();
+    return count + grid_execs(execs + count, 2);
+}
+
+static bool is_ref(weft_exec exec)
+{
+    return exec.backend == WEFT_BACKEND_REF;
+}
+
+static bool serves(weft_exec exec, const char *op)
+{
+    return weft_op_has(weft_op_find(op), exec.backend);
+}
+
+/* What a GPU has kernels of its own for, unless a test says more: no bias, no states but those of decoding, gradients of the
+ * activations' type. */
+static void make_usual(spec *s)
+{
+    s->absent = " bias state final_state d_state d_final_state ";
+    s->wide = s->act;
+    s->width = 4;
+    s->history = 3;
 }
 
 /* Elements of two arguments, as many as there are, in logical order. */
@@ -49,10 +70,10 @@ static problem *like(const spec *s, const problem *from)
     return p;
 }
 
-static void expect_all(const problem *got, const problem *want, const char *what)
+static void expect_all(const problem *got, const problem *want, weft_exec exec, const char *what)
 {
     char text[800];
-    snprintf(text, sizeof text, "%s: %s", problem_text(got), what);
+    snprintf(text, sizeof text, "%s on %s: %s", problem_text(got), exec_name(exec), what);
     for (int i = 0; i < got->num_args; i++)
         if (arg_is_output(&got->arg[i]) && got->arg[i].block)
             expect_same(&got->arg[i], &want->arg[i], 0, 0, got->arg[i].elements, text);
@@ -70,16 +91,22 @@ enum { STEPS = sizeof steps / sizeof *steps };
 static void dense_and_packed_agree(void **state)
 {
     (void)state;
-    weft_exec execs[GRID_EXECS];
-    int count = host_execs(execs);
+    weft_exec execs[EXECS];
+    int count = all_execs(execs);
     for (int o = 0; o < OPS; o++)
-        for (int v = 0; v < STEPS; v++) {
+        for (int k = 0; k < 2 * STEPS; k++) {
+            int v = k % STEPS;
             if (test_quick() && v % 3) continue;
             int64_t lengths[3] = {steps[v], steps[v], steps[v]};
             spec s = {.op = ops[o], .tokens = 3, .streams = 4, .channels = v % 2 ? 32 : 17, .act = acts[v % 3]};
             s.steps = steps[v];
             s.width = 1 + v % 5;
             s.history = s.width + v % 2;
+            if (k >= STEPS) {
+                make_usual(&s);
+                s.channels = 32;
+                s.width -= v / 2 % 3;
+            }
             s.gdn = weft_gdn_defaults();
             s.gdn.g_chunk = v % 2 ? 7 : 0;
             spec packed = s;
@@ -88,10 +115,11 @@ static void dense_and_packed_agree(void **state)
             packed.padding = -1;
             problem *dense = problem_make(&s), *other = like(&packed, dense);
             for (int e = 0; e < count; e++) {
-                if (e == 0 && v > 5) continue; /* the reference has no tiles */
+                if (!serves(execs[e], ops[o]) || (is_ref(execs[e]) && v > 5))
+                    continue; /* the reference has no tiles */
                 problem_must_run(dense, execs[e]);
                 problem_must_run(other, execs[e]);
-                expect_all(other, dense, "packed against dense");
+                expect_all(other, dense, execs[e], "packed against dense");
             }
             problem_free(dense);
             problem_free(other);
@@ -102,20 +130,22 @@ static void dense_and_packed_agree(void **state)
 static void both_memory_orders_agree(void **state)
 {
     (void)state;
-    weft_exec execs[GRID_EXECS];
-    int count = host_execs(execs);
+    weft_exec execs[EXECS];
+    int count = all_execs(execs);
     for (int o = 0; o < OPS; o++)
         for (int v = 0; v < STEPS; v += 2) {
             spec s = {.op = ops[o], .tokens = 3, .streams = 4, .channels = v % 4 ? 32 : 64, .act = acts[v % 3]};
             s.steps = steps[v];
             s.wide = s.act;
+            if (v % 4) make_usual(&s);
             spec turned = s;
             turned.stream_layout = LAYOUT_CN;
             problem *a = problem_make(&s), *b = like(&turned, a);
-            for (int e = 1; e < count; e++) {
+            for (int e = 0; e < count; e++) {
+                if (!serves(execs[e], ops[o]) || is_ref(execs[e])) continue;
                 problem_must_run(a, execs[e]);
                 problem_must_run(b, execs[e]);
-                expect_all(b, a, "(S, B) against (B, S)");
+                expect_all(b, a, execs[e], "(S, B) against (B, S)");
             }
             problem_free(a);
             problem_free(b);
@@ -169,15 +199,16 @@ static char *fuse(problem *p, const char *prefix, int64_t columns, bool sequence
 static void fused_rows(void **state)
 {
     (void)state;
-    weft_exec execs[GRID_EXECS];
-    int count = host_execs(execs);
-    for (int v = 0; v < 18; v++)
+    weft_exec execs[EXECS];
+    int count = all_execs(execs);
+    for (int v = 0; v < 36; v++)
         for (int backward = 0; backward < 2; backward++) {
             spec s = {.op = backward ? "gdn_pre_bwd" : "gdn_pre_fwd", .tokens = 2, .streams = 6, .channels = 32};
             s.act = s.wide = acts[v % 3];
             s.steps = 21;
             s.key_heads = 2;
-            int64_t columns = 4 * 32 + 12 * 32 + 12 + v / 3 % 3 * 3, offset = v / 9 * 3;
+            if (v >= 18) make_usual(&s);
+            int64_t columns = 4 * 32 + 12 * 32 + 12 + v / 3 % 3 * 3, offset = v / 9 % 2 * 3;
             problem *p = problem_make(&s);
             for (int e = 0; e < count; e++) {
                 problem_must_run(p, execs[e]);
@@ -235,8 +266,8 @@ static void pieces_agree_with_the_whole(void **state)
 {
     (void)state;
     static const int64_t cuts[][4] = {{1, 2, 3, 40}, {7, 8, 30, 40}, {16, 17, 32, 40}, {2, 4, 6, 40}};
-    weft_exec execs[GRID_EXECS];
-    int count = host_execs(execs);
+    weft_exec execs[EXECS];
+    int count = all_execs(execs);
     for (int rule = 0; rule < 2; rule++)
         for (int v = 0; v < 12; v++)
             for (int e = 0; e < count; e++) {
@@ -245,7 +276,9 @@ static void pieces_agree_with_the_whole(void **state)
                 s.steps = 40;
                 s.width = 2 + v % 4;
                 s.history = s.width - 1 + v % 3;
-                if (rule && e == 0) continue; /* the reference hands on in single what it keeps in double */
+                if (v % 2) s.absent = " bias ", s.channels = 32;
+                if (!serves(execs[e], s.op)) continue;
+                if (rule && is_ref(execs[e])) continue; /* it hands on in single what it keeps in double */
                 problem *whole = problem_make(&s);
                 problem_must_run(whole, execs[e]);
                 int64_t from = 0;
@@ -275,9 +308,9 @@ static void pieces_agree_with_the_whole(void **state)
 static void decoding_agrees_with_the_whole(void **state)
 {
     (void)state;
-    weft_exec execs[GRID_EXECS];
-    int count = host_execs(execs);
-    for (int v = 0; v < 12; v++)
+    weft_exec execs[EXECS];
+    int count = all_execs(execs);
+    for (int v = 0; v < 18; v++)
         for (int e = 0; e < count; e++) {
             spec s = {.op = "gdn_pre_fwd", .tokens = 6, .streams = 4, .channels = 20, .act = acts[v % 3]};
             s.steps = 9;
@@ -287,6 +320,14 @@ static void decoding_agrees_with_the_whole(void **state)
             spec d = s;
             d.op = "gdn_pre_step";
             d.absent = NULL;
+            if (v >= 12) {
+                make_usual(&s);
+                s.channels = 64;
+                s.history += v % 2;
+                s.wide = s.act;
+                d = s;
+                d.op = "gdn_pre_step";
+            }
             int64_t at_once = v % 2 ? 1 : 3;
             problem *whole = problem_make(&s), *p = problem_make(&d);
             problem_must_run(whole, execs[e]);
@@ -337,15 +378,18 @@ static void neighbours_do_not_matter(void **state)
     (void)state;
     static const int64_t lengths[] = {0, 5, 1, 0, 20, 3, 70, 0, 2, 0};
     enum { COUNT = sizeof lengths / sizeof *lengths };
-    weft_exec execs[GRID_EXECS];
-    int count = host_execs(execs);
+    weft_exec execs[EXECS];
+    int count = all_execs(execs);
     for (int o = 0; o < OPS; o++)
         for (int v = 0; v < 4; v++)
             for (int e = 0; e < count; e++) {
                 spec s = {.op = ops[o], .tokens = COUNT, .streams = 4, .channels = 16, .act = acts[v % 3]};
                 s.packed = true;
                 s.lengths = lengths;
-                s.width = 4 + v;
+                if (!serves(execs[e], ops[o])) continue;
+                if (v % 2) make_usual(&s);
+                s.width = 4 + v / 2;
+                s.history = s.width - 1;
                 s.seed = (uint64_t)v;
                 problem *clean = problem_make(&s);
                 problem_must_run(clean, execs[e]);
@@ -386,13 +430,14 @@ static void neighbours_do_not_matter(void **state)
 static void causal_window(void **state)
 {
     (void)state;
-    weft_exec execs[GRID_EXECS];
-    int count = host_execs(execs);
+    weft_exec execs[EXECS];
+    int count = all_execs(execs);
     for (int v = 0; v < 8; v++)
         for (int e = 0; e < count; e++) {
             spec s = {.op = "gdn_pre_fwd", .tokens = 1, .streams = 2, .channels = 16, .act = acts[v % 3]};
             s.steps = 40;
             s.width = 1 + v;
+            if (v % 2) s.absent = " bias ";
             problem *clean = problem_make(&s), *bad = problem_make(&s);
             int64_t t = 11 + v;
             arg *x = problem_arg(bad, "v");
@@ -410,6 +455,41 @@ static void causal_window(void **state)
             }
             problem_free(clean);
             problem_free(bad);
+        }
+    test_verdict();
+}
+
+/* ---- other outputs ------------------------------------------------------------------------------------------------------ */
+
+/* An output that is not wanted does not change the others: which kernel serves a call may depend on what it has to write. */
+static void unwanted_outputs_do_not_matter(void **state)
+{
+    (void)state;
+    weft_exec execs[EXECS];
+    int count = all_execs(execs);
+    for (int o = 0; o < OPS; o++)
+        for (int v = 0; v < 3; v++) {
+            spec s = {.op = ops[o], .tokens = 3, .streams = 4, .channels = 32, .act = acts[v], .steps = 50};
+            make_usual(&s);
+            s.width -= v;
+            problem *all = problem_make(&s);
+            for (int e = 0; e < count; e++) {
+                if (!serves(execs[e], ops[o])) continue;
+                problem_must_run(all, execs[e]);
+                for (int i = 0; i < all->num_args; i++) {
+                    const arg *out = &all->arg[i];
+                    if (!out->block || !out->info->optional || !arg_is_output(out)) continue;
+                    problem *less = problem_make(&s);
+                    char what[120];
+                    arg_drop(&less->arg[i]);
+                    problem_settle(less);
+                    problem_must_run(less, execs[e]);
+                    snprintf(what, sizeof what, "without %s", out->name);
+                    expect_all(less, all, execs[e], what);
+                    problem_free(less);
+                }
+            }
+            problem_free(all);
         }
     test_verdict();
 }
@@ -569,6 +649,7 @@ int main(void)
         cmocka_unit_test(decoding_agrees_with_the_whole),
         cmocka_unit_test(neighbours_do_not_matter),
         cmocka_unit_test(causal_window),
+        cmocka_unit_test(unwanted_outputs_do_not_matter),
         cmocka_unit_test(bad_sequences_are_refused),
         cmocka_unit_test(bad_sizes_are_refused),
         cmocka_unit_test(rows_named_twice_are_rejected),

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(WARPS * 32, V == 0 ? 1 : 2) bwd_kernel(const b
     extern __shared__ __align__(16) char shared[];
     const assignment a = assigned(p);
     if (a.part == PART_GATES) {
-        backward_gates<T>(p, a.t0, a.t1, shared, a.partial);
+        backward_beta_and_g<T>(p, a.t0, a.t1, shared, a.partial);
     } else if constexpr (V == 0) {
         if (a.part == PART_Z)
             backward_gate(p, a.unit, a.t0, a.t1);
@@ -73,10 +73,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2) bwd_plain_kernel(const bwd_para
     else if (a.part == PART_Z)
         copy_rows<T, 4>(p.d_out[PART_Z], p.d_in[PART_Z], p.seq, place_in<4>(p.in[PART_Z], a.unit), a.t0, a.t1,
                         end_of(p.seq));
-    else if (p.g_chunk)
-        backward_gates<T>(p, a.t0, a.t1, shared, a.partial);
     else
-        backward_each_gate<T>(p, a.t0, a.t1, shared, a.partial);
+        backward_beta_and_g<T>(p, a.t0, a.t1, shared, a.partial);
 }
 
 /* Slots of d_state that no token's convolution has read: they were handed through, or nobody came. */

@@ -578,4 +578,69 @@ static __device__ __forceinline__ void backward_gates(const bwd_params &p, int64
     }
 }
 
+/* The same where g is not summed within chunks: no token waits for another. */
+template <class T>
+static __device__ __forceinline__ void backward_each_gate(const bwd_params &p, int64_t t0, int64_t t1, char *shared,
+                                                          float *partial)
+{
+    const int lane = (int)(threadIdx.x & 31);
+    const int wide = gate_lanes(p.value_heads), side = 32 / wide;
+    const int64_t end = end_of(p.seq);
+    for (int first = 0; first < p.value_heads; first += 32) {
+        const int h = first + lane % wide;
+        const bool active = h < p.value_heads;
+        const float half = active ? half_rate(p.decay, h) : 0.0f, bias = active ? gate_bias(p.decay, h) : 0.0f;
+        float d_a_log = 0.0f, d_dt = 0.0f;
+        run tokens;
+        for (int64_t t = t0; t < t1; t += tokens.count) {
+            tokens = run_at(p.seq, t, t1, end);
+            auto at = [&](const rows &r, int i) { return offset_of(r, tokens.at) + i * r.step + h * r.head; };
+            /* tokens of the piece by turns, wherever sequences end, so that dense and packed ones have the same sums */
+            const int first_of_run = (lane / wide - (int)(t - t0)) & (side - 1);
+#pragma unroll 1
+            for (int base = first_of_run; active && base < tokens.count; base += side * GATE_TOKENS) {
+                float a[GATE_TOKENS] = {}, b[GATE_TOKENS] = {}, d_g[GATE_TOKENS] = {}, d_beta[GATE_TOKENS] = {};
+#pragma unroll
+                for (int r = 0; r < GATE_TOKENS; r++) {
+                    const int i = base + r * side;
+                    if (i >= tokens.there) break;
+                    a[r] = widen(((const T *)p.decay.a.data)[at(p.decay.a, i)]);
+                    b[r] = widen(((const T *)p.b.data)[at(p.b, i)]);
+                    if (has(p.d_g)) d_g[r] = ((const float *)p.d_g.data)[at(p.d_g, i)];
+                    if (has(p.d_beta)) d_beta[r] = get(p.d_beta, at(p.d_beta, i));
+                }
+#pragma unroll
+                for (int r = 0; r < GATE_TOKENS; r++) {
+                    const int i = base + r * side;
+                    if (i >= tokens.count) break;
+                    float d_a = 0.0f, d_b = 0.0f;
+                    if (i < tokens.there) {
+                        const float x = a[r] + bias, down = -(d_g[r] * p.g_factor);
+                        d_a = gm_decay_slope(x, half, down);
+                        d_a_log += gm_decay(x, half, down);
+                        d_dt += d_a;
+                        if (has(p.d_beta)) d_b = d_beta[r] * gm_beta_slope(b[r], p.beta_scale);
+                    }
+                    if (has(p.d_a)) put(p.d_a, at(p.d_a, i), d_a);
+                    if (has(p.d_b)) put(p.d_b, at(p.d_b, i), d_b);
+                }
+            }
+        }
+        for (int m = wide; m < 32; m *= 2)
+            d_a_log += __shfl_xor_sync(0xffffffffu, d_a_log, m), d_dt += __shfl_xor_sync(0xffffffffu, d_dt, m);
+        if (partial) store_gate_sums(p, d_a_log, d_dt, h, active && lane < wide, shared, partial);
+    }
+}
+
+/* Which of the two is a matter of options alone: it decides the order of sums. */
+template <class T>
+static __device__ __forceinline__ void backward_beta_and_g(const bwd_params &p, int64_t t0, int64_t t1,
+                                                           char *shared, float *partial)
+{
+    if (p.g_chunk)
+        backward_gates<T>(p, t0, t1, shared, partial);
+    else
+        backward_each_gate<T>(p, t0, t1, shared, partial);
+}
+
 #endif

@@ -252,7 +252,7 @@ static __device__ __forceinline__ void forward_gates(const fwd_params &p, int64_
         const T *a = (const T *)p.decay.a.data + h * p.decay.a.head, *b = (const T *)p.b.data + h * p.b.head;
         auto decay = [&](float x) { return gm_decay(x + bias, half, -1.0f); };
         place w = where;
-        float g = 0.0f;
+        float g = -0.0f; /* a sum of nothing but -0 stays one */
         if (p.g_chunk && w.n < p.seq.count)
             for (int64_t k = t0 - (t0 - w.start) % p.g_chunk; k < t0; k++)
                 g += decay(widen(a[offset_of(p.decay.a, token_at(p.seq, k))]));
