@@ -14,6 +14,17 @@
 
 /* ---- scalars --------------------------------------------------------------------------------------------------------- */
 
+/* A whole number as an int32_t; -1, which no field takes, where it is none of these. */
+static int32_t whole(double x)
+{
+    return x >= INT32_MIN && x <= INT32_MAX ? (int32_t)x : -1;
+}
+
+static int32_t narrow(long x)
+{
+    return x >= INT32_MIN && x <= INT32_MAX ? (int32_t)x : -1;
+}
+
 static bool read_numerics(PyObject *value, weft_mhc_numerics *n)
 {
     double kind, rule, iters, apply; /* whole numbers, as floats: a registered operator has them in one list */
@@ -24,10 +35,10 @@ static bool read_numerics(PyObject *value, weft_mhc_numerics *n)
     if (!PyArg_ParseTuple(value, "dddddddd;numerics: eight numbers", &n->rms_eps, &kind, &n->pre_eps, &n->post_mult,
                           &rule, &n->sinkhorn_eps, &iters, &apply))
         return false;
-    n->rms_eps_kind = (weft_eps_kind)kind;
-    n->sinkhorn = (weft_sinkhorn)rule;
-    n->sinkhorn_iters = iters >= INT32_MIN && iters <= INT32_MAX ? (int32_t)iters : 0;
-    n->apply = (weft_apply)apply;
+    n->rms_eps_kind = (weft_eps_kind)whole(kind);
+    n->sinkhorn = (weft_sinkhorn)whole(rule);
+    n->sinkhorn_iters = whole(iters);
+    n->apply = (weft_apply)whole(apply);
     return true;
 }
 
@@ -58,12 +69,12 @@ static bool read_gdn(PyObject *value, weft_gdn_options *o)
     if (!PyArg_ParseTuple(value, "ddddddddd;options: nine numbers", &activation, &l2norm, &o->l2_eps, &o->q_scale,
                           &o->beta_scale, &map, &rounding, &chunk, &log2))
         return false;
-    o->activation = (weft_gdn_activation)activation;
-    o->l2norm = (int32_t)l2norm;
-    o->head_map = (weft_gdn_head_map)map;
-    o->rounding = (weft_gdn_rounding)rounding;
-    o->g_chunk = chunk >= INT32_MIN && chunk <= INT32_MAX ? (int32_t)chunk : -1;
-    o->g_log2 = (int32_t)log2;
+    o->activation = (weft_gdn_activation)whole(activation);
+    o->l2norm = whole(l2norm);
+    o->head_map = (weft_gdn_head_map)whole(map);
+    o->rounding = (weft_gdn_rounding)whole(rounding);
+    o->g_chunk = whole(chunk);
+    o->g_log2 = whole(log2);
     return true;
 }
 
@@ -71,7 +82,7 @@ static bool read_scalar(const weft_scalar_info *scalar, PyObject *value, void *f
 {
     switch (scalar->type) {
     case WEFT_SCALAR_REAL: *(double *)field = PyFloat_AsDouble(value); return !PyErr_Occurred();
-    case WEFT_SCALAR_INT: *(int32_t *)field = (int32_t)PyLong_AsLong(value); return !PyErr_Occurred();
+    case WEFT_SCALAR_INT: *(int32_t *)field = narrow(PyLong_AsLong(value)); return !PyErr_Occurred();
     case WEFT_SCALAR_NUMERICS: return read_numerics(value, field);
     case WEFT_SCALAR_DROPOUT: return read_dropout(value, field);
     case WEFT_SCALAR_GDN: return read_gdn(value, field);
@@ -180,7 +191,7 @@ static PyObject *run(PyObject *module, PyObject *const *objects, Py_ssize_t coun
         weft_dropout *dropout = (weft_dropout *)((char *)args + call->dropout);
         if (!ext_read_step(&g, objects[RUN_STEP], &dropout->step)) return NULL;
     }
-    if (!ext_run_call(&g, op, args, (int)precision, (int)threads, &call->last)) return NULL;
+    if (!ext_run_call(&g, op, args, narrow(precision), narrow(threads), &call->last)) return NULL;
     Py_RETURN_NONE;
 }
 

@@ -305,6 +305,19 @@ def test_extension_calls():
     refuses(
         TypeError, "numerics: expected a tuple of eight numbers", _C.Call, "mhc_sinkhorn_fwd", {"numerics": [0] * 8}
     )
+    # Numbers that a field of 32 bits does not hold are not cut down to ones that it does.
+    x, u = torch.randn(3, 2, 4), torch.empty(3, 4)
+    for kind in (2**32, 2**40 + 1, -(2**33)):
+        call = _C.Call("mhc_contract_fwd", {"kind": kind})
+        refuses(ValueError, "mhc_contract_fwd: kind: expected 0 to 1", _C.run, call, 0, 0, 1, None, x, u)
+    call = _C.Call("mhc_contract_fwd", {"kind": 0})
+    refuses(ValueError, "exec.threads: expected 0 to 4096", _C.run, call, 0, 0, 2**32 + 1, None, x, u)
+    logits = torch.randn(3, 2, 2)
+    for field, value in ((4, float("inf")), (4, 2.0**32), (6, float("nan")), (6, 1e300)):
+        numbers = [1e-6, 0.0, 0.0, 2.0, 0.0, 0.0, 20.0, 0.0]
+        numbers[field] = value
+        call = _C.Call("mhc_sinkhorn_fwd", {"numerics": tuple(numbers)})
+        refuses(ValueError, "mhc_sinkhorn_fwd: numerics", _C.run, call, 0, 0, 1, None, logits, logits.clone())
     refuses(TypeError, "numerics: eight numbers", _C.Call, "mhc_sinkhorn_fwd", {"numerics": (0.0,) * 7})
     call = _C.Call("mhc_contract_fwd", {"kind": 0})
     refuses(TypeError, "mhc_contract_fwd: expected 2 tensors, got 1", _C.run, call, 0, 0, 1, None, torch.randn(3, 4, 6))
