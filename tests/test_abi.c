@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "core/status.h"
 #include "support/gpt.h"
 #include "support/memory.h"
 #include "support/refuse.h"
