@@ -39,6 +39,10 @@ if(WEFT_SANITIZE)
     add_compile_options(-O1 -g1 -fno-omit-frame-pointer -fsanitize=${WEFT_SANITIZE} -fno-sanitize-recover=all)
     add_link_options(-fsanitize=${WEFT_SANITIZE})
 endif()
+if(WEFT_FUZZ)
+    # Everything is instrumented, so that the fuzzer sees the library's branches too; only the targets link its driver.
+    add_compile_options(-fsanitize=fuzzer-no-link)
+endif()
 
 set(WEFT_CPU_FLAGS ${WEFT_O3} -fno-math-errno -fno-trapping-math)
 set(WEFT_AVX2_FLAGS -mavx2 -mfma -mf16c)
