@@ -2,22 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # tools/fuzz.sh <target> <seconds>: replays the kept corpus, then fuzzes for a while. New inputs go beside the target,
-# in <target>.found; a crash is written there too. To keep what was found: <target> -merge=1
-# tests/fuzz/corpus/<target> <found>.
+# in <target>.found; a crash is written there too. Words of tests/fuzz/<target>.dict are tried where there are any. To keep what
+# was found: <target> -merge=1 -max_len=512 tests/fuzz/corpus/<target> <found>.
 set -eu
 target=$1
 seconds=$2
-corpus=$(dirname "$0")/../tests/fuzz/corpus/$(basename "$target")
+folder=$(dirname "$0")/../tests/fuzz
+name=$(basename "$target")
+corpus=$folder/corpus/$name
+words=$folder/$name.dict
+[ -f "$words" ] || words=
 found=$target.found
 mkdir -p "$found"
 if [ -d "$corpus" ]; then
     "$target" -runs=0 -print_final_stats=1 "$corpus"
 else
-    echo "No corpus in tests/fuzz/corpus/$(basename "$target") yet"
+    echo "No corpus in tests/fuzz/corpus/$name yet"
     corpus=
 fi
 if [ "$seconds" -gt 0 ]; then
     # shellcheck disable=SC2086
-    "$target" -max_total_time="$seconds" -max_len=65536 -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
+    "$target" ${words:+-dict="$words"} -max_total_time="$seconds" -max_len=65536 -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
         -artifact_prefix="$found/" "$found" $corpus
 fi

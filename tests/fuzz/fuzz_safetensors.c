@@ -1,12 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Any bytes may be called a golden file. The reader must refuse or accept them, never crash, and what it accepts
- * must lie inside the bytes it was given. The reader belongs to the program, not to the library, so its source is
- * included. */
-#include "checksum.c"
-#include "files.c"
-#include "json.c"
-#include "safetensors.c"
+ * must lie inside the bytes it was given. */
+#include <stdlib.h>
+
+#include "safetensors.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
