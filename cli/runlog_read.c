@@ -106,7 +106,8 @@ static int parse_line(run_record *r, json *j, char *key, char *value)
         if (c < RUN_COLUMNS) r->column[c][r->count - 1] = number;
     } while (json_peek(j) == ',' && json_take(j, ','));
     if (!json_take(j, '}')) return 0;
-    return json_peek(j) ? json_fail(j, "something follows the line's object") : 1;
+    (void)json_peek(j); /* a zero byte is not an end */
+    return j->at < j->end ? json_fail(j, "something follows the line's object") : 1;
 }
 
 int run_record_parse(run_record *r, const char *text, size_t size)
