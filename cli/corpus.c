@@ -13,7 +13,7 @@
 #include "fingerprint.h"
 #include "random.h"
 
-enum { VALIDATION_EVERY = 10, MAX_DEPTH = 32, CHUNK = 1 << 20 }; /* CHUNK: bytes read at a time, whole words */
+enum { VALIDATION_EVERY = 10, MAX_DEPTH = 32, CHUNK = 1 << 16 }; /* CHUNK: bytes read at a time, whole words */
 
 __attribute__((format(printf, 2, 3))) static int fail(corpus *c, const char *format, ...)
 {
