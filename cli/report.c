@@ -303,6 +303,12 @@ static int read_runs(report *r, const char *paths)
 static int write_page(report *r, const char *path)
 {
     char temporary[FILES_PATH];
+    struct stat status;
+    /* rename would put the page in the place of a device or a FIFO. */
+    if (!stat(path, &status) && !S_ISREG(status.st_mode)) {
+        fprintf(stderr, "weft report: %s: not a regular file\n", path);
+        return 0;
+    }
     if (snprintf(temporary, sizeof temporary, "%s.part", path) >= (int)sizeof temporary)
         errno = ENAMETOOLONG;
     else if ((r->to = files_create(temporary))) {

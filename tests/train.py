@@ -837,6 +837,22 @@ def odd_files():
     for args in (("sample", "--from", "odd/run"), ("check", "--golden", "odd/golden")):
         code, _, err = weft(*args)
         say(f"{args[0]} of a FIFO", code == 2 and "not a regular file" in err, err)
+    # A FIFO stands for devices: a test that fails must not replace one of the machine's.
+    train("odd-run", "--steps", 1)
+    os.mkfifo(folder / "page.html")
+    (folder / "link.html").symlink_to("page.html")
+    for name in ("page.html", "link.html"):
+        code, _, err = weft("report", "--runs", "odd-run", "--out", f"odd/{name}")
+        kept = (folder / "page.html").is_fifo() and (folder / "link.html").is_symlink()
+        say(f"report --out {name} leaves a FIFO alone", code == 2 and "not a regular file" in err and kept, f"exit {code}: {err}")
+    (WORK / "odd-run/log.jsonl").unlink()
+    os.mkfifo(WORK / "odd-run/log.jsonl")
+    code, _, err = weft("report", "--runs", "odd-run", "--out", "never.html")
+    say("report of a FIFO in a run's folder", code == 2 and "not a regular file" in err, f"exit {code}: {err}")
+    (WORK / "odd-run/step-00000001/optimizer.safetensors").unlink()
+    os.mkfifo(WORK / "odd-run/step-00000001/optimizer.safetensors")
+    code, _, err = train("odd-run", "--steps", 1, "--resume")
+    say("train --resume of a FIFO", code == 2 and "not a regular file" in err, f"exit {code}: {err}")
     say("nothing was written for them", not (WORK / "never").exists() and not (WORK / "never.html").exists())
 
     victim = WORK / "victim"
