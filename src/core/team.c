@@ -11,7 +11,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { MOST_THREADS = 1024 };
+enum { MOST_THREADS = 1024, STACK_MARGIN = 1 << 20 };
 
 /* A child of fork has the runtime's records of its parent's threads and none of the threads. The process that first has a team
  * is kept, and its descendants by fork have none. The system call for every team costs little beside waking one. */
@@ -71,17 +71,24 @@ static int create_and_release(int count)
 {
     trial t = {.gate = PTHREAD_MUTEX_INITIALIZER};
     pthread_t thread[MOST_THREADS];
+    pthread_attr_t attributes;
+    size_t stack;
     sigset_t all, before;
     int created = 0;
+    if (pthread_attr_init(&attributes)) return 0;
+    /* Somewhat larger stacks than a runtime asks for: those that the C library keeps for later then serve it. */
+    if (!pthread_attr_getstacksize(&attributes, &stack))
+        pthread_attr_setstacksize(&attributes, stack + STACK_MARGIN);
     sigfillset(&all);
     pthread_mutex_lock(&t.gate);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (created < count && pthread_create(&thread[created], NULL, pass_the_gate, &t) == 0) created++;
+    while (created < count && pthread_create(&thread[created], &attributes, pass_the_gate, &t) == 0) created++;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_mutex_unlock(&t.gate);
     for (int i = 0; i < created; i++) pthread_join(thread[i], NULL);
     for (int i = 0; i < created; i++) wait_until_gone(t.id[i]);
     pthread_mutex_destroy(&t.gate);
+    pthread_attr_destroy(&attributes);
     return created;
 }
 
