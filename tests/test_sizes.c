@@ -27,6 +27,12 @@ static void products_do_not_wrap(void **state)
         assert_int_equal(weft_mhc_expand_fwd_workspace(&exec, &a, &bytes), WEFT_ERR_ARGUMENT);
         assert_int_equal(weft_mhc_expand_fwd(&exec, &a), WEFT_ERR_ARGUMENT);
         assert_non_null(strstr(weft_last_error(), "u: expected at most 2^48 elements"));
+        /* the tensor of 2^64 elements is the first that is looked at */
+        weft_mhc_contract_fwd_args c = {.struct_size = sizeof c, .x = a.x, .u = a.u};
+        c.x.data = &one;
+        assert_int_equal(weft_mhc_contract_fwd_workspace(&exec, &c, &bytes), WEFT_ERR_ARGUMENT);
+        assert_int_equal(weft_mhc_contract_fwd(&exec, &c), WEFT_ERR_ARGUMENT);
+        assert_non_null(strstr(weft_last_error(), "x: expected at most 2^48 elements"));
         weft_mhc_expand_fwd_args b = a; /* few enough, but all of them in one place */
         b.u.shape[0] = b.x.shape[0] = 2, b.u.shape[1] = b.x.shape[2] = 4, b.x.data = &one;
         assert_int_equal(weft_mhc_expand_fwd(&exec, &b), WEFT_ERR_ARGUMENT);
