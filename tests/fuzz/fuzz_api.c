@@ -1,0 +1,537 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Any bytes may be called the arguments of an operator. They are made through the tables of weft/ops.h: a zero byte, or no byte
+ * at all, stands for what a careful caller passes, other bytes for what goes wrong. Each buffer, the structs included, ends at a
+ * page that cannot be touched, or begins behind one.
+ *
+ * Whatever the call is, it returns a status. An error comes with a sentence that begins with the operator's name and leaves every
+ * byte as it was; success leaves the sentence empty and writes to outputs only. A call that has been told its workspace never asks
+ * for more, and one byte less is an error. */
+#define _DEFAULT_SOURCE 1 /* MAP_ANONYMOUS */
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <weft/gdn.h>
+#include <weft/mhc.h>
+#include <weft/ops.h>
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+static void require(bool truth, const char *what)
+{
+    if (truth) return;
+    fprintf(stderr, "fuzz_api: %s: \"%s\"\n", what, weft_last_error());
+    abort();
+}
+
+/* ---- bytes ------------------------------------------------------------------------------------------------------------ */
+
+static const uint8_t *at, *end;
+
+static unsigned next(void)
+{
+    return at < end ? *at++ : 0;
+}
+
+static int64_t next_number(void)
+{
+    uint64_t v = 0;
+    for (int i = 0; i < 8; i++) v |= (uint64_t)next() << 8 * i;
+    return (int64_t)v;
+}
+
+#define PICK(table) ((table)[next() % (sizeof(table) / sizeof *(table))])
+
+/* ---- buffers between guard pages --------------------------------------------------------------------------------------- */
+
+enum { PAGE = 4096, ROOM = 128 * PAGE, SLOTS = 128 };
+
+/* What a call may touch: its bytes, and whether it may write them. */
+typedef struct buffer {
+    unsigned char *begin;
+    size_t bytes;
+    const weft_tensor *output; /* NULL: only read */
+} buffer;
+
+static unsigned char *slots, *kept;
+static buffer buffers[SLOTS];
+static int used;
+
+static void open_slots(void)
+{
+    const size_t apart = ROOM + PAGE;
+    if (slots) return;
+    slots = mmap(NULL, SLOTS * apart + PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    kept = malloc((size_t)SLOTS * ROOM);
+    require(slots != MAP_FAILED && kept, "no memory for the buffers");
+    for (int i = 0; i < SLOTS; i++)
+        require(mprotect(slots + PAGE + (size_t)i * apart, ROOM, PROT_READ | PROT_WRITE) == 0, "mprotect");
+}
+
+/* Memory against the guard page behind it, or in front of it; NULL where it does not fit. */
+static unsigned char *take(size_t bytes, bool in_front, size_t align)
+{
+    if (bytes > ROOM || used == SLOTS) return NULL;
+    unsigned char *slot = slots + PAGE + (size_t)used * (ROOM + PAGE);
+    unsigned char *p = in_front ? slot : slot + (ROOM - bytes) / align * align;
+    buffers[used++] = (buffer){p, bytes, NULL};
+    return p;
+}
+
+static void remember(void)
+{
+    size_t place = 0;
+    for (int i = 0; i < used; i++) {
+        memcpy(kept + place, buffers[i].begin, buffers[i].bytes);
+        place += buffers[i].bytes;
+    }
+}
+
+static bool is_of(const weft_tensor *t, size_t byte)
+{
+    const size_t element = weft_dtype_size(t->dtype);
+    int64_t index = (int64_t)(byte / element);
+    bool used_dim[WEFT_MAX_DIMS] = {false};
+    /* the largest stride first: outputs reach no element twice, so what is left of the index is that of the smaller strides */
+    for (int k = 0; k < t->ndim; k++) {
+        int best = -1;
+        for (int i = 0; i < t->ndim; i++)
+            if (!used_dim[i] && (best < 0 || t->stride[i] > t->stride[best])) best = i;
+        used_dim[best] = true;
+        if (t->shape[best] == 1 || t->stride[best] == 0) continue;
+        int64_t step = index / t->stride[best];
+        if (step > t->shape[best] - 1) step = t->shape[best] - 1;
+        index -= step * t->stride[best];
+    }
+    return index == 0;
+}
+
+static void compare(bool written, const char *what)
+{
+    size_t place = 0;
+    for (int i = 0; i < used; i++) {
+        const buffer *b = &buffers[i];
+        if (memcmp(kept + place, b->begin, b->bytes))
+            for (size_t k = 0; k < b->bytes; k++)
+                if (kept[place + k] != b->begin[k]) require(written && b->output && is_of(b->output, k), what);
+        place += b->bytes;
+    }
+}
+
+/* ---- values ------------------------------------------------------------------------------------------------------------ */
+
+static uint64_t seed;
+
+static unsigned draw(void)
+{
+    seed = seed * 6364136223846793005u + 1442695040888963407u;
+    return (unsigned)(seed >> 33);
+}
+
+static void put_real(unsigned char *to, weft_dtype dtype, double v)
+{
+    const float f = (float)v;
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    uint16_t half = (uint16_t)(bits >> 16); /* bf16 cut short; as f16, some other number */
+    if (dtype == WEFT_F64)
+        memcpy(to, &v, sizeof v);
+    else if (dtype == WEFT_F32)
+        memcpy(to, &f, sizeof f);
+    else
+        memcpy(to, &half, sizeof half);
+}
+
+/* Kind 0: numbers between -1 and 1; others are harder. */
+static double real_of(unsigned kind)
+{
+    static const double odd[] = {0,
+                                 -0.0,
+                                 1e30,
+                                 -1e30,
+                                 1e-40,
+                                 (double)__builtin_inff(),
+                                 -(double)__builtin_inff(),
+                                 (double)__builtin_nanf("")};
+    const double v = (double)draw() / (double)(1u << 30) - 1;
+    if (kind % 4 == 0) return v;
+    if (kind % 4 == 1) return 200 * v;
+    return kind % 4 == 2 && draw() % 8 ? v : odd[draw() % 8];
+}
+
+static void fill(unsigned char *to, size_t bytes, weft_dtype dtype, unsigned kind)
+{
+    const size_t element = weft_dtype_size(dtype);
+    for (size_t k = 0; k + element <= bytes; k += element) put_real(to + k, dtype, real_of(kind));
+}
+
+/* Offsets and rows: 0, 1, 2, ... and the last one `most`, or bytes of the input. */
+static void fill_index(const weft_tensor *t, int64_t most)
+{
+    const bool given = next() & 1;
+    for (int64_t k = 0; k < t->shape[0]; k++) {
+        int64_t v = given ? (int64_t)(int8_t)next() : k < most ? k : most;
+        const int32_t narrow = (int32_t)v;
+        unsigned char *to = (unsigned char *)t->data + (size_t)(k * t->stride[0]) * weft_dtype_size(t->dtype);
+        if (t->dtype == WEFT_I64)
+            memcpy(to, &v, sizeof v);
+        else
+            memcpy(to, &narrow, sizeof narrow);
+    }
+}
+
+/* ---- tensors ----------------------------------------------------------------------------------------------------------- */
+
+static int64_t sizes[WEFT_DIM_CACHE + 1];
+static weft_dtype act, param, index_type;
+
+static void take_sizes(void)
+{
+    static const int64_t tokens[] = {3, 0, 1, 2, 5, 17, 33, 70}, streams[] = {4, 1, 2, 3, 8, 5, 32},
+                         channels[] = {16, 1, 2, 7, 17, 40, 64, 100}, rows[] = {24, 1, 5, 64},
+                         batch[] = {2, 1, 0, 3}, steps[] = {5, 0, 1, 2, 17, 64, 66}, heads[] = {1, 2, 3},
+                         group[] = {1, 2, 3}, dims[] = {8, 1, 3, 16, 33, 64}, width[] = {4, 1, 2, 8, 3},
+                         more[] = {0, 1, 5}, sequences[] = {2, 0, 1, 4};
+    static const weft_dtype acts[] = {WEFT_F32, WEFT_BF16, WEFT_F16, WEFT_F64};
+    const int64_t n = PICK(streams), key_heads = PICK(heads), w = PICK(width), key = PICK(dims), value = PICK(dims);
+    const unsigned form = next();
+    memset(sizes, 0, sizeof sizes);
+    sizes[WEFT_DIM_TOKENS] = PICK(tokens);
+    sizes[WEFT_DIM_STREAMS] = n;
+    sizes[WEFT_DIM_CHANNELS] = PICK(channels);
+    sizes[WEFT_DIM_GATES] = 2 * n + n * n;
+    sizes[WEFT_DIM_ROWS] = PICK(rows);
+    sizes[WEFT_DIM_BATCH] = form & 1 ? 1 : PICK(batch);
+    sizes[WEFT_DIM_STEPS] = PICK(steps);
+    sizes[WEFT_DIM_KEY_HEADS] = key_heads;
+    sizes[WEFT_DIM_VALUE_HEADS] = key_heads * PICK(group);
+    sizes[WEFT_DIM_HEADS] = sizes[form & 2 ? WEFT_DIM_VALUE_HEADS : WEFT_DIM_KEY_HEADS];
+    sizes[WEFT_DIM_KEY_DIM] = key;
+    sizes[WEFT_DIM_VALUE_DIM] = value;
+    sizes[WEFT_DIM_CONV] = 2 * key_heads * key + sizes[WEFT_DIM_VALUE_HEADS] * value;
+    sizes[WEFT_DIM_WIDTH] = w;
+    sizes[WEFT_DIM_HISTORY] = w - 1 + PICK(more);
+    sizes[WEFT_DIM_SEQUENCES] = form & 1 ? PICK(sequences) : sizes[WEFT_DIM_BATCH];
+    sizes[WEFT_DIM_OFFSETS] = sizes[WEFT_DIM_SEQUENCES] + 1;
+    sizes[WEFT_DIM_CACHE] = sizes[WEFT_DIM_SEQUENCES] + PICK(more);
+    act = PICK(acts);
+    param = act == WEFT_F64 ? WEFT_F64 : PICK(acts);
+    if (param == WEFT_F64) param = act;
+    index_type = next() & 1 ? WEFT_I64 : WEFT_I32;
+}
+
+static weft_dtype dtype_of(weft_arg_type type)
+{
+    switch (type) {
+    case WEFT_TYPE_ACT: return act;
+    case WEFT_TYPE_INDEX: return index_type;
+    case WEFT_TYPE_FULL: return act == WEFT_F64 ? WEFT_F64 : WEFT_F32;
+    case WEFT_TYPE_WIDE: return act != WEFT_F64 && (next() & 1) ? WEFT_F32 : act;
+    default: return param;
+    }
+}
+
+/* One number that no careful caller passes, or one that is merely rare. */
+static int64_t odd_number(void)
+{
+    static const int64_t odd[] = {0,
+                                  1,
+                                  2,
+                                  -1,
+                                  INT32_MAX,
+                                  (int64_t)1 << 31,
+                                  (int64_t)1 << 38,
+                                  (int64_t)1 << 40,
+                                  (int64_t)1 << 47,
+                                  (int64_t)1 << 48,
+                                  ((int64_t)1 << 48) + 1,
+                                  (int64_t)1 << 62,
+                                  INT64_MAX,
+                                  INT64_MIN};
+    const unsigned which = next();
+    return which < 0xf0 ? odd[which % (sizeof odd / sizeof *odd)] : next_number();
+}
+
+static void lay_out(weft_tensor *t, unsigned how)
+{
+    int order[WEFT_MAX_DIMS] = {0, 1, 2, 3};
+    int64_t step = 1;
+    if ((how & 7) == 1 && t->ndim > 1) order[t->ndim - 1] = t->ndim - 2, order[t->ndim - 2] = t->ndim - 1;
+    if ((how & 7) == 2 && t->ndim > 1) order[0] = 1, order[1] = 0;
+    for (int k = t->ndim - 1; k >= 0; k--) {
+        t->stride[order[k]] = step;
+        step *= t->shape[order[k]] > 0 ? t->shape[order[k]] : 1;
+        if ((how & 7) == 3) step += 3; /* padded */
+        if ((how & 7) == 4 && k == t->ndim - 1) step *= 2;
+    }
+    if ((how & 7) == 5 && t->ndim) t->stride[0] = 0;
+    if ((how & 7) == 6) t->stride[next() % WEFT_MAX_DIMS] = odd_number();
+    if ((how & 7) == 7) t->shape[next() % WEFT_MAX_DIMS] = odd_number();
+}
+
+/* Bytes from the first to the last element, more than fit where there are too many. */
+static size_t bytes_of(const weft_tensor *t)
+{
+    __int128 last = 0;
+    for (int i = 0; i < t->ndim && i < WEFT_MAX_DIMS; i++) {
+        if (t->shape[i] == 0) return 0;
+        if (t->shape[i] < 0 || t->stride[i] < 0) return ROOM + 1;
+        last += (__int128)(t->shape[i] - 1) * t->stride[i];
+        if (last > ROOM) return ROOM + 1;
+    }
+    return (size_t)(last + 1) * weft_dtype_size(t->dtype);
+}
+
+/* Bits of how: 0-2 layout, 3 in front of its guard page, 4-7 something wrong with data, dtype or rank. */
+static void make_tensor(const weft_arg_info *info, void *args, weft_tensor *const *others, int count)
+{
+    weft_tensor *t = (weft_tensor *)(void *)((char *)args + info->offset);
+    const unsigned there = next(), how = next(), wrong = how >> 4;
+    memset(t, 0, sizeof *t);
+    if ((info->optional && (there & 1)) || (there & 0xf0) == 0xf0) return;
+    t->dtype = dtype_of(info->type);
+    t->ndim = info->ndim;
+    for (int i = 0; i < info->ndim; i++)
+        t->shape[i] = info->dim[i] < WEFT_DIM_TOKENS ? info->dim[i] : sizes[info->dim[i]];
+    lay_out(t, how);
+    if (wrong == 9) t->dtype = (weft_dtype)((int)(next() % 12) - 2);
+    if (wrong == 10) t->ndim = (int32_t)odd_number();
+    if (info->kind == WEFT_ARG_GRAD)
+        ((weft_grad *)(void *)t)->add = wrong == 11 ? (int32_t)next() - 1 : there >> 1 & 1;
+    const size_t element = t->dtype >= WEFT_F32 && t->dtype <= WEFT_I64 ? weft_dtype_size(t->dtype) : 0;
+    const bool sound = element && t->ndim >= 0 && t->ndim <= WEFT_MAX_DIMS;
+    if (wrong == 12) return;    /* at NULL */
+    if (wrong == 13 && count) { /* over another argument, or a few elements further on */
+        const weft_tensor *o = others[next() % (unsigned)count];
+        const unsigned shift = next();
+        if (o->data && sound && o->dtype == t->dtype && bytes_of(t) + shift * element <= bytes_of(o)) {
+            t->data = (char *)o->data + shift * element;
+            return;
+        }
+    }
+    if (!sound) {
+        t->data = slots + PAGE;
+        return;
+    }
+    const size_t bytes = bytes_of(t);
+    t->data = take(bytes, how & 8, element);
+    if (!t->data) return;
+    buffer *b = &buffers[used - 1];
+    if (info->type != WEFT_TYPE_INDEX)
+        fill(t->data, bytes, t->dtype, there >> 2 & 3);
+    else if (bytes && t->ndim == 1)
+        fill_index(t, info->dim[0] == WEFT_DIM_OFFSETS ? sizes[WEFT_DIM_STEPS] : sizes[WEFT_DIM_CACHE] - 1);
+    if (info->kind != WEFT_ARG_IN) b->output = t;
+    if (wrong == 14 && element > 1) t->data = (char *)t->data - (how & 8 ? 0 : 1) + (how & 8 ? 1 : 0);
+}
+
+/* ---- scalars ----------------------------------------------------------------------------------------------------------- */
+
+static double odd_real(double usual)
+{
+    static const double odd[] = {0, 1e-6, 1, -1, 1e30, 1e300, (double)__builtin_nanf(""), (double)__builtin_inff()};
+    const unsigned which = next();
+    return which < 0xc0 ? usual : odd[which % 8];
+}
+
+static int32_t odd_int(int32_t usual)
+{
+    static const int32_t odd[] = {0, 1, 2, 3, 4, -1, INT32_MAX, INT32_MIN};
+    const unsigned which = next();
+    return which < 0xc0 ? usual : odd[which % 8];
+}
+
+static void make_reserved(uint64_t *reserved)
+{
+    memset(reserved, 0, 6 * sizeof *reserved);
+    if (next() == 0xff) reserved[next() % 6] = 1;
+}
+
+static void make_numerics(weft_mhc_numerics *n)
+{
+    static const int32_t iters[] = {3, 1, 20, 0, -1, 10001, INT32_MAX};
+    require(weft_mhc_preset_numerics((weft_mhc_preset)(next() % WEFT_PRESET_COUNT), n) == WEFT_OK, "preset");
+    n->rms_eps = odd_real(n->rms_eps);
+    n->rms_eps_kind = (weft_eps_kind)odd_int((int32_t)n->rms_eps_kind);
+    n->pre_eps = odd_real(n->pre_eps);
+    n->post_mult = odd_real(n->post_mult);
+    n->sinkhorn = (weft_sinkhorn)odd_int((int32_t)n->sinkhorn);
+    n->sinkhorn_eps = odd_real(n->sinkhorn_eps);
+    n->sinkhorn_iters = PICK(iters);
+    n->apply = (weft_apply)odd_int((int32_t)n->apply);
+    make_reserved(n->reserved);
+}
+
+static void make_dropout(weft_dropout *d)
+{
+    const unsigned how = next();
+    memset(d, 0, sizeof *d);
+    if (how & 1) d->p = odd_real(0.3);
+    d->seed = next();
+    d->site = next();
+    if (how & 2) d->token_base = odd_number();
+    d->shared = odd_int(how >> 2 & 1);
+    if (how & 8) {
+        unsigned char *step = take(sizeof(uint64_t), how & 16, sizeof(uint64_t));
+        if (step) memset(step, 0, sizeof(uint64_t));
+        d->step = (const uint64_t *)(void *)(step ? step + (how >> 5 == 7) : NULL);
+    }
+    make_reserved(d->reserved);
+}
+
+static void make_gdn(weft_gdn_options *o)
+{
+    static const int32_t chunks[] = {0, 1, 16, 64, 4096, 4097, -1};
+    *o = weft_gdn_defaults();
+    o->activation = (weft_gdn_activation)odd_int((int32_t)o->activation);
+    o->l2norm = odd_int(o->l2norm);
+    o->l2_eps = odd_real(o->l2_eps);
+    o->q_scale = odd_real(o->q_scale);
+    o->beta_scale = odd_real(o->beta_scale);
+    o->head_map = (weft_gdn_head_map)odd_int((int32_t)o->head_map);
+    o->rounding = (weft_gdn_rounding)odd_int((int32_t)o->rounding);
+    o->g_chunk = PICK(chunks);
+    o->g_log2 = odd_int(o->g_log2);
+    make_reserved(o->reserved);
+}
+
+static void make_scalars(const weft_op_info *op, void *args)
+{
+    for (const weft_scalar_info *s = op->scalars; s && s->name; s++) {
+        char *field = (char *)args + s->offset;
+        const double real = s->type == WEFT_SCALAR_REAL ? odd_real(1e-3) : 0;
+        const int32_t number = s->type == WEFT_SCALAR_INT ? odd_int(0) : 0;
+        switch (s->type) {
+        case WEFT_SCALAR_REAL: memcpy(field, &real, sizeof real); break;
+        case WEFT_SCALAR_INT: memcpy(field, &number, sizeof number); break;
+        case WEFT_SCALAR_NUMERICS: make_numerics((weft_mhc_numerics *)(void *)field); break;
+        case WEFT_SCALAR_DROPOUT: make_dropout((weft_dropout *)(void *)field); break;
+        case WEFT_SCALAR_GDN: make_gdn((weft_gdn_options *)(void *)field); break;
+        }
+    }
+}
+
+/* ---- structs ----------------------------------------------------------------------------------------------------------- */
+
+/* A struct of `size` bytes with its struct_size, at a guard page. What is behind the fields of a longer one is zero, or not. */
+static void *take_struct(size_t size)
+{
+    const unsigned how = next();
+    size_t given = size, longer = 0;
+    if (how >= 0xf8) longer = 8 * (1 + next() % 8), given += longer;
+    unsigned char *p = take(size + longer, false, 8);
+    if (!p) return NULL;
+    memset(p, 0, size + longer);
+    if (longer && how == 0xff) p[size + next() % longer] = 1;
+    if (how >= 0xf0 && how < 0xf8) given = (size_t)odd_number();
+    /* a size that is believed must be there */
+    if (given > size + longer && given < (size_t)1 << 40) given = 0;
+    memcpy(p, &given, sizeof given);
+    return p;
+}
+
+static weft_tensor *made[SLOTS];
+static int num_made;
+
+static void make_args(const weft_op_info *op, void *args)
+{
+    make_scalars(op, args);
+    for (int32_t i = 0; i < op->num_args && num_made < SLOTS; i++) {
+        make_tensor(&op->args[i], args, made, num_made);
+        made[num_made++] = (weft_tensor *)(void *)((char *)args + op->args[i].offset);
+    }
+}
+
+/* Layers lie side by side in one buffer; all have the size of the first, or one of them has another. */
+static void make_layers(weft_mhc_replay_fwd_args *args)
+{
+    const weft_op_info *layer = weft_mhc_replay_layer_info();
+    const unsigned how = next();
+    const int32_t count = 1 + (int32_t)(how & 3);
+    const size_t size = layer->args_size;
+    unsigned char *layers = take(size * (size_t)count, false, 8);
+    args->num_layers = how >= 0xf8 ? odd_int(INT32_MAX) : count;
+    if (args->num_layers > count && args->num_layers <= 4096) args->num_layers = count;
+    if (!layers || how == 0xf7) return;
+    memset(layers, 0, size * (size_t)count);
+    args->layers = (const weft_mhc_replay_layer *)(void *)layers;
+    for (int32_t l = 0; l < count; l++) {
+        const size_t given = next() == 0xff ? next() : size;
+        memcpy(layers + (size_t)l * size, &given, sizeof given);
+        make_args(layer, layers + (size_t)l * size);
+    }
+}
+
+static void make_exec(weft_exec *e)
+{
+    static const weft_isa isas[] = {WEFT_ISA_BEST, WEFT_ISA_BASE, WEFT_ISA_AVX2, WEFT_ISA_AVX512, WEFT_ISA_AMX};
+    const unsigned how = next();
+    e->backend = how & 1 ? WEFT_BACKEND_REF : WEFT_BACKEND_CPU;
+    if (how >= 0xf0) e->backend = (weft_backend)odd_int(WEFT_BACKEND_CUDA);
+    e->isa = (weft_isa)odd_int((int32_t)PICK(isas));
+    e->device = odd_int(0);
+    e->threads = odd_int(1);
+    e->precision = (weft_precision)odd_int(0);
+    e->vouched = odd_int(0);
+}
+
+/* ---- the calls ----------------------------------------------------------------------------------------------------------- */
+
+/* The sentence of an error begins with the name; there is none after success. */
+static void said(const weft_op_info *op, weft_status status)
+{
+    const char *sentence = weft_last_error();
+    if (status == WEFT_OK)
+        require(sentence[0] == 0, "success with a sentence");
+    else
+        require(strncmp(sentence, op->name, strlen(op->name)) == 0, "an error whose sentence names no operator");
+}
+
+static void call(const weft_op_info *op, weft_exec *exec, void *args)
+{
+    const char *plan = NULL;
+    size_t need = 0;
+    const unsigned room = next();
+    remember();
+    const weft_status asked = weft_op_workspace(op, exec, args, &need);
+    said(op, asked);
+    said(op, weft_op_plan(op, exec, args, &plan));
+    compare(false, "a query that writes");
+    if (asked != WEFT_OK) need = 256;
+    unsigned char *workspace = take(need, room & 1, 1);
+    const bool lacks = need && (!workspace || (room & 6) == 6);
+    exec->workspace = workspace;
+    exec->workspace_bytes = workspace ? need - ((room & 6) == 6 && need) : 0;
+    if (workspace) buffers[used - 1].bytes = 0; /* its contents are undefined behind the call */
+    if (room >= 0xf0 && num_made) exec->workspace = made[next() % (unsigned)num_made]->data;
+    remember();
+    const weft_status status = weft_op_call(op, exec, args);
+    said(op, status);
+    compare(status == WEFT_OK, status == WEFT_OK ? "a write beside the outputs" : "an error that writes");
+    if (status == WEFT_OK) require(asked == WEFT_OK, "a call that runs where its query fails");
+    if (asked == WEFT_OK && status == WEFT_OK && room < 0xf0)
+        require(!lacks, "a workspace that is too small and is taken");
+    if (status == WEFT_ERR_WORKSPACE && room < 0xf0)
+        require(lacks, "a workspace of the size asked for and rejected");
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    open_slots();
+    at = data, end = data + size;
+    used = num_made = 0;
+    const weft_op_info *op = weft_op_at((int32_t)(next() % (unsigned)weft_op_count()));
+    seed = next();
+    take_sizes();
+    weft_exec *exec = take_struct(sizeof *exec);
+    void *args = take_struct(op->args_size);
+    if (!exec || !args) return 0;
+    make_exec(exec);
+    make_args(op, args);
+    if (!strcmp(op->name, "mhc_replay_fwd")) make_layers(args);
+    call(op, exec, args);
+    return 0;
+}
