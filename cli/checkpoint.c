@@ -360,6 +360,16 @@ static int load_part(const trainer *t, const checkpoint_file *c, float *const to
     return 1;
 }
 
+/* The optimiser's part, where it belongs to the model's. */
+static int take_optimizer(const trainer *t, const arrays *a, const checkpoint_file *model,
+                          const checkpoint_file *optimizer, reason r)
+{
+    if (!load_part(t, optimizer, (float *const[]){a->first, a->second}, r)) return 0;
+    if (optimizer->step == model->step && optimizer->format == model->format) return 1;
+    return fail(r, "parameters of step %" PRId64 ", format %d, optimiser of step %" PRId64 ", format %d",
+                model->step, model->format, optimizer->step, optimizer->format);
+}
+
 static int load_optimizer(const trainer *t, const arrays *a, const checkpoint_file *model, const char *path,
                           reason r)
 {
@@ -368,11 +378,8 @@ static int load_optimizer(const trainer *t, const arrays *a, const checkpoint_fi
     int ok = files_join(file, path, checkpoint_file_name(CHECKPOINT_OPTIMIZER))
                  ? checkpoint_file_open(&optimizer, CHECKPOINT_OPTIMIZER, file, r.text, r.size)
                  : fail(r, "%s: too long a path", path);
-    if (ok && !load_part(t, &optimizer, (float *const[]){a->first, a->second}, (reason){why, sizeof why}))
+    if (ok && !take_optimizer(t, a, model, &optimizer, (reason){why, sizeof why}))
         ok = fail(r, "%s: %s", file, why);
-    if (ok && (optimizer.step != model->step || optimizer.format != model->format))
-        ok = fail(r, "%s: parameters of step %" PRId64 ", format %d, optimiser of step %" PRId64 ", format %d",
-                  path, model->step, model->format, optimizer.step, optimizer.format);
     checkpoint_file_close(&optimizer);
     return ok;
 }
