@@ -130,6 +130,12 @@ void *golden_input(golden_file *file, const char *name, int64_t count, weft_dtyp
 {
     double *array = values(file, name, count, NULL);
     if (!array) return NULL;
+    for (int64_t i = 0; dtype == WEFT_I32 && i < count; i++)
+        if (!(array[i] >= INT32_MIN && array[i] <= INT32_MAX && floor(array[i]) == array[i])) {
+            golden_fail(file, "tensor '%s.%s' holds %g, expected whole numbers of 32 bits", file->prefix, name,
+                        array[i]);
+            return NULL;
+        }
     void *data = golden_memory(file, count, dtype);
     for (int64_t i = 0; i < count; i++) element_store(data, dtype, i, array[i]);
     const safetensors_tensor *t = find(file, name);
@@ -167,15 +173,21 @@ void golden_call(golden_file *file, const char *op, const void *args)
 /* ---- cases --------------------------------------------------------------------------------------------------- */
 
 /* "n,iters = 4,20 2,5 3,20": the second number of the pair that belongs to this case, or 0. */
-static int32_t iterations(const golden_file *file, int number)
+static int32_t iterations(const golden_file *file, int64_t number)
 {
     const char *text = safetensors_metadata(&file->tensors, "cases");
-    text = text ? strchr(text, '=') : NULL;
-    long n, iters;
-    int used;
-    for (int i = 0; text && sscanf(++text, "%ld,%ld%n", &n, &iters, &used) == 2; i++, text += used - 1)
+    const char *at = text ? strchr(text, '=') : NULL;
+    char *end;
+    if (!at) return 0;
+    at++;
+    for (int64_t i = 0;; i++, at = end) {
+        (void)strtoll(at, &end, 10);
+        if (end == at || *end != ',') return 0;
+        at = end + 1;
+        long long iters = strtoll(at, &end, 10);
+        if (end == at) return 0;
         if (i == number) return iters > 0 && iters <= 100000 ? (int32_t)iters : 0;
-    return 0;
+    }
 }
 
 /* Tensor names are "<case>.<name>". Runs the convention once for each case, in the order of the names. */
@@ -190,7 +202,7 @@ static void run_cases(golden_file *file, const struct convention *convention)
         memcpy(file->prefix, name, length);
         file->prefix[length] = 0;
         size_t digits = strcspn(file->prefix, "0123456789");
-        file->iters = iterations(file, atoi(file->prefix + digits));
+        file->iters = iterations(file, strtoll(file->prefix + digits, NULL, 10));
         convention->run(file);
     }
     if (!file->prefix[0]) golden_fail(file, "no tensor is called <case>.<name>");
@@ -214,6 +226,30 @@ static void report(const golden_file *file, const char *base, golden_counts *cou
     }
 }
 
+/* All cases of a file that has been parsed. */
+static void run_file(golden_file *file, const struct convention *convention)
+{
+    size_t count = file->tensors.num_tensors;
+    file->use = calloc(count + 1, 1);
+    file->result = calloc(count + 1, sizeof *file->result);
+    if (!file->use || !file->result)
+        golden_fail(file, "out of memory");
+    else
+        run_cases(file, convention);
+}
+
+static void close_file(golden_file *file)
+{
+    while (file->memory) {
+        void **next = *(void **)file->memory;
+        free(file->memory);
+        file->memory = next;
+    }
+    free(file->use);
+    free(file->result);
+    safetensors_close(&file->tensors);
+}
+
 static int check_file(const char *folder, const char *base, const weft_exec *exec, golden_counts *counts)
 {
     char path[FILES_PATH];
@@ -235,13 +271,7 @@ static int check_file(const char *folder, const char *base, const weft_exec *exe
         printf("%-4s %s: skipped, the backend has no kernels for these operators yet\n",
                weft_backend_name(exec->backend), base);
     } else {
-        size_t count = file->tensors.num_tensors;
-        file->use = calloc(count + 1, 1);
-        file->result = calloc(count + 1, sizeof *file->result);
-        if (!file->use || !file->result)
-            golden_fail(file, "out of memory");
-        else
-            run_cases(file, convention);
+        run_file(file, convention);
         if (!file->problem[0]) report(file, base, counts);
     }
     if (file->problem[0]) {
@@ -249,14 +279,7 @@ static int check_file(const char *folder, const char *base, const weft_exec *exe
         fprintf(stderr, "weft check: %s: %s\n", path, file->problem);
         code = EXIT_UNUSABLE;
     }
-    while (file->memory) {
-        void **next = *(void **)file->memory;
-        free(file->memory);
-        file->memory = next;
-    }
-    free(file->use);
-    free(file->result);
-    safetensors_close(&file->tensors);
+    close_file(file);
     free(file);
     return code;
 }

@@ -182,6 +182,11 @@ void golden_gdn(golden_file *file)
     l.value_dim = golden_size(file, "value", 4, 3);
     l.channels = golden_size(file, "conv_weight", 2, 0);
     l.width = golden_size(file, "conv_weight", 2, 1);
+    /* Results take memory by these sizes, so the file must hold as many. */
+    if (golden_size(file, "query", 4, 0) != l.batch || golden_size(file, "query", 4, 1) != l.steps ||
+        golden_size(file, "value", 4, 0) != l.batch || golden_size(file, "value", 4, 1) != l.steps ||
+        golden_size(file, "value", 4, 2) != l.value_heads)
+        golden_fail(file, "%s: proj, query and value differ in their sizes", file->prefix);
     if (file->problem[0]) return;
     int64_t keys = l.columns - 2 * l.value_heads * (l.value_dim + 1);
     l.key_heads = keys / (2 * l.key_dim);
