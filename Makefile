@@ -9,7 +9,7 @@
 #   make format            clang-format all C sources in place
 #   make check             all that CI asks for: format, tests, sanitizers, fuzzing
 #   make gpu-record        on a machine with a GPU: all tests, compute-sanitizer, benchmarks -> bench/baselines/<gpu>.jsonl
-#   make fuzz              fuzz the readers of outside data for FUZZ_SECONDS
+#   make fuzz              fuzz what takes data from outside, FUZZ_SECONDS a target
 #   make install           PREFIX=/usr/local DESTDIR=
 # The CUDA backend is built where nvcc is: CUDA=OFF leaves it out, CUDA=ON insists. It is compiled for the GPUs of this machine, or
 # for one kind where there is none; CUDA_ARCH=all compiles for all of them, CUDA_ARCH="80;90a-real" for a list.

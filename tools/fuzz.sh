@@ -24,6 +24,6 @@ else
 fi
 if [ "$seconds" -gt 0 ]; then
     # shellcheck disable=SC2086
-    "$target" ${words:+-dict="$words"} -max_total_time="$seconds" -max_len=65536 -timeout=10 -rss_limit_mb=2048 \
+    "$target" ${words:+-dict="$words"} -max_total_time="$seconds" -max_len=4096 -timeout=10 -rss_limit_mb=2048 \
         -print_final_stats=1 -artifact_prefix="$found/" "$found" $corpus
 fi
