@@ -142,7 +142,7 @@ def random_bits(seed, index):
 
 
 class Windows:
-    """The windows of cli/corpus.c, from one file."""
+    """The windows of cli/train/corpus.c, from one file."""
 
     def __init__(self, path, context, seed):
         self.bytes = numpy.frombuffer(path.read_bytes(), numpy.uint8)

@@ -8,16 +8,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "check/compare.h"
+#include "check/device.h"
+#include "check/element.h"
+#include "check/expect.h"
+#include "check/guard.h"
+#include "check/random.h"
+#include "check/run.h"
 #include "commands.h"
-#include "compare.h"
-#include "device.h"
-#include "element.h"
-#include "expect.h"
-#include "golden.h"
-#include "guard.h"
-#include "options.h"
-#include "random.h"
-#include "run.h"
+#include "common/options.h"
+#include "golden/golden.h"
 
 typedef struct check_case {
     int64_t tokens, channels, streams;

@@ -9,10 +9,10 @@
 #include <weft/mhc.h>
 #include <weft/ops.h>
 
+#include "check/device.h"
+#include "check/parallel.h"
 #include "commands.h"
-#include "device.h"
-#include "options.h"
-#include "parallel.h"
+#include "common/options.h"
 
 /* The value behind "key : value" of the first processor, in `text`; "" where the system does not say. */
 static void cpu_field(const char *key, char *text, size_t size)

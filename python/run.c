@@ -49,7 +49,7 @@ static bool fill_exec(const gathered *g, int precision, int threads, weft_exec *
     exec->backend = WEFT_BACKEND_CUDA;
     exec->device = g->device.index;
     exec->threads = 0;
-    exec->vouched = 1; /* DLPack names the device of every tensor, and view_tensor has compared them */
+    exec->trust_pointers = 1; /* DLPack names the device of every tensor, and view_tensor has compared them */
     if (g->exchange->stream(DL_CUDA, g->device.index, &exec->stream) == 0) return true;
     if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "%s: no current stream", g->op);
     return false;

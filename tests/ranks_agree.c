@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "agree.h"
+#include "train/agree.h"
 
 static ranks all;
 static int failures;

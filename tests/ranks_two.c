@@ -6,11 +6,11 @@
 #include <dlfcn.h>
 #include <string.h>
 
-#include "ranks.h"
 #include "support/gpt.h"
 #include "support/memory.h"
 #include "support/rng.h"
 #include "support/suite.h"
+#include "train/ranks.h"
 
 static ranks all;
 static int failures;

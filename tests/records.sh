@@ -118,7 +118,7 @@ def changes(path, text):
 
 
 code = "\nint added = 1;\n"
-for path in ("src/cuda/gdn_pre_step.cuh", "src/cuda/nn_attention.cu", "src/cuda/blas.c", "src/cuda/common/launch.cuh", "src/core/nn.h",
+for path in ("src/cuda/gdn/gdn_pre_step.cuh", "src/cuda/nn/nn_attention.cu", "src/cuda/nn/blas.c", "src/cuda/common/launch.cuh", "src/core/nn.h",
              "src/core/gdn_math.h", "src/core/ops.def", "src/model/model.c", "src/ops/gdn_pre.c", "include/weft/model.h"):
     assert changes(path, code) == (True, False), path
     assert changes(path, "/* a better sentence */\n") == (False, False), path

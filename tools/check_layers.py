@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that includes point one way: cli -> include -> model -> ops -> core <- {ref, cpu, cuda}; no backend knows another."""
+"""Checks that includes point one way: cli -> check -> include -> model -> ops -> core <- {ref, cpu, cuda}; no backend
+knows another."""
 
 import re
 import sys
@@ -27,7 +28,7 @@ ALLOWED = {
 
 # The CUDA runtime is known to the backend and to one file of the program.
 CUDA = re.compile(r"^(cuda\w*|cooperative_groups\w*|cub/.*|mma|nv/.*)(\.h|\.cuh)?$")
-CUDA_FOLDER, CUDA_FILE = "src/cuda", "cli/device.c"
+CUDA_FOLDER, CUDA_FILE = "src/cuda", "check/device.c"
 
 INTRINSICS = re.compile(r"^(\w*mmintrin|x86intrin|arm_neon|arm_sve)\.h$")
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.M)
@@ -45,8 +46,11 @@ def problem(folder, file, bracket, name):
         if INTRINSICS.match(name) and folder != "src/cpu":
             return "intrinsics belong in src/cpu"
         return None
+    if folder == "check":
+        return None if name.startswith("check/") and (ROOT / name).is_file() else "check/ includes public headers and its own files only"
     if folder == "cli":
-        return None if (ROOT / "cli" / name).is_file() else "the program includes public headers and its own files only"
+        own = (ROOT / "cli" / name).is_file() or name.startswith("check/") and (ROOT / name).is_file()
+        return None if own else "the program includes public headers, check/ and its own files only"
     if folder == "include/weft":
         return "public headers are included as <weft/...>"
     layer = name.split("/")[0]
@@ -59,7 +63,7 @@ def problem(folder, file, bracket, name):
 
 def main():
     failures = files = 0
-    for folder in [*ALLOWED, "cli"]:
+    for folder in [*ALLOWED, "check", "cli"]:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix not in {".c", ".h", ".cu", ".cuh", ".def"}:
                 continue

@@ -21,7 +21,7 @@
 
 #include <weft/blas.h>
 #include <weft/mhc.h>
-#include <weft/plan.h>
+#include <weft/recompute.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -70,7 +70,7 @@ typedef struct weft_model_config {
     int64_t vocab, channels, hidden;  /* hidden: width of the MLP */
     int64_t context;                  /* longest sequence */
     int32_t bias;                     /* 1: biases on all linear maps of the layers */
-    int32_t recompute, group, poison; /* as in weft_plan_desc */
+    int32_t recompute, group, poison; /* as in weft_recompute_desc */
     double dropout;                   /* on the branch, in training; mask per stream */
     uint64_t dropout_seed;
     double norm_eps, rope_base, init_alpha; /* init_alpha: first value of a connection's alpha */
@@ -123,11 +123,11 @@ WEFT_API weft_status weft_model_init(const weft_model_config *config, uint64_t s
 /* ---- steps ------------------------------------------------------------------------------------------------------------ */
 
 typedef struct weft_model_bytes {
-    weft_plan_bytes plan; /* streams and sub-layer inputs */
-    size_t kept;          /* from forward to backward: coefficients, sub-layer outputs, attention, gates, logits */
-    size_t scratch;       /* within a pass */
-    size_t workspace;     /* of the operators */
-    size_t total;         /* to ask for */
+    weft_recompute_bytes recompute; /* streams and sub-layer inputs */
+    size_t kept;      /* from forward to backward: coefficients, sub-layer outputs, attention, gates, logits */
+    size_t scratch;   /* within a pass */
+    size_t workspace; /* of the operators */
+    size_t total;     /* to ask for */
     size_t reserved[4];
 } weft_model_bytes;
 
@@ -137,7 +137,7 @@ typedef struct weft_model {
     int64_t sequences, length;
     char *memory;
     weft_model_bytes bytes;
-    weft_plan plan;
+    weft_recompute recompute;
     int32_t phase;
     weft_model_config config;
     uint64_t reserved[32];
@@ -188,7 +188,7 @@ typedef struct weft_model_gains {
 WEFT_API weft_status weft_model_gain(const weft_exec *exec, const weft_model *model, weft_model_gains *gains);
 
 /* The first value of the last forward that is not finite: "layers.3.mlp.output", or "" where all are. */
-WEFT_API weft_status weft_model_first_bad(const weft_exec *exec, const weft_model *model, char name[64]);
+WEFT_API weft_status weft_model_first_nonfinite(const weft_exec *exec, const weft_model *model, char name[64]);
 
 #ifdef __cplusplus
 }

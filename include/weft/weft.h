@@ -119,7 +119,7 @@ typedef struct weft_exec {
      * reaches. Pointers are then taken as they are, which saves a question to the driver for each of them; a wrong one
      * is a fault on the device. 0: every pointer is looked up before the first launch, and a wrong one is an error in
      * words. */
-    int32_t vouched;
+    int32_t trust_pointers;
 } weft_exec;
 
 /* A struct that begins with struct_size, filled in, with the rest as designated initialisers; as a value and as a pointer:

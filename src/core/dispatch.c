@@ -107,8 +107,9 @@ weft_status weft_check_exec(weft_call *call)
     if (e->precision < WEFT_PRECISION_FULL || e->precision > WEFT_PRECISION_TF32)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.precision: expected full or tf32, got the number %d", op,
                          (int)e->precision);
-    if (e->vouched != 0 && e->vouched != 1)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.vouched: expected 0 or 1, got %d", op, (int)e->vouched);
+    if (e->trust_pointers != 0 && e->trust_pointers != 1)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: exec.trust_pointers: expected 0 or 1, got %d", op,
+                         (int)e->trust_pointers);
     if (e->backend == WEFT_BACKEND_CUDA) {
 #if WEFT_HAVE_CUDA
         return weft_cuda_check_device(call);
@@ -270,7 +271,7 @@ static weft_status plan(weft_op op, const weft_exec *exec, const void *args, con
     entered e;
     weft_clear_error();
     if (text == NULL)
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: plan: expected a pointer, got NULL", weft_op_name(op));
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: path: expected a pointer, got NULL", weft_op_name(op));
     WEFT_TRY(enter(op, exec, args, true, &e));
     e.call.exact = true;
     plan_text *tell = e.call.exec->backend == WEFT_BACKEND_CUDA ? cuda_plans[op] : NULL;
@@ -345,10 +346,10 @@ weft_status weft_op_workspace(const weft_op_info *info, const weft_exec *exec, c
     return workspace((weft_op)op, exec, args, bytes);
 }
 
-weft_status weft_op_plan(const weft_op_info *info, const weft_exec *exec, const void *args, const char **text)
+weft_status weft_op_path(const weft_op_info *info, const weft_exec *exec, const void *args, const char **text)
 {
     int op = index_of(info);
     if (op < 0)
-        return weft_fail(WEFT_ERR_ARGUMENT, "weft_op_plan: op: expected an operator from weft_op_at, got another");
+        return weft_fail(WEFT_ERR_ARGUMENT, "weft_op_path: op: expected an operator from weft_op_at, got another");
     return plan((weft_op)op, exec, args, text);
 }

@@ -185,7 +185,7 @@ struct weft_nn_table {
 extern const weft_nn_table weft_ref_nn, weft_cpu_base_nn, weft_cpu_avx2_nn, weft_cpu_avx512_nn, weft_cuda_f32_nn,
     weft_cuda_bf16_nn;
 
-/* cuBLASLt (src/cuda/blas.c), in builds that have the CUDA backend. */
+/* cuBLASLt (src/cuda/nn/blas.c), in builds that have the CUDA backend. */
 weft_status weft_cuda_blas_open(const weft_exec *exec, const char *path, weft_blas *blas);
 void weft_cuda_blas_close(weft_blas *blas);
 

@@ -8,7 +8,7 @@
 
 #include <weft/gdn.h>
 
-/* precision and vouched, which are zero in most calls, may be missing. */
+/* precision and trust_pointers, which are zero in most calls, may be missing. */
 const weft_sizes weft_exec_sizes = {offsetof(weft_exec, precision), sizeof(weft_exec), "WEFT_EXEC"};
 const weft_sizes weft_replay_layer_sizes = {sizeof(weft_mhc_replay_layer), sizeof(weft_mhc_replay_layer),
                                             "WEFT_STRUCT"};

@@ -276,7 +276,7 @@ static weft_status check_layout(const weft_call *call, const weft_arg_info *info
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer aligned to its %d-byte elements, got %p",
                          weft_op_name(call->op), prefix, info->name, (int)weft_element_bytes(t->dtype), t->data);
 #if WEFT_HAVE_CUDA
-    if (call->exec->backend == WEFT_BACKEND_CUDA && !call->exec->vouched)
+    if (call->exec->backend == WEFT_BACKEND_CUDA && !call->exec->trust_pointers)
         return weft_cuda_check_pointer(call, prefix, info->name, t->data);
 #endif
     return WEFT_OK;

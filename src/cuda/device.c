@@ -108,7 +108,7 @@ weft_status weft_cuda_check_device(weft_call *call)
 
 weft_status weft_cuda_check_pointer(const weft_call *call, const char *prefix, const char *name, const void *p)
 {
-    if (call->exec->vouched) return WEFT_OK;
+    if (call->exec->trust_pointers) return WEFT_OK;
     const char *op = weft_op_name(call->op);
     int device = call->exec->device, pageable = 0;
     struct cudaPointerAttributes at;

@@ -13,7 +13,7 @@ extern "C" {
 enum { WEFT_GRANTED_SHARED = 48 * 1024, WEFT_GRANTED_CLUSTER = 8 };
 
 /* Asks, for the call's device, which is current, unless it has been asked before. The runtime keeps a permit with the kernel: it
- * outlives a reset of the device and holds in every context (tests/test_cuda.c). */
+ * outlives a reset of the device and holds in every context (tests/cuda/test_cuda.c). */
 cudaError_t weft_cuda_permit_more(const weft_call *call, const void *kernel, size_t shared, unsigned cluster);
 
 static inline cudaError_t weft_cuda_permit(const weft_call *call, const void *kernel, size_t shared,

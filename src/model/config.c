@@ -83,7 +83,7 @@ static weft_status check_ranges(const weft_model_config *c)
         {"residual", c->residual, 0, WEFT_RESIDUAL_COUNT - 1},
         {"exit", c->exit, 0, WEFT_EXIT_COUNT - 1},
         {"streams", c->streams, 1, WEFT_MAX_STREAMS},
-        {"layers", c->layers, 1, WEFT_PLAN_MAX_LAYERS},
+        {"layers", c->layers, 1, WEFT_RECOMPUTE_MAX_LAYERS},
         {"first_layer", c->first_layer, 0, 1 << 20},
         {"stage", c->stage, 0, WEFT_STAGE_COUNT - 1},
         {"heads", c->heads, 1, 1024},

@@ -4,7 +4,7 @@
  * the sub-layer's input come from the streams, and how gradients go back. The merge and the replay are the same for all. */
 #include "model/model.h"
 
-typedef weft_status pass(run *r, int32_t index, const weft_plan_site *at);
+typedef weft_status pass(run *r, int32_t index, const weft_recompute_site *at);
 
 static param connection_param(int32_t index, param of_attention)
 {
@@ -75,14 +75,14 @@ weft_mhc_numerics connection_numerics(const weft_model_config *c)
 
 /* ---- plain: v = norm(x) ------------------------------------------------------------------------------------------------- */
 
-static weft_status plain_forward(run *r, int32_t index, const weft_plan_site *at)
+static weft_status plain_forward(run *r, int32_t index, const weft_recompute_site *at)
 {
     RUN_OP(r, rmsnorm_fwd, .eps = r->config->norm_eps, .u = rows_of(r, at->x.data), .v = at->v,
            .weight = param_tensor(r, norm_param(index), index / SITES));
     return WEFT_OK;
 }
 
-static weft_status plain_backward(run *r, int32_t index, const weft_plan_site *at)
+static weft_status plain_backward(run *r, int32_t index, const weft_recompute_site *at)
 {
     RUN_OP(r, rmsnorm_bwd, .eps = r->config->norm_eps, .u = rows_of(r, at->x.data),
            .d_v = rows_of(r, r->scratch.row_b), .weight = param_tensor(r, norm_param(index), index / SITES),
@@ -97,7 +97,7 @@ static weft_tensor hc_streams(const run *r, void *data)
     return weft_dense3(data, r->config->dtype, r->tokens * r->config->streams, 1, r->config->channels);
 }
 
-static weft_status hc_forward(run *r, int32_t index, const weft_plan_site *at)
+static weft_status hc_forward(run *r, int32_t index, const weft_recompute_site *at)
 {
     const weft_model_config *c = r->config;
     int64_t n = c->streams;
@@ -124,7 +124,7 @@ static weft_status hc_forward(run *r, int32_t index, const weft_plan_site *at)
     return WEFT_OK;
 }
 
-static weft_status hc_backward(run *r, int32_t index, const weft_plan_site *at)
+static weft_status hc_backward(run *r, int32_t index, const weft_recompute_site *at)
 {
     const weft_model_config *c = r->config;
     int64_t n = c->streams;
@@ -176,7 +176,7 @@ static weft_tensor pre_of(const run *r, int32_t index)
     return per_token(r, site_at(r, index - 1).pre, n);
 }
 
-static weft_status mhc_forward(run *r, int32_t index, const weft_plan_site *at)
+static weft_status mhc_forward(run *r, int32_t index, const weft_recompute_site *at)
 {
     const weft_model_config *c = r->config;
     int64_t n = c->streams;
@@ -192,7 +192,7 @@ static weft_status mhc_forward(run *r, int32_t index, const weft_plan_site *at)
     return WEFT_OK;
 }
 
-static weft_status mhc_backward(run *r, int32_t index, const weft_plan_site *at)
+static weft_status mhc_backward(run *r, int32_t index, const weft_recompute_site *at)
 {
     const weft_model_config *c = r->config;
     int64_t n = c->streams;
@@ -226,12 +226,12 @@ static const struct {
     [WEFT_RESIDUAL_MHC_SINGLE_PASS] = {mhc_forward, mhc_backward},
 };
 
-weft_status connection_forward(run *r, int32_t index, const weft_plan_site *at)
+weft_status connection_forward(run *r, int32_t index, const weft_recompute_site *at)
 {
     return kinds[r->config->residual].forward(r, index, at);
 }
 
-weft_status connection_backward(run *r, int32_t index, const weft_plan_site *at)
+weft_status connection_backward(run *r, int32_t index, const weft_recompute_site *at)
 {
     return kinds[r->config->residual].backward(r, index, at);
 }
@@ -281,7 +281,7 @@ static weft_add addition_of(const run *r, int32_t index)
                       .d_bias = param_grad_data(r, bias, index / SITES)};
 }
 
-weft_status connection_merge(run *r, int32_t index, const weft_plan_site *at)
+weft_status connection_merge(run *r, int32_t index, const weft_recompute_site *at)
 {
     if (plainly_added(r)) {
         weft_add add = addition_of(r, index);
@@ -295,7 +295,7 @@ weft_status connection_merge(run *r, int32_t index, const weft_plan_site *at)
     return WEFT_OK;
 }
 
-weft_status connection_merge_bwd(run *r, int32_t index, const weft_plan_site *at)
+weft_status connection_merge_bwd(run *r, int32_t index, const weft_recompute_site *at)
 {
     const weft_model_config *c = r->config;
     scratch *w = &r->scratch;
@@ -319,10 +319,10 @@ weft_status connection_merge_bwd(run *r, int32_t index, const weft_plan_site *at
 weft_status connection_replay(run *r, int32_t group)
 {
     const weft_model_config *c = r->config;
-    weft_plan *plan = &r->model->plan;
-    weft_mhc_replay_layer layers[SITES * WEFT_PLAN_MAX_LAYERS];
-    int32_t first = group * plan->layers_per_group, count = 0;
-    for (int32_t layer = first; layer < c->layers && layer < first + plan->layers_per_group; layer++)
+    weft_recompute *recompute = &r->model->recompute;
+    weft_mhc_replay_layer layers[SITES * WEFT_RECOMPUTE_MAX_LAYERS];
+    int32_t first = group * recompute->layers_per_group, count = 0;
+    for (int32_t layer = first; layer < c->layers && layer < first + recompute->layers_per_group; layer++)
         for (int32_t index = SITES * layer; index < SITES * (layer + 1); index++)
             layers[count++] = (weft_mhc_replay_layer){.struct_size = sizeof *layers,
                                                       .dropout = dropout_of(r, index),
@@ -334,12 +334,12 @@ weft_status connection_replay(run *r, int32_t group)
                                                       .post = post_of(r, index),
                                                       .res = res_of(r, index),
                                                       .sub_weight = param_tensor(r, norm_param(index), layer)};
-    const weft_plan_replay_args *args =
-        WEFT_ARGS(weft_plan_replay_args, .group = group, .numerics = connection_numerics(c), .layers = layers,
+    const weft_recompute_replay_args *args =
+        WEFT_ARGS(weft_recompute_replay_args, .group = group, .numerics = connection_numerics(c), .layers = layers,
                   .num_layers = count);
-    if (!r->nn.query) return weft_plan_replay(plan, &r->exec, args);
+    if (!r->nn.query) return weft_recompute_replay(recompute, &r->exec, args);
     size_t bytes;
-    WEFT_TRY(weft_plan_replay_workspace(plan, &r->exec, args, &bytes));
+    WEFT_TRY(weft_recompute_replay_workspace(recompute, &r->exec, args, &bytes));
     if (bytes > r->need) r->need = bytes;
     return WEFT_OK;
 }

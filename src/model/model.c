@@ -50,12 +50,12 @@ const void *param_weight(const run *r, param p, int32_t layer)
     return r->whole.weights ? (char *)r->whole.weights + offset : NULL;
 }
 
-/* The block: plan | whole | sites | scratch | workspace. */
+/* The block: recompute | whole | sites | scratch | workspace. */
 typedef struct layout {
     size_t whole, sites, layer, scratch, workspace;
 } layout;
 
-static layout lay_out(const weft_model_config *c, int64_t tokens, int64_t length, size_t plan)
+static layout lay_out(const weft_model_config *c, int64_t tokens, int64_t length, size_t recompute)
 {
     weft_arena a = {0}, b = {0}, d = {0};
     whole w;
@@ -64,7 +64,7 @@ static layout lay_out(const weft_model_config *c, int64_t tokens, int64_t length
     whole_take(&a, c, tokens, length, &w);
     for (int32_t i = 0; i < SITES; i++) site_take(&b, c, tokens, i, &s);
     scratch_take(&d, c, tokens, &t);
-    layout l = {.whole = plan, .layer = b.used};
+    layout l = {.whole = recompute, .layer = b.used};
     l.sites = weft_bytes_plus(l.whole, a.used);
     l.scratch = weft_bytes_plus(l.sites, weft_bytes_times((size_t)c->layers, l.layer));
     l.workspace = weft_bytes_plus(l.scratch, d.used);
@@ -73,7 +73,7 @@ static layout lay_out(const weft_model_config *c, int64_t tokens, int64_t length
 
 static layout layout_of(const run *r)
 {
-    return lay_out(r->config, r->tokens, r->model->length, r->model->bytes.plan.total);
+    return lay_out(r->config, r->tokens, r->model->length, r->model->bytes.recompute.total);
 }
 
 site_memory site_at(const run *r, int32_t index)
@@ -85,17 +85,17 @@ site_memory site_at(const run *r, int32_t index)
     return s;
 }
 
-static weft_plan_desc plan_desc(const weft_model_config *c, int64_t tokens)
+static weft_recompute_desc recompute_desc(const weft_model_config *c, int64_t tokens)
 {
-    return (weft_plan_desc){.struct_size = sizeof(weft_plan_desc),
-                            .layers = c->layers,
-                            .recompute = c->recompute,
-                            .group = c->group,
-                            .poison = c->poison,
-                            .tokens = tokens,
-                            .streams = c->streams,
-                            .channels = c->channels,
-                            .dtype = c->dtype};
+    return (weft_recompute_desc){.struct_size = sizeof(weft_recompute_desc),
+                                 .layers = c->layers,
+                                 .recompute = c->recompute,
+                                 .group = c->group,
+                                 .poison = c->poison,
+                                 .tokens = tokens,
+                                 .streams = c->streams,
+                                 .channels = c->channels,
+                                 .dtype = c->dtype};
 }
 
 static weft_status open_run(run *r, const char *call, const weft_exec *exec, weft_model *model,
@@ -218,9 +218,9 @@ static weft_status forward(run *r)
 {
     const weft_model_config *c = r->config;
     weft_model *m = r->model;
-    weft_plan_site at;
-    WEFT_TRY(weft_plan_begin(&m->plan));
-    WEFT_TRY(weft_plan_site_at(&m->plan, 0, &at));
+    weft_recompute_site at;
+    WEFT_TRY(weft_recompute_begin(&m->recompute));
+    WEFT_TRY(weft_recompute_site_at(&m->recompute, 0, &at));
     if (is_narrow(c)) RUN_NN(r, narrow, r->whole.weights, r->args->parameters, param_elements(c));
     RUN_NN(r, rope_table, r->whole.rope, m->length, c->channels / c->heads, c->rope_base);
     RUN_NN(r, fill, r->whole.ones, 1, 1);
@@ -229,13 +229,13 @@ static weft_status forward(run *r)
     WEFT_TRY(enter(r, &at.x));
     for (int32_t layer = 0; layer < c->layers; layer++) {
         for (int32_t index = SITES * layer; index < SITES * (layer + 1); index++) {
-            WEFT_TRY(weft_plan_site_at(&m->plan, index, &at));
+            WEFT_TRY(weft_recompute_site_at(&m->recompute, index, &at));
             WEFT_TRY(connection_forward(r, index, &at));
             WEFT_TRY(branch_forward(r, index, at.v.data));
             WEFT_TRY(connection_merge(r, index, &at));
         }
-        if (weft_plan_ends_group(&m->plan, layer))
-            WEFT_TRY(weft_plan_close(&m->plan, &r->exec, weft_plan_group_of(&m->plan, layer)));
+        if (weft_recompute_ends_group(&m->recompute, layer))
+            WEFT_TRY(weft_recompute_close(&m->recompute, &r->exec, weft_recompute_group_of(&m->recompute, layer)));
     }
     return leave(r, &at.y);
 }
@@ -244,20 +244,20 @@ static weft_status backward(run *r)
 {
     const weft_model_config *c = r->config;
     weft_model *m = r->model;
-    weft_tensor x = weft_plan_output(&m->plan);
+    weft_tensor x = weft_recompute_output(&m->recompute);
     WEFT_TRY(leave_bwd(r, &x));
-    for (int32_t group = m->plan.groups - 1; group >= 0; group--) {
-        int32_t first = group * m->plan.layers_per_group, end = first + m->plan.layers_per_group;
+    for (int32_t group = m->recompute.groups - 1; group >= 0; group--) {
+        int32_t first = group * m->recompute.layers_per_group, end = first + m->recompute.layers_per_group;
         WEFT_TRY(connection_replay(r, group));
-        if (r->nn.query) m->plan.state[group] = WEFT_PLAN_RESTORED; /* as if it had run */
+        if (r->nn.query) m->recompute.state[group] = WEFT_RECOMPUTE_RESTORED; /* as if it had run */
         for (int32_t index = SITES * (end < c->layers ? end : c->layers) - 1; index >= SITES * first; index--) {
-            weft_plan_site at;
-            WEFT_TRY(weft_plan_site_at(&m->plan, index, &at));
+            weft_recompute_site at;
+            WEFT_TRY(weft_recompute_site_at(&m->recompute, index, &at));
             WEFT_TRY(connection_merge_bwd(r, index, &at));
             WEFT_TRY(branch_backward(r, index, at.v.data));
             WEFT_TRY(connection_backward(r, index, &at));
         }
-        WEFT_TRY(weft_plan_release(&m->plan, group));
+        WEFT_TRY(weft_recompute_release(&m->recompute, group));
     }
     return enter_bwd(r);
 }
@@ -331,10 +331,10 @@ static weft_status shape_model(const weft_exec *exec, const weft_model_config *c
                          "model: sequences * length: expected at most 2^31 - 1 tokens, got %lld * %lld",
                          (long long)sequences, (long long)length);
     *m = (weft_model){.config = *config, .sequences = sequences, .length = length};
-    weft_plan_desc desc = plan_desc(config, sequences * length);
-    WEFT_TRY(weft_plan_query(&desc, &m->bytes.plan));
-    plan_shape(&desc, &m->plan);
-    layout l = lay_out(config, sequences * length, length, m->bytes.plan.total);
+    weft_recompute_desc desc = recompute_desc(config, sequences * length);
+    WEFT_TRY(weft_recompute_query(&desc, &m->bytes.recompute));
+    recompute_shape(&desc, &m->recompute);
+    layout l = lay_out(config, sequences * length, length, m->bytes.recompute.total);
     if (l.workspace > WEFT_MOST_BYTES) return too_large();
     m->bytes.kept = l.scratch - l.whole;
     m->bytes.scratch = l.workspace - l.scratch;
@@ -370,7 +370,7 @@ weft_status weft_model_bind(const weft_exec *exec, const weft_model_config *conf
     if (!memory || bytes < m.bytes.total)
         return weft_fail(WEFT_ERR_WORKSPACE, "model_bind: memory: expected at least %zu bytes, got %zu%s",
                          m.bytes.total, bytes, memory ? "" : " at NULL");
-    WEFT_TRY(weft_plan_open(&m.plan.desc, memory, m.bytes.plan.total, &m.plan));
+    WEFT_TRY(weft_recompute_open(&m.recompute.desc, memory, m.bytes.recompute.total, &m.recompute));
     m.memory = memory;
     *model = m;
     return WEFT_OK;
@@ -483,7 +483,7 @@ weft_tensor weft_model_logits(const weft_model *model)
 {
     whole w;
     if (!model || !model->memory || !has_exit(&model->config)) return (weft_tensor){0};
-    weft_arena arena = {model->memory, model->bytes.plan.total};
+    weft_arena arena = {model->memory, model->bytes.recompute.total};
     int64_t tokens = model->sequences * model->length;
     whole_take(&arena, &model->config, tokens, model->length, &w);
     return weft_dense2(w.logits, weft_nn_full(model->config.dtype), tokens, model->config.vocab);
@@ -510,7 +510,7 @@ weft_status weft_model_gain(const weft_exec *exec, const weft_model *model, weft
     return WEFT_OK;
 }
 
-weft_status weft_model_first_bad(const weft_exec *exec, const weft_model *model, char name[64])
+weft_status weft_model_first_nonfinite(const weft_exec *exec, const weft_model *model, char name[64])
 {
     run r;
     WEFT_TRY(inspect(&r, "model_first_bad", exec, model));

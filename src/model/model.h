@@ -71,12 +71,12 @@ static inline bool is_narrow(const weft_model_config *c)
     return c->dtype != weft_nn_full(c->dtype);
 }
 
-/* A plan without memory (plan.c): its tensors have no data, for queries. */
-void plan_shape(const weft_plan_desc *desc, weft_plan *plan);
+/* A weft_recompute without memory (recompute.c): its tensors have no data, for queries. */
+void recompute_shape(const weft_recompute_desc *desc, weft_recompute *recompute);
 
 /* ---- memory (memory.c) ---------------------------------------------------------------------------------------------------- */
 
-/* What a site leaves for backward, besides the plan's streams. Coefficients and logarithms are full (core/nn.h). */
+/* What a site leaves for backward, besides the streams that recompute keeps. Coefficients and logarithms are full (core/nn.h). */
 typedef struct site_memory {
     void *h, *ms, *pre, *post, *res; /* the connection */
     void *f;                         /* the sub-layer's output, without its bias */
@@ -151,12 +151,12 @@ static inline weft_tensor rows_of(const run *r, void *data)
 }
 
 /* The connection of a site (connection.c). forward: x to v; merge: x and f to y. */
-weft_status connection_forward(run *r, int32_t index, const weft_plan_site *at);
-weft_status connection_merge(run *r, int32_t index, const weft_plan_site *at);
+weft_status connection_forward(run *r, int32_t index, const weft_recompute_site *at);
+weft_status connection_merge(run *r, int32_t index, const weft_recompute_site *at);
 /* d_x holds the gradient of y and becomes what reaches x past the sub-layer; row_a becomes d_f. */
-weft_status connection_merge_bwd(run *r, int32_t index, const weft_plan_site *at);
+weft_status connection_merge_bwd(run *r, int32_t index, const weft_recompute_site *at);
 /* row_b holds the gradient of v; adds the rest to d_x. */
-weft_status connection_backward(run *r, int32_t index, const weft_plan_site *at);
+weft_status connection_backward(run *r, int32_t index, const weft_recompute_site *at);
 /* One group's entries for the replay. */
 weft_status connection_replay(run *r, int32_t group);
 /* The numerics that the operators get: a kind of connection decides how the indices of res are meant. */

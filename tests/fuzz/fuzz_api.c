@@ -475,7 +475,7 @@ static void make_exec(weft_exec *e)
     e->device = odd_int(0);
     e->threads = odd_int(1);
     e->precision = (weft_precision)odd_int(0);
-    e->vouched = odd_int(0);
+    e->trust_pointers = odd_int(0);
 }
 
 /* ---- the calls ----------------------------------------------------------------------------------------------------------- */
@@ -492,13 +492,13 @@ static void said(const weft_op_info *op, weft_status status)
 
 static void call(const weft_op_info *op, weft_exec *exec, void *args)
 {
-    const char *plan = NULL;
+    const char *path = NULL;
     size_t need = 0;
     const unsigned room = next();
     remember();
     const weft_status asked = weft_op_workspace(op, exec, args, &need);
     said(op, asked);
-    said(op, weft_op_plan(op, exec, args, &plan));
+    said(op, weft_op_path(op, exec, args, &path));
     compare(false, "a query that writes");
     if (asked != WEFT_OK) need = 256;
     unsigned char *workspace = take(need, room & 1, 1);

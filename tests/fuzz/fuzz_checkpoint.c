@@ -7,9 +7,9 @@
  *
  * Input: a byte of switches, then a script of edits of a checkpoint that the program has written: kind, number of the token in
  * its header (2 bytes), count, so many bytes. The checksum is made right afterwards, so what lies behind it is reached. */
-#include "checkpoint.c"
+#include "train/checkpoint.c"
 
-#include "checksum.h"
+#include "common/checksum.h"
 
 enum { EDIT_OPTIMIZER = 1, KEEP_CHECKSUM = 2, KEEP_LENGTH = 4, RAW = 8, WITHOUT_TEXT = 16, ALL_GIVEN = 32 };
 enum { REPLACE, INSERT, COPY, DATA, CUT, APPEND, EDITS };

@@ -14,7 +14,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "files.h"
+#include "common/files.h"
 
 static int memory_stat(const char *path, struct stat *status);
 static int memory_open(const char *path, struct stat *status, char *error, size_t error_size);
@@ -24,7 +24,7 @@ static int memory_close(int file);
 #define close(file) memory_close(file)
 #define files_open memory_open
 #define files_read_at memory_read_at
-#include "corpus.c"
+#include "train/corpus.c"
 #undef stat
 #undef close
 #undef files_open

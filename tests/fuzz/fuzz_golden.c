@@ -6,7 +6,7 @@
  * step behind the reading of a file.
  *
  * Input: convention and backend, sizes (4 bytes), length of the metadata's "cases", its text, then edits: tensor, kind, 2 bytes. */
-#include "golden.c"
+#include "golden/golden.c"
 
 #include <malloc.h>
 

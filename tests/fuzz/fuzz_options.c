@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "train_options.h"
+#include "train/train_options.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 

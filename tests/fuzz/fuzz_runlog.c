@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "runlog_read.h"
+#include "report/runlog_read.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 

@@ -4,7 +4,7 @@
  * must lie inside the bytes it was given. */
 #include <stdlib.h>
 
-#include "safetensors.h"
+#include "common/safetensors.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 

@@ -397,10 +397,10 @@ static void forgive(problem *copy, problem *own)
 
 bool chain_sums_apart(const problem *p, weft_exec exec)
 {
-    const char *plan = NULL;
+    const char *path = NULL;
     if (exec.backend != WEFT_BACKEND_CUDA) return false;
-    if (weft_op_plan(p->op, &exec, p->args, &plan) != WEFT_OK) fail_msg("%s", weft_last_error());
-    return strstr(plan, "a single pass") != NULL;
+    if (weft_op_path(p->op, &exec, p->args, &path) != WEFT_OK) fail_msg("%s", weft_last_error());
+    return strstr(path, "a single pass") != NULL;
 }
 
 void chain_compare(problem *p, weft_exec exec)

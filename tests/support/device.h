@@ -4,7 +4,7 @@
 #ifndef WEFT_TESTS_DEVICE_H
 #define WEFT_TESTS_DEVICE_H
 
-#include "image.h"
+#include "check/image.h"
 #include "support/suite.h"
 
 static inline void need_gpu(void)

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "support/suite.h"
 
+#include "check/device.h"
 #include "support/gpt.h"
 #include "support/memory.h"
 #include "support/rng.h"
-#include <device.h> /* the program's, not the one beside this file */
 
 weft_model_config gpt_config(weft_residual residual, weft_dtype dtype)
 {

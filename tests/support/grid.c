@@ -11,10 +11,10 @@
 
 #include <cmocka.h>
 
-#include "compare.h"
+#include "check/compare.h"
+#include "check/element.h"
+#include "check/expect.h"
 #include "core/mhc_parts.h"
-#include "element.h"
-#include "expect.h"
 #include "support/chain.h"
 #include "support/truth.h"
 

@@ -9,9 +9,9 @@
 
 #include <cmocka.h>
 
+#include "check/device.h"
 #include "support/device.h"
 #include "support/memory.h"
-#include <device.h> /* the program's, not the one beside this file */
 
 /* ---- failures ------------------------------------------------------------------------------------------------ */
 

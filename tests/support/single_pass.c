@@ -3,8 +3,8 @@
 
 #include <string.h>
 
+#include "check/device.h"
 #include "support/suite.h"
-#include <device.h> /* the program's, not the one beside this file */
 
 static const int64_t shapes[][3] = {{16, 4, 128}, {1, 4, 8},    {17, 4, 136},  {33, 2, 64},  {100, 4, 264},
                                     {15, 2, 200}, {70, 4, 512}, {130, 4, 120}, {49, 2, 1032}};
@@ -46,20 +46,20 @@ void single_pass_against_the_chain(void **state)
 
 /* ---- which way -------------------------------------------------------------------------------------------------------- */
 
-static int plan_has(const spec *s, const char *words)
+static int path_has(const spec *s, const char *words)
 {
     problem *p = problem_make(s);
     weft_exec exec = on_cuda(0);
-    const char *plan = NULL;
-    if (weft_op_plan(p->op, &exec, p->args, &plan) != WEFT_OK) fail_msg("%s", weft_last_error());
-    const int found = strstr(plan, words) != NULL;
+    const char *path = NULL;
+    if (weft_op_path(p->op, &exec, p->args, &path) != WEFT_OK) fail_msg("%s", weft_last_error());
+    const int found = strstr(path, words) != NULL;
     problem_free(p);
     return found;
 }
 
 static void expect_plan(spec s, const char *words)
 {
-    if (!plan_has(&s, words)) test_failed("%s: expected a plan with the words '%s'", s.op, words);
+    if (!path_has(&s, words)) test_failed("%s: expected a path with the words '%s'", s.op, words);
 }
 
 /* The words in the plan of a call that nothing else keeps from the single pass. Its code is for compute capability 9.0 alone:

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Walking over rows: which token and channels a thread works on (src/cuda/rows_plan.h), loads that are issued before any
+ * Walking over rows: which token and channels a thread works on (src/cuda/common/rows_plan.h), loads that are issued before any
  * of them is waited for, sums over a team.
  *
  * A load becomes a wait where its value is first used, and a 16-bit number is used when it is widened. So the kernels
@@ -11,8 +11,8 @@
 #include <type_traits>
 
 #include "cuda/common/reduce.cuh"
+#include "cuda/common/rows_plan.h"
 #include "cuda/common/streams.cuh"
-#include "cuda/rows_plan.h"
 
 /* ---- host --------------------------------------------------------------------------------------------------------- */
 

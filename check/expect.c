@@ -1,0 +1,280 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "check/expect.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check/element.h"
+
+/* ---- memory -------------------------------------------------------------------------------------------------- */
+
+struct expect_block {
+    struct expect_block *next;
+};
+
+/* The program has nothing useful to do without memory, and these amounts are small. */
+void *expect_room(expect_scope *scope, size_t bytes)
+{
+    struct expect_block *b = calloc(1, sizeof *b + bytes);
+    if (!b) {
+        fprintf(stderr, "weft: out of memory\n");
+        exit(2);
+    }
+    b->next = scope->blocks;
+    scope->blocks = b;
+    return b + 1;
+}
+
+void expect_free(expect_scope *scope)
+{
+    while (scope->blocks) {
+        struct expect_block *next = scope->blocks->next;
+        free(scope->blocks);
+        scope->blocks = next;
+    }
+}
+
+double *expect_array(expect_scope *scope, int64_t length)
+{
+    return expect_room(scope, (size_t)length * sizeof(double) + sizeof(double));
+}
+
+void expect_fail(expect_scope *scope, const char *text)
+{
+    if (!scope->problem[0]) snprintf(scope->problem, sizeof scope->problem, "%s", text);
+}
+
+/* ---- calls by name ------------------------------------------------------------------------------------------- */
+
+expect_call *expect_open(expect_scope *scope, const char *op, const void *args)
+{
+    expect_call *call = expect_room(scope, sizeof *call);
+    call->scope = scope;
+    call->op = weft_op_find(op);
+    call->args = expect_room(scope, call->op->args_size);
+    memcpy(call->args, args, call->op->args_size);
+    *(size_t *)call->args = call->op->args_size;
+    return call;
+}
+
+int expect_index(const expect_call *call, const char *name)
+{
+    for (int i = 0; i < call->op->num_args; i++)
+        if (!strcmp(call->op->args[i].name, name)) return i;
+    fprintf(stderr, "weft: %s has no argument %s\n", call->op->name, name);
+    abort();
+}
+
+void expect_give(expect_call *call, const char *name, quantity q)
+{
+    call->q[expect_index(call, name)] = q;
+}
+
+void expect_want(expect_call *call, const char *name)
+{
+    call->wanted[expect_index(call, name)] = 1;
+}
+
+quantity expect_take(const expect_call *call, const char *name)
+{
+    return call->q[expect_index(call, name)];
+}
+
+quantity expect_got(const expect_call *call, const char *name)
+{
+    return (quantity){call->got[expect_index(call, name)], NULL};
+}
+
+static int64_t dim_size(const expect_call *call, int32_t dim)
+{
+    const expect_scope *s = call->scope;
+    switch (dim) {
+    case WEFT_DIM_TOKENS: return s->tokens;
+    case WEFT_DIM_STREAMS: return s->streams;
+    case WEFT_DIM_CHANNELS: return s->channels;
+    case WEFT_DIM_GATES: return 2 * s->streams + s->streams * s->streams;
+    case WEFT_DIM_ROWS: return call->rows;
+    default: return dim;
+    }
+}
+
+int64_t expect_length(const expect_call *call, int arg)
+{
+    int64_t length = 1;
+    for (int d = 0; d < call->op->args[arg].ndim; d++) length *= dim_size(call, call->op->args[arg].dim[d]);
+    return length;
+}
+
+/* ---- the reference in float64 -------------------------------------------------------------------------------- */
+
+/* Calls the reference with these arrays, by argument; NULL: absent. */
+static void reference(expect_call *call, double *const *arrays)
+{
+    const weft_op_info *op = call->op;
+    weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_REF);
+    for (int i = 0; i < op->num_args; i++) {
+        const weft_arg_info *info = &op->args[i];
+        int64_t shape[WEFT_MAX_DIMS];
+        weft_tensor t = {0};
+        for (int d = 0; d < info->ndim; d++) shape[d] = dim_size(call, info->dim[d]);
+        if (arrays[i]) t = weft_dense(arrays[i], WEFT_F64, info->ndim, shape);
+        char *field = (char *)call->args + info->offset;
+        if (info->kind == WEFT_ARG_GRAD)
+            *(weft_grad *)field = (weft_grad){t, 0};
+        else
+            *(weft_tensor *)field = t;
+    }
+    if (weft_op_workspace(op, &exec, call->args, &exec.workspace_bytes) == WEFT_OK) {
+        exec.workspace = malloc(exec.workspace_bytes + 1);
+        if (exec.workspace && weft_op_call(op, &exec, call->args) == WEFT_OK) {
+            free(exec.workspace);
+            return;
+        }
+        free(exec.workspace);
+    }
+    expect_fail(call->scope, weft_last_error());
+}
+
+void expect_values(expect_call *call)
+{
+    double *arrays[EXPECT_MAX_ARGS] = {0};
+    for (int i = 0; i < call->op->num_args; i++) {
+        if (call->wanted[i]) {
+            call->q[i].val = expect_array(call->scope, expect_length(call, i));
+            call->q[i].err = expect_array(call->scope, expect_length(call, i));
+        }
+        arrays[i] = call->q[i].val;
+    }
+    reference(call, arrays);
+}
+
+/* ---- polynomials --------------------------------------------------------------------------------------------- */
+
+/* Roundings on the longest path: base + streams * n + all channels of all streams / lanes * nc + channels / 16 * c
+ * + tokens * t + rows * r. A sum over channels runs in at least 16 partial sums. A sum over tokens is bounded by
+ * one partial sum of all of them, whatever its real order. `split` counts the float32 factors that may be taken
+ * apart into bf16; the other one of a single factor is x, which has a low part of its own, an exact one, where it is
+ * f16. */
+static const struct roundings {
+    const char *op, *arg;
+    int base, n, nc, c, t, r, split;
+} roundings[] = {
+    {"mhc_project_fwd", "h", .base = 32, .nc = 1, .split = 1},
+    {"mhc_project_fwd", "ms", .base = 32, .nc = 1},
+    {"mhc_project_bwd", "d_x", .base = 8, .r = 1, .split = 2},
+    {"mhc_project_bwd", "d_phi", .base = 32, .t = 1, .split = 1},
+    {"mhc_project_bwd", "d_norm_weight", .base = 32, .t = 1, .r = 1, .split = 1},
+    {"mhc_aggregate_fwd", "u", .base = 4, .n = 1},
+    {"mhc_aggregate_bwd", "d_x", .base = 4},
+    {"mhc_aggregate_bwd", "d_pre", .base = 32, .c = 1},
+    {"mhc_post_fwd", "y", .base = 8, .n = 1},
+    {"mhc_post_bwd", "d_x", .base = 4, .n = 1},
+    {"mhc_post_bwd", "d_f", .base = 8, .n = 1},
+    {"mhc_post_bwd", "d_bias", .base = 32, .n = 1, .t = 1},
+    {"mhc_post_bwd", "d_post", .base = 36, .c = 1},
+    {"mhc_post_bwd", "d_res", .base = 32, .c = 1},
+    {"mhc_expand_fwd", "x", .base = 0},
+    {"mhc_expand_bwd", "d_u", .base = 4, .n = 1},
+    {"mhc_contract_fwd", "u", .base = 4, .n = 1},
+    {"mhc_contract_bwd", "d_x", .base = 4},
+};
+
+/* Error of a result relative to the sum of its terms' magnitudes; negative where nobody has derived it. */
+static double relative_error(const expect_call *call, const char *arg)
+{
+    const expect_scope *s = call->scope;
+    for (size_t i = 0; i < sizeof roundings / sizeof roundings[0]; i++) {
+        const struct roundings *r = &roundings[i];
+        if (strcmp(r->op, call->op->name) || strcmp(r->arg, arg)) continue;
+        double per_term = strncmp(r->op, "mhc_project", 11) ? 1 : s->per_term;
+        double k = r->base + (double)r->n * (double)s->streams +
+                   (double)r->nc * (double)(s->streams * s->channels / s->lanes) +
+                   (double)r->c * (double)(s->channels / 16) +
+                   per_term * ((double)r->t * (double)s->tokens + (double)r->r * (double)call->rows);
+        if (!r->split || (!strcmp(arg, "h") && s->exact_phi)) return k * s->unit;
+        return k * s->unit + r->split * s->split + (r->split == 2 || s->act == WEFT_F16 ? s->low : 0);
+    }
+    return -1;
+}
+
+static void polynomial(expect_call *call)
+{
+    expect_scope *s = call->scope;
+    double *size[EXPECT_MAX_ARGS] = {0}, *more[EXPECT_MAX_ARGS] = {0};
+    int errors = 0;
+    expect_values(call);
+    for (int i = 0; i < call->op->num_args; i++) {
+        quantity q = call->q[i];
+        if (!q.val) continue;
+        int64_t length = expect_length(call, i);
+        size[i] = expect_array(s, length);
+        more[i] = expect_array(s, length);
+        if (call->wanted[i]) continue;
+        if (q.err) errors = 1;
+        for (int64_t k = 0; k < length; k++) {
+            size[i][k] = fabs(q.val[k]);
+            more[i][k] = fabs(q.val[k]) + error_of(q, k);
+        }
+    }
+    reference(call, size);
+    /* The terms have no sign any more, so the difference is what the inputs' errors can add up to. */
+    if (errors) reference(call, more);
+    for (int i = 0; i < call->op->num_args; i++) {
+        if (!call->wanted[i]) continue;
+        double relative = relative_error(call, call->op->args[i].name);
+        if (relative < 0) expect_fail(s, "no error bound is known for this operator");
+        for (int64_t k = 0; k < expect_length(call, i); k++)
+            call->q[i].err[k] = relative * size[i][k] + (errors ? more[i][k] - size[i][k] : 0);
+    }
+}
+
+void expect_eval(expect_call *call)
+{
+    static const struct {
+        const char *op;
+        void (*eval)(expect_call *);
+    } table[] = {
+        {"mhc_scale_fwd", expect_scale_fwd},       {"mhc_scale_bwd", expect_scale_bwd},
+        {"mhc_sinkhorn_fwd", expect_sinkhorn_fwd}, {"mhc_sinkhorn_bwd", expect_sinkhorn_bwd},
+        {"rmsnorm_fwd", expect_rmsnorm_fwd},       {"rmsnorm_bwd", expect_rmsnorm_bwd},
+        {"mhc_coef_fwd", expect_coef_fwd},         {"mhc_coef_bwd", expect_coef_bwd},
+        {"mhc_head_fwd", expect_head_fwd},         {"mhc_head_bwd", expect_head_bwd},
+        {"mhc_pre_fwd", expect_pre_fwd},           {"mhc_pre_bwd", expect_pre_bwd},
+        {"mhc_boundary_fwd", expect_boundary_fwd}, {"mhc_boundary_bwd", expect_boundary_bwd},
+        {"gdn_pre_fwd", expect_gdn_pre_fwd},       {"gdn_pre_bwd", expect_gdn_pre_bwd},
+        {"gdn_pre_step", expect_gdn_pre_step},     {"gdn_rule_fwd", expect_gdn_rule_fwd},
+        {"gdn_rule_bwd", expect_gdn_rule_bwd},
+    };
+    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
+        if (!strcmp(table[i].op, call->op->name)) {
+            table[i].eval(call);
+            return;
+        }
+    polynomial(call);
+}
+
+quantity expect_stored(expect_scope *scope, weft_dtype dtype, quantity q, int64_t length)
+{
+    quantity r = {expect_array(scope, length), expect_array(scope, length)};
+    for (int64_t k = 0; k < length; k++) {
+        double low = element_round(dtype, q.val[k] - error_of(q, k)),
+               high = element_round(dtype, q.val[k] + error_of(q, k));
+        r.val[k] = element_round(dtype, q.val[k]);
+        r.err[k] = fmax(high - r.val[k], r.val[k] - low);
+    }
+    return r;
+}
+
+quantity expect_sum(expect_scope *scope, quantity a, quantity b, int64_t length)
+{
+    if (!a.val) return b;
+    if (!b.val) return a;
+    quantity r = {expect_array(scope, length), expect_array(scope, length)};
+    for (int64_t k = 0; k < length; k++) {
+        r.val[k] = a.val[k] + b.val[k];
+        r.err[k] = error_of(a, k) + error_of(b, k) + scope->unit * fabs(r.val[k]);
+    }
+    return r;
+}

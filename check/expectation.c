@@ -1,0 +1,141 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * From a call with tensors of any dtype and layout to quantities and back: the front of expect.h. */
+#include <math.h>
+#include <string.h>
+
+#include "check/element.h"
+#include "check/expect.h"
+
+const weft_tensor *expect_tensor(const weft_arg_info *info, const void *args)
+{
+    const void *field = (const char *)args + info->offset;
+    return info->kind == WEFT_ARG_GRAD ? &((const weft_grad *)field)->to : field;
+}
+
+double *expect_read(expect_scope *scope, const weft_tensor *t)
+{
+    int64_t count = tensor_count(t);
+    double *values = expect_array(scope, count);
+    for (int64_t i = 0; i < count; i++) values[i] = element_load(t->data, t->dtype, tensor_offset(t, i));
+    return values;
+}
+
+/* The sizes that the dimensions' symbols stand for in this call. */
+static void read_sizes(expect_scope *s, const weft_op_info *op, const void *args, int64_t *rows)
+{
+    for (int i = 0; i < op->num_args; i++) {
+        const weft_arg_info *info = &op->args[i];
+        const weft_tensor *t = expect_tensor(info, args);
+        if (t->dtype == WEFT_NONE) continue;
+        if (info->type == WEFT_TYPE_ACT) s->act = t->dtype;
+        for (int d = 0; d < t->ndim; d++) {
+            if (info->dim[d] == WEFT_DIM_TOKENS) s->tokens = t->shape[d];
+            if (info->dim[d] == WEFT_DIM_STREAMS) s->streams = t->shape[d];
+            if (info->dim[d] == WEFT_DIM_CHANNELS) s->channels = t->shape[d];
+            if (info->dim[d] == WEFT_DIM_ROWS) *rows = t->shape[d];
+            /* 2n + n^2: the only trace of n in gates without their outputs */
+            if (info->dim[d] == WEFT_DIM_GATES) s->streams = (int64_t)(sqrt((double)t->shape[d] + 1) - 0.5);
+        }
+    }
+}
+
+/* Which arithmetic the backend may use. The projection of 16-bit streams may run on bf16 units: a float32 factor is
+ * then two bf16 numbers, and an AMX tile adds up its products two at a time, all in one place. A tensor core adds 16
+ * products and the sum so far in one go, each of the 17 cut off (not rounded) at 2^-23 of the largest: two units for
+ * each, once for each of up to three products of high and low parts; over channels in 16 partial sums. */
+static void read_arithmetic(expect_scope *s, const weft_exec *exec, const weft_op_info *op, const void *args)
+{
+    weft_dtype phi = WEFT_NONE, gain = WEFT_NONE;
+    weft_isa isa = exec->isa == WEFT_ISA_BEST ? weft_cpu_isa() : exec->isa;
+    int cuda = exec->backend == WEFT_BACKEND_CUDA;
+    s->unit = ldexp(1, exec->backend == WEFT_BACKEND_REF ? -52 : -24);
+    s->per_term = cuda ? 2.0 * 17 * 3 / 16 : 1;
+    s->lanes = cuda ? (int64_t)(16 / s->per_term) : 16;
+    if (exec->backend == WEFT_BACKEND_REF) return;
+    for (int i = 0; i < op->num_args; i++) {
+        if (!strcmp(op->args[i].name, "phi")) phi = expect_tensor(&op->args[i], args)->dtype;
+        if (!strcmp(op->args[i].name, "norm_weight")) gain = expect_tensor(&op->args[i], args)->dtype;
+    }
+    if (phi == WEFT_NONE) return;
+    if (s->act == WEFT_BF16 || (s->act == WEFT_F16 && cuda)) {
+        s->exact_phi = s->act == WEFT_BF16 && phi == WEFT_BF16 && gain == WEFT_NONE;
+        /* A low part is at most half an ulp of the high one, and half an ulp of the low one is lost. */
+        s->split = ldexp(1, -17);
+        s->low = ldexp(1, -16);
+        if (!cuda && isa == WEFT_ISA_AMX) s->lanes = 2;
+    }
+    /* Both factors of a product may be rounded to 11 bits. */
+    if (s->act == WEFT_F32 && cuda && exec->precision == WEFT_PRECISION_TF32) s->split = ldexp(1, -10);
+}
+
+void expect_begin(expectation *e, const weft_exec *exec, const weft_op_info *op, const void *args)
+{
+    *e = (expectation){.op = op, .args = args};
+    expect_scope *s = &e->scope;
+    int64_t rows = 0;
+    if (op->num_args > EXPECT_MAX_ARGS) {
+        expect_fail(s, "an operator with more arguments than expect.h has room for");
+        return;
+    }
+    read_sizes(s, op, args, &rows);
+    read_arithmetic(s, exec, op, args);
+    e->call = expect_open(s, op->name, args);
+    e->call->rows = rows;
+    for (int i = 0; i < op->num_args; i++) {
+        const weft_arg_info *info = &op->args[i];
+        const weft_tensor *t = expect_tensor(info, args);
+        if (t->dtype == WEFT_NONE) continue;
+        e->call->wanted[i] = info->kind != WEFT_ARG_IN;
+        if (info->kind == WEFT_ARG_IN) e->call->q[i].val = expect_read(s, t);
+        const weft_grad *grad = (const void *)((const char *)args + info->offset);
+        if (info->kind == WEFT_ARG_GRAD && grad->add) e->old[i] = expect_read(s, t);
+    }
+    if (!strcmp(op->name, "mhc_replay_fwd")) expect_replay_begin(e);
+}
+
+void expect_add_result(expectation *e, const char *name, const weft_tensor *tensor, quantity q, const double *old)
+{
+    expect_scope *s = &e->scope;
+    int64_t length = tensor_count(tensor);
+    double unit = element_unit(tensor->dtype), tiny = element_tiny(tensor->dtype);
+    if (e->num_results % 16 == 0) {
+        expect_result *list = expect_room(s, (size_t)(e->num_results + 16) * sizeof *list);
+        if (e->num_results) memcpy(list, e->result, (size_t)e->num_results * sizeof *list);
+        e->result = list;
+    }
+    expect_result *r = &e->result[e->num_results++];
+    *r = (expect_result){name, tensor, q.val, expect_array(s, length)};
+    for (int64_t k = 0; k < length; k++) {
+        double error = error_of(q, k);
+        if (old) {
+            q.val[k] += old[k];
+            error += s->unit * fabs(q.val[k]);
+        }
+        r->bound[k] = error + unit * (fabs(q.val[k]) + error) + tiny;
+    }
+}
+
+int expect_finish(expectation *e)
+{
+    expect_call *call = e->call;
+    if (!call) return 0;
+    for (int i = 0; i < e->op->num_args; i++)
+        if (call->wanted[i]) call->got[i] = expect_read(&e->scope, expect_tensor(&e->op->args[i], e->args));
+    if (e->layers) {
+        expect_replay_finish(e);
+    } else {
+        expect_eval(call);
+        for (int i = 0; i < e->op->num_args && !e->scope.problem[0]; i++)
+            if (call->wanted[i])
+                expect_add_result(e, e->op->args[i].name, expect_tensor(&e->op->args[i], e->args), call->q[i],
+                                  e->old[i]);
+    }
+    return e->scope.problem[0] == 0;
+}
+
+void expect_end(expectation *e)
+{
+    expect_free(&e->scope);
+    *e = (expectation){0};
+}

@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Runs an operator with a workspace of exactly the size it asks for, and says in words what went wrong. */
+#ifndef WEFT_CLI_RUN_H
+#define WEFT_CLI_RUN_H
+
+#include <weft/ops.h>
+
+#include "check/problem.h"
+
+/* NULL, or what went wrong: the library's own sentence, or that the workspace was overrun. Valid until the next
+ * call. The tensors are in host memory; for the CUDA backend they travel to the device and back. */
+const char *run_call(const weft_exec *exec, const weft_op_info *op, const void *args);
+/* The same where the tensors are in the backend's memory already. Returns when a device is done. */
+const char *run_resident(const weft_exec *exec, const weft_op_info *op, const void *args);
+
+/* Inputs that follow from others: boundary's backward must be given the y that its forward stored. `call` is one of
+ * the functions above. */
+const char *run_prepare(const weft_exec *exec, const problem *p,
+                        const char *(*call)(const weft_exec *, const weft_op_info *, const void *));
+
+/* 1 where `filter` is NULL, the operator's name, or its name without _fwd or _bwd. */
+int run_selected(const char *filter, const weft_op_info *op);
+
+#endif

@@ -1,0 +1,254 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "common/options.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "commands.h"
+#include "common/utf8.h"
+
+static void print_value(FILE *to, const option *o)
+{
+    if (o->kind == OPTION_CHOICE)
+        for (int i = 0; o->choices[i]; i++) fprintf(to, "%c%s", i ? '|' : ' ', o->choices[i]);
+    else if (o->value)
+        fprintf(to, " %s", o->value);
+}
+
+/* So many options that a line with all of them would not be read. */
+static int is_long(const option *options)
+{
+    enum { MANY = 16 };
+    int count = 0;
+    while (options[count].name) count++;
+    return count > MANY;
+}
+
+static void usage(FILE *to, const char *command, const option *options)
+{
+    int is_list = is_long(options);
+    fprintf(to, "usage: weft %s%s", command, is_list ? " [options]" : "");
+    for (const option *o = options; o->name && !is_list; o++) {
+        fprintf(to, " [--%s", o->name);
+        print_value(to, o);
+        fputc(']', to);
+    }
+    fprintf(to, "\n\n");
+    for (const option *o = options; o->name; o++) {
+        if (!is_list) {
+            fprintf(to, "  --%-10s %s\n", o->name, o->help);
+            continue;
+        }
+        fprintf(to, "  --%s", o->name);
+        print_value(to, o);
+        fprintf(to, "\n        %s\n", o->help);
+    }
+}
+
+__attribute__((format(printf, 3, 4))) static int wrong(const char *command, const option *options,
+                                                       const char *format, ...)
+{
+    va_list list;
+    fprintf(stderr, "weft %s: ", command);
+    va_start(list, format);
+    vfprintf(stderr, format, list);
+    va_end(list);
+    fprintf(stderr, "\n\n");
+    if (is_long(options))
+        fprintf(stderr, "weft %s --help lists the options\n", command);
+    else
+        usage(stderr, command, options);
+    return EXIT_UNUSABLE;
+}
+
+static int set_choice(const option *o, const char *value)
+{
+    for (int i = 0; o->choices[i]; i++)
+        if (!strcmp(value, o->choices[i])) {
+            *(int *)o->to = i;
+            return 1;
+        }
+    return 0;
+}
+
+/* 1 where the value is one that the option takes. */
+static int set(const option *o, const char *value)
+{
+    char *end;
+    errno = 0;
+    switch (o->kind) {
+    case OPTION_FLAG: *(int *)o->to = 1; return 1;
+    case OPTION_TEXT: *(const char **)o->to = value; return 1;
+    case OPTION_CHOICE: return set_choice(o, value);
+    case OPTION_INT: {
+        long long v = strtoll(value, &end, 10);
+        if (end == value || *end || errno || v < o->min || v > o->max) return 0;
+        *(int64_t *)o->to = v;
+        return 1;
+    }
+    case OPTION_REAL: {
+        double v = strtod(value, &end);
+        if (end == value || *end || !isfinite(v) || v <= 0) return 0;
+        *(double *)o->to = v;
+        return 1;
+    }
+    case OPTION_NUMBER: {
+        double v = strtod(value, &end);
+        if (end == value || *end || !(v >= o->low && v <= o->high)) return 0;
+        *(double *)o->to = v;
+        return 1;
+    }
+    }
+    return 0;
+}
+
+int options_set(const option *o, const char *value)
+{
+    if (o->kind != OPTION_FLAG) return set(o, value);
+    if (strcmp(value, "on") && strcmp(value, "off")) return 0;
+    *(int *)o->to = !strcmp(value, "on");
+    return 1;
+}
+
+static char *print_text(const char *from)
+{
+    size_t length = strlen(from);
+    const char *end = from + length;
+    char *text = malloc(length * 3 + 1), *to = text;
+    while (text && from < end) {
+        size_t bytes = utf8_character(from, end);
+        if (!bytes || *from == '%') {
+            to += snprintf(to, 4, "%%%02X", (unsigned)(unsigned char)*from++);
+            continue;
+        }
+        memcpy(to, from, bytes);
+        to += bytes, from += bytes;
+    }
+    if (text) *to = 0;
+    return text;
+}
+
+char *options_print(const option *o)
+{
+    enum { MOST = 64 }; /* of a number */
+    char *text;
+    switch (o->kind) {
+    case OPTION_FLAG: return strdup(*(int *)o->to ? "on" : "off");
+    case OPTION_TEXT: return print_text(*(const char **)o->to ? *(const char **)o->to : "");
+    case OPTION_CHOICE: return strdup(o->choices[*(int *)o->to]);
+    case OPTION_INT:
+        if ((text = malloc(MOST))) snprintf(text, MOST, "%lld", (long long)*(int64_t *)o->to);
+        return text;
+    case OPTION_REAL:
+    case OPTION_NUMBER:
+        if ((text = malloc(MOST))) snprintf(text, MOST, "%.17g", *(double *)o->to);
+        return text;
+    }
+    return NULL;
+}
+
+static int hex_digit(int c)
+{
+    return c >= '0' && c <= '9' ? c - '0' : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+}
+
+int options_restore(const option *o, char *value)
+{
+    if (o->kind != OPTION_TEXT) return options_set(o, value);
+    char *to = value;
+    for (const char *from = value; *from;) {
+        if (*from != '%') {
+            *to++ = *from++;
+            continue;
+        }
+        int high = hex_digit(from[1]), low = high >= 0 ? hex_digit(from[2]) : -1;
+        if (low < 0 || high + low == 0) return 0;
+        *to++ = (char)(high * 16 + low);
+        from += 3;
+    }
+    *to = 0;
+    *(const char **)o->to = *value ? value : NULL;
+    return 1;
+}
+
+/* The line without white space at its ends and without a comment. */
+static char *trim(char *line)
+{
+    line[strcspn(line, "#")] = 0;
+    line += strspn(line, " \t\r");
+    size_t length = strlen(line);
+    while (length && strchr(" \t\r", line[length - 1])) line[--length] = 0;
+    return line;
+}
+
+int options_read(char *text, const option *options, unsigned char *given, char *error, size_t size)
+{
+    enum { FROM_FILE = 2 };
+    int number = 1;
+    for (char *next, *line = text; line; line = next, number++) {
+        next = strchr(line, '\n');
+        if (next) *next++ = 0;
+        line = trim(line);
+        if (!*line) continue;
+        char *value = strchr(line, '=');
+        if (!value) {
+            snprintf(error, size, "line %d: expected 'name = value', got '%.40s'", number, line);
+            return 0;
+        }
+        *value++ = 0;
+        char *name = trim(line);
+        value = trim(value);
+        int i = 0;
+        while (options[i].name && strcmp(options[i].name, name) != 0) i++;
+        if (!options[i].name) {
+            snprintf(error, size, "line %d: unknown option '%.40s'", number, name);
+            return 0;
+        }
+        if (given[i] & FROM_FILE) {
+            snprintf(error, size, "line %d: '%s' twice", number, options[i].name);
+            return 0;
+        }
+        if (!given[i] && !options_set(&options[i], value)) {
+            snprintf(error, size, "line %d: %s does not take '%.40s'", number, options[i].name, value);
+            return 0;
+        }
+        given[i] |= FROM_FILE;
+    }
+    return 1;
+}
+
+int options_parse(int argc, char **argv, const option *options)
+{
+    return options_parse_given(argc, argv, options, NULL);
+}
+
+int options_parse_given(int argc, char **argv, const option *options, unsigned char *given)
+{
+    const char *command = argv[0];
+    for (int i = 1; i < argc; i++) {
+        const char *word = argv[i];
+        if (!strcmp(word, "--help") || !strcmp(word, "-h")) {
+            usage(stdout, command, options);
+            return EXIT_PASSED;
+        }
+        if (strncmp(word, "--", 2)) return wrong(command, options, "unexpected argument '%s'", word);
+        const char *equals = strchr(word, '=');
+        size_t length = equals ? (size_t)(equals - word - 2) : strlen(word + 2);
+        const option *o = options;
+        while (o->name && (strlen(o->name) != length || strncmp(o->name, word + 2, length))) o++;
+        if (!o->name) return wrong(command, options, "unknown option '%.*s'", (int)length + 2, word);
+        if (o->kind == OPTION_FLAG && equals) return wrong(command, options, "--%s takes no value", o->name);
+        const char *value = equals ? equals + 1 : NULL;
+        if (o->kind != OPTION_FLAG && !value) {
+            if (i + 1 == argc) return wrong(command, options, "--%s needs a value", o->name);
+            value = argv[++i];
+        }
+        if (!set(o, value)) return wrong(command, options, "--%s does not take '%s'", o->name, value);
+        if (given) given[o - options] = 1;
+    }
+    return -1;
+}

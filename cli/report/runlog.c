@@ -1,0 +1,110 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "report/runlog.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "common/files.h"
+#include "common/json.h"
+
+/* How many bytes the lines up to a step have; a last line without an end was cut off by a kill. */
+static size_t bytes_until(const char *text, size_t bytes, int64_t step)
+{
+    static const char head[] = "{\"step\":";
+    const char *line = text, *end;
+    for (; (end = memchr(line, '\n', bytes - (size_t)(line - text))); line = end + 1)
+        if (!strncmp(line, head, sizeof head - 1) && strtoll(line + sizeof head - 1, NULL, 10) > step) break;
+    return (size_t)(line - text);
+}
+
+int runlog_open(runlog *log, const char *folder, int64_t step, char *error, size_t size)
+{
+    char path[FILES_PATH], temporary[FILES_PATH], why[128], *old = NULL;
+    size_t bytes = 0;
+    *log = (runlog){0};
+    if (!files_join(path, folder, "log.jsonl") || !files_join(temporary, folder, ".log.jsonl")) {
+        snprintf(error, size, "%s: too long a path", folder);
+        return 0;
+    }
+    if (step > 0 && !access(path, F_OK) && !(old = files_read(path, SIZE_MAX - 1, &bytes, why, sizeof why))) {
+        snprintf(error, size, "%s: %s", path, why);
+        return 0;
+    }
+    size_t kept = old ? bytes_until(old, bytes, step) : 0;
+    log->file = files_create(temporary);
+    int ok = log->file && fwrite(old ? old : "", 1, kept, log->file) == kept && !fflush(log->file) &&
+             !rename(temporary, path);
+    if (!ok) snprintf(error, size, "%s: %s", path, strerror(errno));
+    free(old);
+    if (!ok && log->file) {
+        fclose(log->file);
+        log->file = NULL;
+        unlink(temporary);
+    }
+    return ok;
+}
+
+int runlog_close(runlog *log)
+{
+    int ok = log->file && !log->error && !fflush(log->file) && !fsync(fileno(log->file));
+    if (log->file && fclose(log->file)) ok = 0;
+    log->file = NULL;
+    return ok;
+}
+
+void runlog_options(runlog *log, const option *table)
+{
+    fputs("{\"options\":{", log->file);
+    int first = 1;
+    for (const option *o = table; o->name; o++) {
+        if (o->unsaved) continue;
+        if (!first) fputc(',', log->file);
+        first = 0;
+        json_put_string(log->file, o->name);
+        fputc(':', log->file);
+        char *text = options_print(o);
+        json_put_string(log->file, text ? text : "");
+        if (!text && !log->error) log->error = ENOMEM;
+        free(text);
+    }
+    fputc('}', log->file);
+    runlog_end(log);
+}
+
+static void put_number(FILE *file, double value)
+{
+    if (isfinite(value))
+        fprintf(file, "%.9g", value);
+    else
+        fputs("null", file);
+}
+
+void runlog_begin(runlog *log, int64_t step)
+{
+    fprintf(log->file, "{\"step\":%lld", (long long)step);
+}
+
+void runlog_number(runlog *log, const char *name, double value)
+{
+    fprintf(log->file, ",\"%s\":", name);
+    put_number(log->file, value);
+}
+
+void runlog_numbers(runlog *log, const char *name, const double *values, int count)
+{
+    fprintf(log->file, ",\"%s\":[", name);
+    for (int i = 0; i < count; i++) {
+        if (i) fputc(',', log->file);
+        put_number(log->file, values[i]);
+    }
+    fputc(']', log->file);
+}
+
+void runlog_end(runlog *log)
+{
+    fputs("}\n", log->file);
+    if (fflush(log->file) && !log->error) log->error = errno;
+}

@@ -1,0 +1,191 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "train/train_options.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static const char *const residuals[] = {"residual", "hc", "mhc", "mhc_single_pass", NULL};
+static const char *const exits[] = {"auto", "mean", "learned", "mix", NULL};
+static const char *const presets[] = {"auto",
+                                      "transformer_engine",
+                                      "deepseek_v4",
+                                      "deepseek_v41",
+                                      "megatron_main",
+                                      "megatron_dev",
+                                      "megatron_dsv4",
+                                      "liger",
+                                      NULL};
+const char *const train_backends[] = {"cpu", "cuda", NULL};
+static const char *const dtypes[] = {"auto", "f32", "bf16", NULL};
+static const char *const optimizers[] = {"adamw", "muon", NULL};
+
+#define INT(field, word, lowest, highest, text, is_fixed)                                                          \
+    {                                                                                                              \
+        .name = word, .kind = OPTION_INT, .to = &o->field, .value = "N", .help = text, .min = lowest,              \
+        .max = highest, .fixed = is_fixed                                                                          \
+    }
+#define NUMBER(field, word, lowest, highest, text)                                                                 \
+    {                                                                                                              \
+        .name = word, .kind = OPTION_NUMBER, .to = &o->field, .value = "X", .help = text, .low = lowest,           \
+        .high = highest, .fixed = 1                                                                                \
+    }
+#define CHOICE(field, word, list, text)                                                                            \
+    {                                                                                                              \
+        .name = word, .kind = OPTION_CHOICE, .to = &o->field, .help = text, .choices = list, .fixed = 1            \
+    }
+#define FLAG(field, word, text, is_fixed)                                                                          \
+    {                                                                                                              \
+        .name = word, .kind = OPTION_FLAG, .to = &o->field, .help = text, .fixed = is_fixed                        \
+    }
+#define ONCE(field, word, type, what, text)                                                                        \
+    {                                                                                                              \
+        .name = word, .kind = type, .to = &o->field, .value = what, .help = text, .unsaved = 1                     \
+    }
+
+void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
+{
+    *o = (train_options){.out = "runs/weft",
+                         .residual = WEFT_RESIDUAL_MHC,
+                         .streams = 0,
+                         .layers = 4,
+                         .heads = 4,
+                         .channels = 128,
+                         .context = 128,
+                         .alpha = 0.01,
+                         .steps = 200,
+                         .batch = 8,
+                         .micro = 1,
+                         .warmup = -1,
+                         .seed = 1,
+                         .rate = 1e-3,
+                         .rate_end = 1e-4,
+                         .decay = 0.1,
+                         .clip = 1,
+                         .beta1 = 0.9,
+                         .beta2 = 0.95,
+                         .eps = 1e-8,
+                         .muon_rate = 0.02,
+                         .momentum = 0.95,
+                         .val_every = 25,
+                         .val_batches = 4,
+                         .save_every = 100,
+                         .keep = 3,
+                         .gain_every = 5};
+    const option rows[] = {
+        ONCE(config_file, "config", OPTION_TEXT, "FILE",
+             "file of 'name = value' lines with these names; the command line takes precedence"),
+        {.name = "data",
+         .kind = OPTION_TEXT,
+         .to = &o->data,
+         .value = "PATHS",
+         .help = "text to learn, files and folders separated by commas; default: weft's own sources",
+         .local = 1},
+        ONCE(out, "out", OPTION_TEXT, "DIR", "folder of the run: log.jsonl and checkpoints"),
+        ONCE(resume, "resume", OPTION_FLAG, NULL,
+             "go on from the last checkpoint in DIR, or begin where there is none"),
+        ONCE(quiet, "quiet", OPTION_FLAG, NULL, "no progress"),
+        {.name = "backend",
+         .kind = OPTION_CHOICE,
+         .to = &o->backend,
+         .help = "where the model runs",
+         .choices = train_backends},
+        {.name = "dtype",
+         .kind = OPTION_CHOICE,
+         .to = &o->dtype,
+         .help = "of activations; auto: bf16 on cuda, f32 on the CPU. Parameters are f32",
+         .choices = dtypes},
+        {.name = "threads",
+         .kind = OPTION_INT,
+         .to = &o->threads,
+         .value = "N",
+         .help = "CPU threads; 0: OpenMP's default",
+         .max = 4096,
+         .local = 1},
+        CHOICE(residual, "residual", residuals, "the residual connection"),
+        CHOICE(exit, "exit", exits, "how streams become one at the end"),
+        CHOICE(preset, "preset", presets, "numerics of the connection"),
+        INT(streams, "streams", 0, WEFT_MAX_STREAMS, "residual streams; 0: 4, or 1 with the plain residual", 1),
+        INT(layers, "layers", 1, WEFT_RECOMPUTE_MAX_LAYERS, "transformer layers", 1),
+        INT(heads, "heads", 1, 1024, "attention heads", 1),
+        INT(channels, "channels", 1, 1 << 20, "width of the model", 1),
+        INT(hidden, "hidden", 0, 1 << 22, "width of the MLP; 0: 8/3 of the model's, to a multiple of 64", 1),
+        INT(context, "context", 1, 1 << 20, "tokens (bytes) of a sequence", 1),
+        INT(sinkhorn, "sinkhorn", 0, 1 << 20, "Sinkhorn iterations; 0: as the preset says", 1),
+        NUMBER(alpha, "alpha", 0, 1e6, "first value of the gates' scale"),
+        NUMBER(dropout, "dropout", 0, 0.999999, "dropout of a sub-layer's output"),
+        FLAG(bias, "bias", "biases on the layers' linear maps", 1),
+        FLAG(recompute, "recompute", "rebuild streams in backward instead of keeping them", 0),
+        INT(group, "group", 0, WEFT_RECOMPUTE_MAX_LAYERS, "layers per recompute group; 0: the best number", 0),
+        FLAG(poison, "poison", "fill discarded memory with NaN (a test of recompute)", 0),
+        INT(steps, "steps", 0, 1 << 30, "training steps; 0: first values are saved and nothing is learnt", 1),
+        INT(batch, "batch", 1, 1 << 20, "sequences of a micro-batch", 1),
+        INT(micro, "micro", 1, 1 << 20, "micro-batches of a step, per process", 1),
+        CHOICE(optimizer, "optimizer", optimizers, "muon: for the layers' matrices, adamw for the rest"),
+        NUMBER(rate, "rate", 0, 1e30, "learning rate after warm-up"),
+        NUMBER(rate_end, "rate-end", 0, 1e30, "learning rate at the end of the cosine"),
+        NUMBER(muon_rate, "muon-rate", 0, 1e30, "the same for muon's matrices"),
+        INT(warmup, "warmup", -1, 1 << 30, "steps of linear warm-up; -1: a tenth of all, at most 100", 1),
+        NUMBER(decay, "decay", 0, 1e6, "weight decay of matrices"),
+        NUMBER(clip, "clip", 0, 1e30, "largest gradient norm; 0: no clipping"),
+        NUMBER(beta1, "beta1", 0, 0.999999999, "adamw"),
+        NUMBER(beta2, "beta2", 0, 0.999999999, "adamw"),
+        NUMBER(eps, "eps", 1e-30, 1, "adamw"),
+        NUMBER(momentum, "momentum", 0, 0.999999999, "muon"),
+        INT(seed, "seed", 0, INT64_MAX, "of parameters, data and dropout", 1),
+        INT(val_every, "val-every", 0, 1 << 30, "steps between validations; 0: none", 0),
+        INT(val_batches, "val-batches", 1, 1 << 20, "micro-batches of a validation", 0),
+        INT(save_every, "save-every", 0, 1 << 30, "steps between checkpoints; 0: at the end only", 0),
+        INT(keep, "keep", 1, 1 << 20, "checkpoints to keep", 0),
+        INT(gain_every, "gain-every", 0, 1 << 30, "steps between measurements of the residual map's gain; 0: none",
+            0),
+        {0}};
+    _Static_assert(sizeof rows / sizeof *rows <= MAX_TRAIN_OPTIONS, "MAX_TRAIN_OPTIONS is too small");
+    memcpy(table, rows, sizeof rows);
+}
+
+int train_options_model(const train_options *o, weft_model_config *c, char *error, size_t size)
+{
+    int plain = o->residual == WEFT_RESIDUAL_PLAIN;
+    c->struct_size = sizeof *c;
+    if (weft_model_defaults((weft_residual)o->residual, c) != WEFT_OK) goto refused;
+    int narrow = o->dtype == DTYPE_BF16 || (o->dtype == DTYPE_AUTO && o->backend == ON_CUDA);
+    if (narrow && o->backend != ON_CUDA) {
+        snprintf(error, size, "--dtype bf16 is for --backend cuda");
+        return 0;
+    }
+    c->dtype = narrow ? WEFT_BF16 : WEFT_F32;
+    c->streams = (int32_t)(o->streams ? o->streams : plain ? 1 : 4);
+    c->layers = (int32_t)o->layers;
+    c->heads = (int32_t)o->heads;
+    c->channels = o->channels;
+    c->hidden = o->hidden ? o->hidden : (o->channels * 8 / 3 + 63) / 64 * 64;
+    c->context = o->context;
+    c->bias = o->bias;
+    c->dropout = o->dropout;
+    c->dropout_seed = (uint64_t)o->seed;
+    c->init_alpha = o->alpha;
+    c->recompute = o->recompute;
+    c->poison = o->poison;
+    if (o->exit) c->exit = (weft_exit)(o->exit - 1);
+    if (o->preset && weft_mhc_preset_numerics((weft_mhc_preset)(o->preset - 1), &c->numerics) != WEFT_OK)
+        goto refused;
+    if (o->sinkhorn) c->numerics.sinkhorn_iters = (int32_t)o->sinkhorn;
+    c->group = (int32_t)o->group;
+    if (c->recompute && !c->group) c->group = weft_recompute_best_group(c->layers, c->streams);
+    /* What one kind has no use for is a mistake in the making. */
+    int mhc = o->residual == WEFT_RESIDUAL_MHC || o->residual == WEFT_RESIDUAL_MHC_SINGLE_PASS;
+    if (!mhc && (o->preset || o->sinkhorn)) {
+        snprintf(error, size, "--%s says nothing about --residual %s", o->preset ? "preset" : "sinkhorn",
+                 residuals[o->residual]);
+        return 0;
+    }
+    if (o->warmup > o->steps) { /* a run that never reaches its rate */
+        snprintf(error, size, "--warmup %lld is longer than --steps %lld", (long long)o->warmup,
+                 (long long)o->steps);
+        return 0;
+    }
+    if (weft_model_check(c) == WEFT_OK) return 1;
+refused:
+    snprintf(error, size, "%s", weft_last_error());
+    return 0;
+}

@@ -1,0 +1,268 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The projectors of a site in one launch: psi y and y^2 on tensor cores.
+ */
+#ifndef WEFT_CUDA_SINGLE_PASS_PROJECT_CUH
+#define WEFT_CUDA_SINGLE_PASS_PROJECT_CUH
+
+#include "cuda/site/fwd.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+
+/* ---- projectors: psi ---------------------------------------------------------------------------------------------------- */
+
+static __device__ __forceinline__ float2 take_two(uint32_t from)
+{
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+    return v;
+}
+
+/* psi for the 32 columns of a pair of steps, which are 32 channels of one stream, as operands of the tensor cores. from: rows of
+ * pair 0. turn: 1 for the second step first. */
+template <int ROWS, int TILES>
+static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t from, int pair, int lane, int turn)
+{
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int s = 0; s < 2; s++) {
+        uint2 hi[TILES], lo[TILES]; /* of eight rows; .x: columns 2t, 2t + 1; .y: eight behind these */
+#pragma unroll
+        for (int q = 0; q < TILES; q++) {
+            float2 v[2] = {};
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const int row = pair * ROWS + g + 8 * q;
+                if (ROWS % 8 == 0 || g < ROWS)
+                    v[k] = take_two(from + tma_piece(row, (4 * s + 2 * k + (t >> 1)) ^ turn << 2) + (t & 1) * 8);
+            }
+            split2(hi[q].x, lo[q].x, v[0].x, v[0].y);
+            split2(hi[q].y, lo[q].y, v[1].x, v[1].y);
+        }
+        uint4 *const out = to + s * TILES;
+        if constexpr (TILES == 3) {
+            out[0] = make_uint4(hi[0].x, hi[1].x, hi[0].y, hi[1].y);
+            out[1] = make_uint4(lo[0].x, lo[1].x, lo[0].y, lo[1].y);
+            out[2] = make_uint4(hi[2].x, lo[2].x, hi[2].y, lo[2].y);
+        } else {
+            out[0] = make_uint4(hi[0].x, lo[0].x, hi[0].y, lo[0].y);
+        }
+    }
+}
+
+/* ---- projectors --------------------------------------------------------------------------------------------------------- */
+
+/* What a warp sums of a tile. Apart: hi and lo of rows 0-15 are added up at the end, and no product waits for the one before it. A
+ * warp that is alone on its quarter of the multiprocessor needs that, others have no registers for it. */
+template <int TILES, bool APART> struct site_sums {
+    float d[TILES == 3 ? 2 + APART : 1][4] = {}, squares[4] = {}; /* apart: lo of rows 0-15 are the third */
+};
+
+/* A step: 16 columns. y: the second of their halves twice, so that the operand is there both as B and, in eight rows, as its own
+ * transpose: squares are the diagonal. */
+template <int TILES, bool APART>
+static __device__ __forceinline__ void multiply(site_sums<TILES, APART> &s, const uint4 *a, const uint32_t (&y)[4])
+{
+    mma16(s.d[0], a[0].x, a[0].y, a[0].z, a[0].w, y[0], y[1]);
+    if constexpr (TILES == 3) {
+        mma16(s.d[1], a[2].x, a[2].y, a[2].z, a[2].w, y[0], y[1]);
+        mma16(s.d[2 * APART], a[1].x, a[1].y, a[1].z, a[1].w, y[0], y[1]);
+    }
+    mma16(s.squares, y[0], y[1], y[2], y[3], y[0], y[1]);
+}
+
+/* To [token][row]. D has row g (and g + 8) of tokens 2t, 2t + 1. */
+template <int N, site_kind KIND, bool APART>
+static __device__ __forceinline__ void leave_sums(float *to, const site_sums<site_shape<N, KIND>::tiles, APART> &s,
+                                                  int lane)
+{
+    typedef site_shape<N, KIND> shape;
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        float *const row = to + (2 * t + e) * (shape::fours * 4);
+        if constexpr (shape::tiles == 3) {
+            row[g] = APART ? s.d[0][e] + s.d[2 * APART][e] : s.d[0][e];
+            row[g + 8] = APART ? s.d[0][2 + e] + s.d[2 * APART][2 + e] : s.d[0][2 + e];
+            row[g + 16] = s.d[1][e] + s.d[1][2 + e];
+        } else {
+            if (g < shape::rows) row[g] = s.d[0][e] + s.d[0][2 + e];
+        }
+    }
+    if (t == g >> 1) to[g * (shape::fours * 4) + shape::rows] = g & 1 ? s.squares[1] : s.squares[0];
+}
+
+/* psi of a warp, pairs warp, warp + P, ..: what it keeps in registers and what it reads from shared memory. Where the number of
+ * pairs is known, the ones lie between the others, so that a read is on its way while the tensor cores work. */
+template <int N, site_kind KIND, int PAIRS> struct site_psi {
+    typedef site_shape<N, KIND> shape;
+    typedef site_cast<PAIRS> cast;
+    static constexpr int P = cast::projectors, T = shape::tiles, most = site_most<PAIRS>(), all = most * 2 * T;
+    static constexpr int count = all < cast::kept ? all : cast::kept, spare = all - count;
+    uint4 kept[count];
+    const uint4 *rest;
+
+    /* Operands in shared memory before operand k. */
+    static __host__ __device__ constexpr int before(int k)
+    {
+        return PAIRS ? k * spare / all : k > count ? k - count : 0;
+    }
+    static __host__ __device__ constexpr bool is_kept(int k)
+    {
+        return before(k + 1) == before(k);
+    }
+    static __host__ __device__ constexpr int place(int k) /* among its like */
+    {
+        return is_kept(k) ? k - before(k) : before(k);
+    }
+
+    /* Takes what the bringer brings. */
+    __device__ __forceinline__ site_psi(const site_args &p, const site_block &b, int warp)
+    {
+        rest = (const uint4 *)(b.shared + p.at.psi) + warp * 32 + b.lane;
+        if constexpr (site_once<N, KIND, PAIRS>())
+            take_all(p, b, warp);
+        else
+            take_some(p, b, warp);
+    }
+    /* Pair k of those that are there: makes its operands in place. Rows next to each other take their steps in turns: at the same
+     * step they would want the same banks. */
+    __device__ __forceinline__ static void make(uint32_t from, int k, int lane)
+    {
+        uint4 a[2 * T];
+        const int turn = lane >> 2 & 1;
+        const uint32_t to = from + k * shape::psi_pair + lane * 16;
+        take_psi<shape::rows, T>(a, from, k, lane, turn);
+        __syncwarp();
+#pragma unroll
+        for (int e = 0; e < T; e++) put_four(to + (turn * T + e) * 512, a[e]);
+#pragma unroll
+        for (int e = 0; e < T; e++) put_four(to + ((turn ^ 1) * T + e) * 512, a[T + e]);
+    }
+    __device__ __forceinline__ static void together()
+    {
+        asm volatile("bar.sync 1, %0;" ::"n"(P * 32) : "memory");
+    }
+    /* Box after box as they come, a warp makes operands; in a loop, for it is a fifth of the instructions, which have to come from
+     * memory, too. Then it takes them. Those for shared memory go where others' still lie. */
+    __device__ __forceinline__ void take_all(const site_args &p, const site_block &b, int warp)
+    {
+        const uint32_t from = shared_address(b.shared) + p.at.first_psi;
+        const uint32_t mine = from + warp * shape::psi_pair + b.lane * 16;
+        uint4 *const more = (uint4 *)rest, aside[spare > 0 ? spare : 1];
+#pragma unroll 1
+        for (int k = warp; k < PAIRS * P; k += P) {
+            barrier_wait(b.at.psi_full + k / (2 * N) * 8, 0);
+            make(from, k, b.lane);
+        }
+#pragma unroll
+        for (int k = 0; k < all; k++) {
+            const uint4 a =
+                take_four(mine + k / (2 * T) * (P * shape::psi_pair) + k % (2 * T) * 512); /* as it put them */
+            if (is_kept(k))
+                kept[is_kept(k) ? place(k) : 0] = a;
+            else
+                aside[is_kept(k) ? 0 : place(k)] = a;
+        }
+        if constexpr (spare > 0) {
+            together();
+#pragma unroll
+            for (int k = 0; k < spare; k++) more[k * (P * 32)] = aside[k];
+        }
+        barrier_arrive(b.at.psi_empty);
+    }
+    /* Some boxes at a time. */
+    __device__ __forceinline__ void take_some(const site_args &p, const site_block &b, int warp)
+    {
+        const uint32_t from = shared_address(b.shared) + p.at.first_psi;
+        const int pairs = PAIRS ? PAIRS : p.pairs, there = p.psi_boxes * 2 * N;
+        uint4 *const more = (uint4 *)rest;
+        uint32_t parity = 0;
+#pragma unroll
+        for (int k = 0; k < count; k++) kept[k] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+        for (int first = 0; first < p.boxes; first += p.psi_boxes, parity ^= 1) {
+            const int mine = warp - first * 2 * N;
+            barrier_wait(b.at.psi_full, parity);
+            if constexpr (shape::in_place)
+#pragma unroll 1
+                for (int k = mine; k < mine + pairs * P; k += P)
+                    if (k >= 0 && k < there) make(from, k, b.lane);
+#pragma unroll
+            for (int j = 0; j < most; j++) {
+                uint4 a[2 * T];
+                const int k0 = mine + j * P;
+                if (!PAIRS && j >= pairs) continue;
+                if (k0 < 0 || k0 >= there) continue;
+                if constexpr (shape::in_place)
+#pragma unroll
+                    for (int e = 0; e < 2 * T; e++)
+                        a[e] = take_four(from + k0 * shape::psi_pair + e * 512 + b.lane * 16);
+                else
+                    take_psi<shape::rows, T>(a, from, k0, b.lane, 0);
+#pragma unroll
+                for (int e = 0; e < 2 * T; e++) {
+                    const int k = j * 2 * T + e;
+                    if (is_kept(k))
+                        kept[is_kept(k) ? place(k) : 0] = a[e];
+                    else
+                        more[place(k) * (P * 32)] = a[e];
+                }
+            }
+            barrier_arrive(b.at.psi_empty);
+        }
+    }
+    /* Operands of step s. */
+    __device__ __forceinline__ void step(uint4 (&a)[T], int s) const
+    {
+#pragma unroll
+        for (int q = 0; q < T; q++) {
+            const int k = s * T + q;
+            a[q] = is_kept(k) ? kept[is_kept(k) ? place(k) : 0] : rest[place(k) * (P * 32)];
+        }
+    }
+};
+
+template <int N, site_kind KIND, int PAIRS>
+static __device__ __forceinline__ void projector(const site_args &p, const site_block &b, int warp)
+{
+    typedef site_rooms<N, KIND, PAIRS> rooms;
+    constexpr int T = site_shape<N, KIND>::tiles, P = site_cast<PAIRS>::projectors;
+    constexpr bool APART = site_cast<PAIRS>::wide;
+    typedef site_boxes<N, PAIRS> boxes;
+    const site_psi<N, KIND, PAIRS> psi(p, b, warp);
+    const uint32_t tiles = shared_address(b.shared + p.at.tiles);
+    /* A pair is half (warp & 1) of a box of one stream, pair >> 1; a step is two of its pieces, the second one three times. */
+    const uint32_t piece =
+        (warp >> 1) * BOX_BYTES + (b.lane & 7) * TMA_ROW + (((b.lane > 7) ^ (b.lane & 7) ^ (warp & 1) << 2) << 4);
+    float *const left = (float *)(b.shared + p.at.sums) + warp * rooms::each;
+    rooms room;
+    site_cursor c;
+    cluster_wait_for_all();
+#pragma unroll 1
+    for (int i = 0; i < b.count; i++, c.next(p.stages), room.next()) {
+        site_sums<T, APART> s;
+        const uint32_t from = tiles + c.stage * p.at.stage + piece;
+        barrier_wait((KIND == SITE_BOUNDARY ? b.at.mixed : b.at.full) + c.stage * 8, c.parity);
+#pragma unroll
+        for (int j = 0; j < site_most<PAIRS>(); j++) {
+            if (!PAIRS && j >= p.pairs) break;
+            if (KIND == SITE_BOUNDARY && boxes::split && j == boxes::first_pairs)
+                barrier_wait(b.at.mixed_left + c.stage * 8, c.parity);
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                uint32_t y[4];
+                uint4 a[T];
+                ldmatrix4(y, (from ^ k << 5) + j * (P / 2 * BOX_BYTES));
+                psi.step(a, j * 2 + k);
+                multiply<T, APART>(s, a, y);
+            }
+        }
+        barrier_wait(b.at.left_empty + room.at * 8, room.parity ^ 1);
+        leave_sums<N, KIND, APART>(left + room.at * rooms::floats, s, b.lane);
+        barrier_arrive(b.at.left_full + room.at * 8);
+    }
+}
+
+#endif
+#endif

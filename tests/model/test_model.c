@@ -1,0 +1,628 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The model: gradients of all its parameters, kinds against each other, backends against each other, recompute, memory,
+ * bad input. */
+#include "support/suite.h"
+
+#include "support/gpt.h"
+#include "support/memory.h"
+#include "support/rng.h"
+
+/* ---- gradients ---------------------------------------------------------------------------------------------------------- */
+
+/* Every element of small tensors, a few of large ones, by central differences. */
+static void gradients_are_exact(void **state)
+{
+    (void)state;
+    for (int k = 0; k < GPT_VARIANTS; k++) {
+        weft_model_config c = gpt_variant_config(&gpt_variants[k], WEFT_F64);
+        gpt g;
+        int32_t tensors;
+        double worst = 0;
+        gpt_open(&g, &c, 2, 5, 0.2);
+        gpt_step(&g);
+        weft_model_param_count(&c, &tensors, NULL);
+        for (int32_t t = 0; t < tensors; t++) {
+            weft_model_param p;
+            weft_model_param_at(&c, t, &p);
+            double largest = 1e-8;
+            for (int64_t i = 0; i < p.count; i++) largest = fmax(largest, fabs(gpt_gradient(&g, p.offset + i)));
+            for (int64_t i = 0; i<p.count; i += p.count> 24 ? p.count / 6 : 1) {
+                const double step = 1e-5;
+                double at = gpt_parameter(&g, p.offset + i), loss[2];
+                for (int side = 0; side < 2; side++) {
+                    gpt_set_parameter(&g, p.offset + i, at + (side ? step : -step));
+                    loss[side] = gpt_loss(&g);
+                }
+                gpt_set_parameter(&g, p.offset + i, at);
+                double want = (loss[1] - loss[0]) / (2 * step), got = gpt_gradient(&g, p.offset + i);
+                double error = fabs(got - want) / largest;
+                worst = value_worst(worst, error);
+                if (!(error < 1e-5))
+                    fail_msg("%s: %s[%lld]: gradient %.9g, finite differences %.9g", gpt_variants[k].name, p.name,
+                             (long long)i, got, want);
+            }
+        }
+        fprintf(stderr, "  %-34s worst relative error %.1e\n", gpt_variants[k].name, worst);
+        gpt_close(&g);
+    }
+}
+
+/* A gradient that is never computed would pass where its parameter has no influence; every tensor must have one. */
+static void every_parameter_learns(void **state)
+{
+    (void)state;
+    for (int k = 0; k < GPT_VARIANTS; k++) {
+        weft_model_config c = gpt_variant_config(&gpt_variants[k], WEFT_F64);
+        gpt g;
+        int32_t tensors;
+        gpt_open(&g, &c, 2, 5, 0.2);
+        gpt_step(&g);
+        weft_model_param_count(&c, &tensors, NULL);
+        for (int32_t t = 0; t < tensors; t++) {
+            weft_model_param p;
+            double sum = 0;
+            weft_model_param_at(&c, t, &p);
+            for (int64_t i = 0; i < p.count; i++) sum += fabs(gpt_gradient(&g, p.offset + i));
+            /* The last site of a shifted model predicts a mix for the exit, and a post and res for itself. */
+            if (!(sum > 0)) fail_msg("%s: %s has no gradient", gpt_variants[k].name, p.name);
+        }
+        gpt_close(&g);
+    }
+}
+
+static void cpu_follows_the_reference(void **state)
+{
+    weft_blas blas;
+    int has_blas = weft_blas_open(NULL, &blas) == WEFT_OK;
+    (void)state;
+    if (!has_blas) fprintf(stderr, "  %s: the built-in loop alone is tested\n", weft_last_error());
+    for (int k = 0; k < GPT_VARIANTS; k++)
+        for (int with_blas = 0; with_blas <= has_blas; with_blas++)
+            for (weft_isa isa = WEFT_ISA_BASE; isa <= weft_cpu_isa(); isa = (weft_isa)(isa + 1)) {
+                weft_model_config c = gpt_variant_config(&gpt_variants[k], WEFT_F32),
+                                  wide = gpt_variant_config(&gpt_variants[k], WEFT_F64);
+                gpt g, wanted;
+                /* More tokens than a tile of queries, and sizes that are no multiple of a vector. */
+                c.context = wide.context = 70;
+                c.channels = wide.channels = 20;
+                gpt_open(&g, &c, 2, 70, 0.1);
+                gpt_open(&wanted, &wide, 2, 70, 0.1);
+                g.exec.isa = isa;
+                gpt_bind(&g);
+                g.blas = with_blas ? &blas : NULL;
+                double got = gpt_step(&g), want = gpt_step(&wanted), largest = 0, worst = 0;
+                if (!(fabs(got - want) < 1e-5))
+                    fail_msg("%s: loss %.9g, reference %.9g", gpt_variants[k].name, got, want);
+                for (int64_t i = 0; i < g.elements; i++) largest = fmax(largest, fabs(gpt_gradient(&wanted, i)));
+                for (int64_t i = 0; i < g.elements; i++)
+                    worst = value_worst(worst, fabs(gpt_gradient(&g, i) - gpt_gradient(&wanted, i)) / largest);
+                if (!(worst < 1e-4))
+                    fail_msg("%s on %s: gradients differ by %.2e of the largest", gpt_variants[k].name,
+                             weft_isa_name(isa), worst);
+                gpt_close(&g);
+                gpt_close(&wanted);
+            }
+    weft_blas_close(&blas);
+}
+
+static void threads_change_nothing(void **state)
+{
+    (void)state;
+    weft_model_config c = gpt_variant_config(&gpt_variants[5], WEFT_F32);
+    c.context = 96, c.channels = 64, c.hidden = 80;
+    gpt one, two;
+    gpt_open(&one, &c, 3, 96, 0.1);
+    gpt_open(&two, &c, 3, 96, 0.1);
+    one.exec.threads = 1;
+    two.exec.threads = 3;
+    gpt_bind(&one);
+    gpt_bind(&two);
+    double a = gpt_step(&one), b = gpt_step(&two);
+    assert_memory_equal(&a, &b, sizeof a);
+    assert_memory_equal(one.gradients, two.gradients, (size_t)one.elements * sizeof(float));
+    gpt_close(&one);
+    gpt_close(&two);
+}
+
+/* ---- kinds ----------------------------------------------------------------------------------------------------------------- */
+
+static void begins_as_the_plain_residual(void **state)
+{
+    (void)state;
+    weft_model_config plain = {.struct_size = sizeof plain};
+    weft_model_defaults(WEFT_RESIDUAL_PLAIN, &plain);
+    gpt base;
+    gpt_open(&base, &plain, 2, 64, 0);
+    double want = gpt_loss(&base);
+    for (int k = WEFT_RESIDUAL_HC; k <= WEFT_RESIDUAL_MHC; k++) {
+        weft_model_config c = {.struct_size = sizeof c};
+        gpt g;
+        weft_model_defaults((weft_residual)k, &c);
+        c.init_alpha = 0;
+        gpt_open(&g, &c, 2, 64, 0);
+        /* The same numbers under the same names: draws depend on the position of a tensor, so they are copied. */
+        int32_t tensors;
+        weft_model_param_count(&plain, &tensors, NULL);
+        for (int32_t t = 0; t < tensors; t++) {
+            weft_model_param from, to;
+            weft_model_param_at(&plain, t, &from);
+            assert_true(gpt_find(&c, from.name, &to));
+            memcpy((float *)g.parameters + to.offset, (float *)base.parameters + from.offset,
+                   (size_t)from.count * sizeof(float));
+        }
+        memcpy(g.tokens, base.tokens, 128 * sizeof *g.tokens);
+        memcpy(g.targets, base.targets, 128 * sizeof *g.targets);
+        double got = gpt_loss(&g);
+        fprintf(stderr, "  %s: %.9g, residual: %.9g\n", weft_residual_name((weft_residual)k), got, want);
+        assert_true(fabs(got - want) < 1e-4);
+        gpt_close(&g);
+    }
+    gpt_close(&base);
+}
+
+static void gains_tell_the_kinds_apart(void **state)
+{
+    (void)state;
+    for (int k = 0; k < WEFT_RESIDUAL_COUNT; k++) {
+        weft_model_config c = gpt_config((weft_residual)k, WEFT_F64);
+        weft_model_gains gains;
+        gpt g;
+        c.layers = 6;
+        gpt_open(&g, &c, 2, 8, 0.3);
+        gpt_loss(&g);
+        assert_int_equal(weft_model_gain(&g.exec, &g.model, &gains), WEFT_OK);
+        fprintf(stderr, "  %-16s row %.4f (largest %.4f), column %.4f (largest %.4f)\n",
+                weft_residual_name((weft_residual)k), gains.row_mean, gains.row_max, gains.column_mean,
+                gains.column_max);
+        if (k == WEFT_RESIDUAL_PLAIN) assert_true(gains.row_max == 1 && gains.column_max == 1);
+        if (k == WEFT_RESIDUAL_HC) assert_true(gains.row_max > 2);
+        if (k >= WEFT_RESIDUAL_MHC) assert_true(gains.row_max < 1.1 && gains.column_max < 1.1);
+        gpt_close(&g);
+    }
+}
+
+/* ---- stages of a pipeline -------------------------------------------------------------------------------------------------- */
+
+/* Gives a stage the parameters that the whole has under its names, or compares the gradients. */
+static void share(const gpt *all, gpt *part, bool gradients)
+{
+    int32_t tensors;
+    weft_model_param_count(&part->config, &tensors, NULL);
+    for (int32_t t = 0; t < tensors; t++) {
+        weft_model_param to, from;
+        weft_model_param_at(&part->config, t, &to);
+        assert_true(gpt_find(&all->config, to.name, &from));
+        size_t bytes = (size_t)from.count * sizeof(float);
+        if (gradients)
+            assert_memory_equal((float *)part->gradients + to.offset, (float *)all->gradients + from.offset, bytes);
+        else
+            memcpy((float *)part->parameters + to.offset, (float *)all->parameters + from.offset, bytes);
+    }
+}
+
+static void stages_are_the_whole(void **state)
+{
+    (void)state;
+    static const struct {
+        weft_stage stage;
+        int32_t first, layers;
+    } cuts[] = {{WEFT_STAGE_FIRST, 0, 2}, {WEFT_STAGE_MIDDLE, 2, 1}, {WEFT_STAGE_LAST, 3, 2}};
+    for (int k = 0; k < WEFT_RESIDUAL_MHC_SINGLE_PASS; k++) {
+        weft_model_config c = gpt_config((weft_residual)k, WEFT_F32);
+        gpt all, part[3];
+        float *hop[2], *d_hop[2];
+        double loss = 0;
+        c.layers = 5, c.dropout = 0.2, c.bias = 1;
+        c.recompute = k != WEFT_RESIDUAL_PLAIN;
+        gpt_open(&all, &c, 2, 8, 0.1);
+        double want = gpt_step(&all) * 16;
+        size_t streams = (size_t)(16 * c.streams * c.channels) * sizeof(float);
+        for (int i = 0; i < 2; i++) hop[i] = must_alloc(streams), d_hop[i] = must_alloc(streams);
+        weft_model_args args[3];
+        for (int i = 0; i < 3; i++) {
+            c.stage = cuts[i].stage, c.first_layer = cuts[i].first, c.layers = cuts[i].layers;
+            gpt_open(&part[i], &c, 2, 8, 0);
+            share(&all, &part[i], false);
+            memset(part[i].gradients, 0, (size_t)part[i].elements * sizeof(float));
+            args[i] = (weft_model_args){.struct_size = sizeof *args,
+                                        .parameters = part[i].parameters,
+                                        .gradients = part[i].gradients,
+                                        .tokens = all.tokens,
+                                        .targets = all.targets,
+                                        .training = 1,
+                                        .step = &all.step,
+                                        .loss = &loss,
+                                        .streams_in = i > 0 ? hop[i - 1] : NULL,
+                                        .streams_out = i < 2 ? hop[i] : NULL,
+                                        .d_streams_out = i < 2 ? d_hop[i] : NULL,
+                                        .d_streams_in = i > 0 ? d_hop[i - 1] : NULL};
+            if (weft_model_forward(&part[i].exec, &part[i].model, &args[i]) != WEFT_OK)
+                fail_msg("%s", weft_last_error());
+        }
+        assert_memory_equal(&loss, &want, sizeof loss);
+        for (int i = 2; i >= 0; i--) {
+            if (weft_model_backward(&part[i].exec, &part[i].model, &args[i]) != WEFT_OK)
+                fail_msg("%s", weft_last_error());
+            share(&all, &part[i], true);
+        }
+        weft_model_args bad = args[1];
+        bad.streams_in = NULL;
+        assert_int_equal(weft_model_forward(&part[1].exec, &part[1].model, &bad), WEFT_ERR_ARGUMENT);
+        bad = args[0], bad.streams_out = NULL;
+        assert_int_equal(weft_model_forward(&part[0].exec, &part[0].model, &bad), WEFT_ERR_ARGUMENT);
+        assert_int_equal(weft_model_logits(&part[0].model).dtype, WEFT_NONE);
+        for (int i = 0; i < 2; i++) free(hop[i]), free(d_hop[i]);
+        for (int i = 0; i < 3; i++) gpt_close(&part[i]);
+        gpt_close(&all);
+    }
+}
+
+/* A block between rows: its gradients against finite differences of <rows out, weights>. */
+static void block_between_rows(void **state)
+{
+    (void)state;
+    for (int k = 0; k < GPT_VARIANTS; k++) {
+        weft_model_config c = gpt_variant_config(&gpt_variants[k], WEFT_F64);
+        enum { ROWS = 10 };
+        double in[ROWS * 12], out[ROWS * 12], up[ROWS * 12], d_in[ROWS * 12], worst = 0;
+        rng random = {rng_name(1, gpt_variants[k].name)};
+        gpt g;
+        c.stage = WEFT_STAGE_BLOCK;
+        gpt_open(&g, &c, 2, 5, 0.2);
+        for (int i = 0; i < ROWS * 12; i++) in[i] = rng_normal(&random), up[i] = rng_normal(&random);
+        memset(g.gradients, 0, (size_t)g.elements * sizeof(double));
+        weft_model_args args = {.struct_size = sizeof args,
+                                .parameters = g.parameters,
+                                .gradients = g.gradients,
+                                .training = 1,
+                                .streams_in = in,
+                                .streams_out = out,
+                                .d_streams_out = up,
+                                .d_streams_in = d_in};
+        assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_OK);
+        assert_int_equal(weft_model_backward(&g.exec, &g.model, &args), WEFT_OK);
+        /* Every eleventh input, then some of the parameters. */
+        for (int64_t i = 0; i < ROWS * 12 + g.elements; i += i < ROWS * 12 ? 11 : 97) {
+            double *at = i < ROWS * 12 ? &in[i] : (double *)g.parameters + i - ROWS * 12, was = *at, sum[2] = {0};
+            double got = i < ROWS * 12 ? d_in[i] : gpt_gradient(&g, i - ROWS * 12);
+            for (int side = 0; side < 2; side++) {
+                *at = was + (side ? 1e-5 : -1e-5);
+                assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_OK);
+                for (int j = 0; j < ROWS * 12; j++) sum[side] += out[j] * up[j];
+            }
+            *at = was;
+            worst = value_worst(worst, fabs((sum[1] - sum[0]) / 2e-5 - got) / (1 + fabs(got)));
+        }
+        if (!(worst < 1e-5)) fail_msg("%s: worst error %.2e", gpt_variants[k].name, worst);
+        gpt_close(&g);
+    }
+}
+
+/* ---- recompute, memory ---------------------------------------------------------------------------------------------------------- */
+
+static void recompute_changes_no_bit(void **state)
+{
+    (void)state;
+    for (int k = WEFT_RESIDUAL_HC; k < WEFT_RESIDUAL_COUNT; k++)
+        for (weft_dtype dtype = WEFT_F32; dtype <= WEFT_F64; dtype = (weft_dtype)(dtype + WEFT_F64 - WEFT_F32)) {
+            weft_model_config c = gpt_config((weft_residual)k, dtype);
+            size_t bytes = weft_dtype_size(dtype);
+            gpt kept;
+            c.layers = 5, c.dropout = 0.3, c.bias = 1, c.channels = 36;
+            gpt_open(&kept, &c, 2, 8, 0.1);
+            double want = gpt_step(&kept);
+            c.recompute = c.poison = 1;
+            for (c.group = 0; c.group <= 5; c.group++) {
+                gpt g;
+                gpt_open(&g, &c, 2, 8, 0.1);
+                for (int twice = 0; twice < 2; twice++) { /* the second time over memory that is poisoned already */
+                    double got = gpt_step(&g);
+                    assert_memory_equal(&got, &want, sizeof got);
+                    assert_memory_equal(g.gradients, kept.gradients, (size_t)g.elements * bytes);
+                }
+                if (c.group >= 1 && c.group <= 3) assert_true(g.bytes.recompute.total < kept.bytes.recompute.total);
+                assert_int_equal(g.bytes.recompute.keep_all, kept.bytes.recompute.total);
+                gpt_close(&g);
+            }
+            gpt_close(&kept);
+        }
+}
+
+/* gpt_open asks for exactly the query's bytes, with guards around them; one byte less is refused, and the last byte of
+ * every part is reached. */
+static void memory_is_what_the_query_says(void **state)
+{
+    (void)state;
+    for (int k = 0; k < GPT_VARIANTS; k++) {
+        weft_model_config c = gpt_variant_config(&gpt_variants[k], WEFT_F32);
+        gpt g;
+        weft_model m;
+        gpt_open(&g, &c, 2, 8, 0.1);
+        assert_int_equal(weft_model_bind(&g.exec, &c, 2, 8, g.memory, g.bytes.total - 1, &m), WEFT_ERR_WORKSPACE);
+        gpt_step(&g);
+        assert_int_equal(g.bytes.total,
+                         g.bytes.recompute.total + g.bytes.kept + g.bytes.scratch + g.bytes.workspace);
+        /* High-water mark: the last byte that is not the pattern any more. Workspace is at the end and ends in slack. */
+        size_t end = g.bytes.total;
+        while (end > 0 && (unsigned char)g.memory[end - 1] == guard_pattern[(GUARD + end - 1) & 1]) end--;
+        assert_true(end > g.bytes.total - g.bytes.workspace);
+        gpt_close(&g);
+    }
+}
+
+/* ---- order and bad input --------------------------------------------------------------------------------------------------------- */
+
+static void calls_out_of_order(void **state)
+{
+    (void)state;
+    weft_model_config c = gpt_config(WEFT_RESIDUAL_MHC, WEFT_F32);
+    gpt g;
+    gpt_open(&g, &c, 1, 4, 0);
+    weft_model_args args = {.struct_size = sizeof args,
+                            .parameters = g.parameters,
+                            .gradients = g.gradients,
+                            .tokens = g.tokens,
+                            .targets = g.targets};
+    assert_int_equal(weft_model_backward(&g.exec, &g.model, &args), WEFT_ERR_STATE);
+    args.targets = NULL;
+    assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_OK);
+    args.targets = g.targets;
+    assert_int_equal(weft_model_backward(&g.exec, &g.model, &args), WEFT_ERR_STATE);
+    assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_OK);
+    memset(g.gradients, 0, (size_t)g.elements * sizeof(float));
+    assert_int_equal(weft_model_backward(&g.exec, &g.model, &args), WEFT_OK);
+    assert_int_equal(weft_model_backward(&g.exec, &g.model, &args), WEFT_ERR_STATE);
+    g.tokens[2] = 11;
+    assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_ERR_ARGUMENT);
+    g.tokens[2] = 0, g.targets[1] = -2;
+    assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_ERR_ARGUMENT);
+    assert_non_null(strstr(weft_last_error(), "targets[1]"));
+    g.targets[1] = 0, args.struct_size--;
+    assert_int_equal(weft_model_forward(&g.exec, &g.model, &args), WEFT_ERR_ARGUMENT);
+    gpt_close(&g);
+}
+
+static void bad_configurations(void **state)
+{
+    (void)state;
+    weft_model_config good[WEFT_RESIDUAL_COUNT], c;
+    for (int k = 0; k < WEFT_RESIDUAL_COUNT; k++) {
+        good[k].struct_size = sizeof good[k];
+        assert_int_equal(weft_model_defaults((weft_residual)k, &good[k]), WEFT_OK);
+        assert_int_equal(weft_model_check(&good[k]), WEFT_OK);
+    }
+#define BAD(kind, word, ...)                                                                                       \
+    do {                                                                                                           \
+        c = good[kind];                                                                                            \
+        __VA_ARGS__;                                                                                               \
+        if (weft_model_check(&c) == WEFT_OK) fail_msg("accepted: %s", #__VA_ARGS__);                               \
+        if (!strstr(weft_last_error(), word)) fail_msg("%s: %s", #__VA_ARGS__, weft_last_error());                 \
+    } while (0)
+    BAD(WEFT_RESIDUAL_MHC, "streams", c.streams = 0);
+    BAD(WEFT_RESIDUAL_MHC, "streams", c.streams = 33);
+    BAD(WEFT_RESIDUAL_PLAIN, "streams", c.streams = 4);
+    BAD(WEFT_RESIDUAL_PLAIN, "recompute", c.recompute = 1);
+    BAD(WEFT_RESIDUAL_MHC, "group", c.group = 2);
+    BAD(WEFT_RESIDUAL_MHC, "group", c.recompute = 1, c.group = 5);
+    BAD(WEFT_RESIDUAL_MHC, "group", c.recompute = 1, c.group = -1);
+    BAD(WEFT_RESIDUAL_MHC, "poison", c.poison = 1);
+    BAD(WEFT_RESIDUAL_MHC, "sinkhorn_iters", c.numerics.sinkhorn_iters = 0);
+    BAD(WEFT_RESIDUAL_MHC, "init_alpha", c.init_alpha = -0.1);
+    BAD(WEFT_RESIDUAL_MHC, "init_alpha", c.init_alpha = (double)NAN);
+    BAD(WEFT_RESIDUAL_MHC, "channels", c.channels = 0);
+    BAD(WEFT_RESIDUAL_MHC, "heads", c.heads = 3);
+    BAD(WEFT_RESIDUAL_MHC, "heads", c.heads = 128);
+    BAD(WEFT_RESIDUAL_MHC, "layers", c.layers = 0);
+    BAD(WEFT_RESIDUAL_MHC, "dropout", c.dropout = 1);
+    BAD(WEFT_RESIDUAL_MHC, "dropout", c.dropout = (double)NAN);
+    BAD(WEFT_RESIDUAL_MHC, "exit", c.exit = WEFT_EXIT_MIX);
+    BAD(WEFT_RESIDUAL_MHC_SINGLE_PASS, "exit", c.exit = WEFT_EXIT_MEAN);
+    BAD(WEFT_RESIDUAL_PLAIN, "exit", c.exit = WEFT_EXIT_LEARNED);
+    BAD(WEFT_RESIDUAL_MHC, "dtype", c.dtype = WEFT_F16);
+    BAD(WEFT_RESIDUAL_MHC, "struct_size", c.struct_size = 8);
+    BAD(WEFT_RESIDUAL_MHC, "rope_base", c.rope_base = 0);
+    BAD(WEFT_RESIDUAL_MHC, "first_layer", c.first_layer = 1);
+    BAD(WEFT_RESIDUAL_MHC_SINGLE_PASS, "stage", c.stage = WEFT_STAGE_FIRST);
+#undef BAD
+    weft_model_bytes bytes;
+    weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_REF);
+    assert_int_equal(weft_model_query(&exec, &good[0], 1, 4, &bytes), WEFT_ERR_UNSUPPORTED); /* f32 on ref */
+    exec.backend = WEFT_BACKEND_CPU;
+    assert_int_equal(weft_model_query(&exec, &good[0], 1, 129, &bytes), WEFT_ERR_ARGUMENT); /* past the context */
+    assert_int_equal(weft_model_query(&exec, &good[0], 0, 4, &bytes), WEFT_ERR_ARGUMENT);
+}
+
+/* ---- arrays of a pass ------------------------------------------------------------------------------------------------------- */
+
+/* Everything that a pass of one stage takes, each array with room around it. */
+enum { PARAMETERS, GRADIENTS, TOKENS, TARGETS, STEP, LOSS, IN, OUT, D_OUT, D_IN, PARTS };
+static const char *const part_names[PARTS] = {"parameters",    "gradients",   "tokens",     "targets",
+                                              "step",          "loss",        "streams_in", "streams_out",
+                                              "d_streams_out", "d_streams_in"};
+
+typedef struct pass {
+    weft_model_config config;
+    weft_exec exec;
+    weft_model model;
+    weft_model_bytes bytes;
+    char *memory, *part[PARTS];
+    size_t size[PARTS], element[PARTS];
+} pass;
+
+static pass pass_open(weft_stage stage, weft_dtype dtype)
+{
+    enum { SEQUENCES = 1, LENGTH = 4 };
+    pass p = {.config = gpt_config(WEFT_RESIDUAL_MHC, dtype), .exec = dtype == WEFT_F64 ? on_ref() : on_cpu(0, 1)};
+    const size_t value = dtype == WEFT_F64 ? 8 : 4;
+    int64_t elements;
+    p.config.stage = stage, p.config.dropout = 0.1;
+    if (weft_model_param_count(&p.config, NULL, &elements) != WEFT_OK ||
+        weft_model_query(&p.exec, &p.config, SEQUENCES, LENGTH, &p.bytes) != WEFT_OK)
+        fail_msg("%s", weft_last_error());
+    const size_t hop = (size_t)(LENGTH * p.config.channels) *
+                       (stage == WEFT_STAGE_BLOCK ? 1 : (size_t)p.config.streams),
+                 counts[PARTS] = {(size_t)elements, (size_t)elements, LENGTH, LENGTH, 1, 1, hop, hop, hop, hop},
+                 sizes[PARTS] = {value, value, 4, 4, 8, 8, value, value, value, value};
+    p.memory = must_alloc(p.bytes.total);
+    for (int i = 0; i < PARTS; i++) {
+        p.element[i] = sizes[i], p.size[i] = counts[i] * sizes[i];
+        p.part[i] = must_alloc(p.size[i] + 64);
+        memset(p.part[i], 0, p.size[i] + 64);
+    }
+    assert_int_equal(weft_model_init(&p.config, 3, p.part[PARAMETERS] + value / 2), WEFT_ERR_ARGUMENT);
+    assert_int_equal(weft_model_init(&p.config, 3, p.part[PARAMETERS]), WEFT_OK);
+    assert_int_equal(weft_model_bind(&p.exec, &p.config, SEQUENCES, LENGTH, p.memory, p.bytes.total, &p.model),
+                     WEFT_OK);
+    return p;
+}
+
+static void pass_close(pass *p)
+{
+    for (int i = 0; i < PARTS; i++) free(p->part[i]);
+    free(p->memory);
+}
+
+/* One pass with array `k` at `at`; a backward has its forward before it. */
+static weft_status pass_run(pass *p, bool forward, int k, void *at)
+{
+    void *a[PARTS];
+    for (int i = 0; i < PARTS; i++) a[i] = p->part[i];
+    for (int way = 0; way < (forward ? 1 : 2); way++) {
+        if (forward || way) a[k] = at;
+        const weft_model_args args = {.struct_size = sizeof args,
+                                      .parameters = a[PARAMETERS],
+                                      .gradients = a[GRADIENTS],
+                                      .tokens = a[TOKENS],
+                                      .targets = a[TARGETS],
+                                      .training = 1,
+                                      .step = a[STEP],
+                                      .loss = a[LOSS],
+                                      .streams_in = a[IN],
+                                      .streams_out = a[OUT],
+                                      .d_streams_out = a[D_OUT],
+                                      .d_streams_in = a[D_IN]};
+        if (forward || way) return (forward ? weft_model_forward : weft_model_backward)(&p->exec, &p->model, &args);
+        if (weft_model_forward(&p->exec, &p->model, &args) != WEFT_OK) fail_msg("%s", weft_last_error());
+    }
+    return WEFT_OK;
+}
+
+static void expect_pass(pass *p, bool forward, int k, void *at, weft_status want, const char *what)
+{
+    weft_status got = pass_run(p, forward, k, at);
+    if (got != want || (want != WEFT_OK && !strstr(weft_last_error(), part_names[k])))
+        test_failed("stage %d, %s: %s %s: \"%s\" (%s), want \"%s\"", (int)p->config.stage,
+                    forward ? "forward" : "backward", part_names[k], what, weft_status_name(got), weft_last_error(),
+                    weft_status_name(want));
+}
+
+static void arrays_of_a_pass(void **state)
+{
+    (void)state;
+    for (int stage = 0; stage < WEFT_STAGE_COUNT; stage++)
+        for (int f64 = 0; f64 < 2; f64++) {
+            pass p = pass_open((weft_stage)stage, f64 ? WEFT_F64 : WEFT_F32);
+            const bool entry = stage == WEFT_STAGE_WHOLE || stage == WEFT_STAGE_FIRST,
+                       exit = stage == WEFT_STAGE_WHOLE || stage == WEFT_STAGE_LAST;
+            const bool used[2][PARTS] = {{1, 1, entry, exit, 1, 0, 0, 0, !exit, !entry},
+                                         {1, 0, entry, exit, 1, exit, !entry, !exit, 0, 0}};
+            for (int forward = 0; forward < 2; forward++)
+                for (int k = 0; k < PARTS; k++) {
+                    char *own = p.part[k], *memory = p.memory;
+                    const size_t half = p.element[k] / 2;
+                    bool optional = k == STEP || k == LOSS || (k == TARGETS && forward);
+                    if (!used[forward][k]) { /* not looked at */
+                        expect_pass(&p, forward, k, (void *)1, WEFT_OK, "unused");
+                        expect_pass(&p, forward, k, NULL, WEFT_OK, "unused");
+                        continue;
+                    }
+                    expect_pass(&p, forward, k, own, WEFT_OK, "as it should be");
+                    expect_pass(&p, forward, k, NULL, optional ? WEFT_OK : WEFT_ERR_ARGUMENT, "NULL");
+                    expect_pass(&p, forward, k, own + 1, WEFT_ERR_ARGUMENT, "off by a byte");
+                    expect_pass(&p, forward, k, own + half, WEFT_ERR_ARGUMENT, "off by half an element");
+                    expect_pass(&p, forward, k, memory, WEFT_ERR_OVERLAP, "at the model's memory");
+                    expect_pass(&p, forward, k, memory + (p.bytes.total - 8) / 8 * 8, WEFT_ERR_OVERLAP,
+                                "at the end of the model's memory");
+                    /* what is written against all the others */
+                    for (int j = 0; j < PARTS; j++) {
+                        bool out = k == GRADIENTS || k == LOSS || k == OUT || k == D_IN;
+                        bool in_place = (k == OUT && j == IN) || (k == D_IN && j == D_OUT);
+                        if (j == k || !out || !used[forward][j]) continue;
+                        expect_pass(&p, forward, k, p.part[j], in_place ? WEFT_OK : WEFT_ERR_OVERLAP,
+                                    "over another");
+                        char *inside = p.part[j] + (p.size[j] > 64 ? 16 : 0);
+                        if (!in_place || p.size[j] > 64)
+                            expect_pass(&p, forward, k, inside, WEFT_ERR_OVERLAP, "inside of another");
+                    }
+                }
+            pass_close(&p);
+        }
+    test_verdict();
+}
+
+/* A hop in place gives the same bits as one between two arrays. */
+static void hops_in_place(void **state)
+{
+    (void)state;
+    static const weft_stage stages[] = {WEFT_STAGE_MIDDLE, WEFT_STAGE_BLOCK};
+    for (int s = 0; s < 2; s++) {
+        pass p = pass_open(stages[s], WEFT_F32);
+        const size_t bytes = p.size[IN];
+        for (size_t i = 0; i < bytes / 4; i++)
+            ((float *)(void *)p.part[IN])[i] = ((float *)(void *)p.part[D_OUT])[i] = (float)(i % 7) - 3;
+        char *in = must_alloc(bytes), *out = must_alloc(bytes), *d_in = must_alloc(bytes);
+        memcpy(in, p.part[IN], bytes);
+        assert_int_equal(pass_run(&p, false, D_IN, p.part[D_IN]), WEFT_OK);
+        memcpy(out, p.part[OUT], bytes);
+        memcpy(d_in, p.part[D_IN], bytes);
+        assert_int_equal(pass_run(&p, false, D_IN, p.part[D_OUT]), WEFT_OK);
+        assert_memory_equal(p.part[D_OUT], d_in, bytes);
+        assert_int_equal(pass_run(&p, true, OUT, p.part[IN]), WEFT_OK);
+        assert_memory_equal(p.part[IN], out, bytes);
+        assert_memory_not_equal(in, out, bytes);
+        free(in), free(out), free(d_in);
+        pass_close(&p);
+    }
+}
+
+static void bad_values_are_named(void **state)
+{
+    (void)state;
+    weft_model_config c = gpt_config(WEFT_RESIDUAL_MHC, WEFT_F32);
+    gpt g;
+    char name[64];
+    gpt_open(&g, &c, 1, 4, 0);
+    gpt_loss(&g);
+    assert_int_equal(weft_model_first_nonfinite(&g.exec, &g.model, name), WEFT_OK);
+    assert_string_equal(name, "");
+    weft_model_param p;
+    assert_true(gpt_find(&c, "layers.1.mlp.down.weight", &p));
+    gpt_set_parameter(&g, p.offset, (double)NAN);
+    gpt_loss(&g);
+    assert_int_equal(weft_model_first_nonfinite(&g.exec, &g.model, name), WEFT_OK);
+    assert_string_equal(name, "layers.1.mlp.output");
+    gpt_close(&g);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(gradients_are_exact),
+        cmocka_unit_test(every_parameter_learns),
+        cmocka_unit_test(cpu_follows_the_reference),
+        cmocka_unit_test(threads_change_nothing),
+        cmocka_unit_test(begins_as_the_plain_residual),
+        cmocka_unit_test(gains_tell_the_kinds_apart),
+        cmocka_unit_test(stages_are_the_whole),
+        cmocka_unit_test(block_between_rows),
+        cmocka_unit_test(recompute_changes_no_bit),
+        cmocka_unit_test(memory_is_what_the_query_says),
+        cmocka_unit_test(calls_out_of_order),
+        cmocka_unit_test(bad_configurations),
+        cmocka_unit_test(bad_values_are_named),
+        cmocka_unit_test(arrays_of_a_pass),
+        cmocka_unit_test(hops_in_place),
+    };
+    return suite_run("model", tests);
+}
