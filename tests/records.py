@@ -27,7 +27,8 @@ echo "$0 $*" >>{calls}
 case "$1" in
 info) cat {info} ;;
 check) echo '3 passed, 0 failed' ;;
-bench) echo '{{"op": "mhc_post", "pass": "fwd", "us": 1.5, "threads": 0}}' ;;
+bench) echo '{{"op": "mhc_post", "pass": "fwd", "us": 1.5, "threads": 0}}'
+    echo '{{"op": "mhc_post", "pass": "bwd", "us": {us}, "threads": 0}}' ;;
 *) echo 'train: --backend cuda: no GPU' >&2; exit 2 ;;
 esac
 """
@@ -53,10 +54,10 @@ def script(path, text):
     path.chmod(0o755)
 
 
-def build(name, code, tests):
+def build(name, code, tests, us=100.0):
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
-    script(folder / "weft", WEFT.format(calls=CALLS, info=folder / "info"))
+    script(folder / "weft", WEFT.format(calls=CALLS, info=folder / "info", us=us))
     (folder / "info").write_text(INFO.format(code=code))
     for test, body in tests.items():
         script(folder / "tests" / test, TEST.format(calls=CALLS, body=body))
@@ -153,4 +154,16 @@ slow = build("slow", "90a", {"test_for_ever": "exec sleep 100000"})
 _, lines, _ = record("--build", slow, "--parts", "tests", "--deadline", 1, expect=3)
 assert not results(lines, "tests")
 record("--build", slow, "--parts", "tests", "--timeout", 1, expect=1)
+# An older build is timed in turns with this one, and may be faster nowhere.
+OUT.unlink()
+calls, lines, _ = record("--build", machine, "--against", build("equal", "90a", {}, us=98.5), "--parts", "against", "--suites", "te,small")
+turns = [line.split("/")[-2] for line in calls.splitlines() if " bench " in line]
+assert turns == ["equal", "machine", "machine", "equal"], turns
+one = next(line for line in lines if line.get("part") == "against")
+assert [one[k] for k in ("suite", "result", "rows", "slower", "worst")] == ["te", "passed", 1, 0, 1.0152], one
+_, lines, _ = record("--build", machine, "--against", build("older", "90a", {}, us=97.0), "--parts", "against", "--suites", "te", expect=1)
+of = [line for line in lines if line.get("part") == "against"]
+assert [line.get("ratio") for line in of] == [1.0309, None] and of[1]["result"] == "failed", of
+verified = subprocess.run([str(ROOT / "tools" / "gpu_record.py"), "--verify"], capture_output=True, text=True)
+assert verified.returncode == 0 and "lacks against" not in verified.stdout
 print(f"records: {whole} lines of a GPU that there is not")

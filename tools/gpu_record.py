@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs everything that needs a GPU and writes down what came of it: bench/baselines/<gpu>.jsonl.
 
-    tools/gpu_record.py [--build DIR] [--ptx-build DIR] [--python PROGRAM] [--out FILE] [--parts tests,bench,...] [--missing]
+    tools/gpu_record.py [--build DIR] [--ptx-build DIR] [--python PROGRAM] [--against DIR] [--out FILE] [--parts tests,bench,...]
+        [--missing]
     tools/gpu_record.py --verify      says whether the records belong to the sources as they are, and what they lack
 
 It needs the built tree and Python; what is missing (compute-sanitizer, golden files, PyTorch, a second build) is written down
@@ -33,6 +34,7 @@ from source_hash import ROOT, python_hash, source_hash  # noqa: E402
 
 BASELINES = ROOT / "bench" / "baselines"
 GOOD, BAD = ("passed", "skipped"), ("failed", "timed out")  # other results say why there is none
+OPTIONAL = ("against",)  # parts that a record may do without
 LONG = 60.0  # seconds that a program is expected to take of which no record knows
 
 
@@ -64,7 +66,7 @@ def belongs(row, before, now):
 def place(key):
     """Parts in their order, suites in theirs, everything else by name."""
     part, *name = key
-    return list(PARTS).index(part), list(SUITES).index(name[0]) if part == "bench" else 0, [str(n) for n in name]
+    return list(PARTS).index(part), list(SUITES).index(name[0]) if part in ("against", "bench") else 0, [str(n) for n in name]
 
 
 class Record:
@@ -104,7 +106,7 @@ def failed_of(rows):
 
 def lacking_of(rows):
     """Parts that have no result, or lines that say why there is none."""
-    return [part for part in PARTS if not any(row["part"] == part for row in rows)
+    return [part for part in PARTS if part not in OPTIONAL and not any(row["part"] == part for row in rows)
             or any(row["part"] == part and row["result"] not in GOOD + BAD for row in rows)]
 
 
@@ -168,7 +170,7 @@ def record(options):
             raise Unusable(f"no {what} {', '.join(unknown)}; there are {', '.join(known)}")
     build = Build(options.build)
     ptx_build = Build(options.ptx_build, ptx=True) if options.ptx_build and "ptx80" in parts else None
-    setting = Setting(build, ptx_build, options.python, suites, options.seconds)
+    setting = Setting(build, ptx_build, options.python, suites, options.seconds, options.against)
     header = {
         "record": "gpu", "gpu": build.gpu, "capability": build.capability, "driver": driver(), "cuda": build.cuda,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"), "command": "make gpu-record",
@@ -224,6 +226,7 @@ def main():
     parser = argparse.ArgumentParser(description="Runs all that needs a GPU and records it.")
     parser.add_argument("--build", default=str(ROOT / "build"), help="folder of the build")
     parser.add_argument("--ptx-build", help="folder of a build with WEFT_CUDA_ARCHITECTURES=80-virtual, for the part ptx80")
+    parser.add_argument("--against", help="folder of an older build, for the part against")
     parser.add_argument("--python", default=sys.executable, help="a Python with PyTorch and pytest, for the part python")
     parser.add_argument("--out", help="file to write; bench/baselines/<gpu>.jsonl by default")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated: " + ", ".join(PARTS))

@@ -29,6 +29,7 @@ NAMES = {
     "python": ("file", "share"),
     "train": (),
     "ptx80": ("of", "test", "precision"),
+    "against": ("suite",),
     "bench": ("suite",),
 }
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -143,6 +144,7 @@ class Setting:
     python: str
     suites: list
     seconds: float
+    against: str | None = None  # folder of an older build
 
 
 def tests(build):
@@ -268,6 +270,25 @@ def bench(setting):
     return [task(suite) for suite in setting.suites]
 
 
+def against(setting):
+    """No row may be slower than in an older build (tools/bench_against.py); one line a suite, and none without such a build."""
+
+    def read(status, text):
+        rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        return {"result": verdict(status), **(rows[-1] if rows else {})}
+
+    def rows(text):
+        return [json.loads(line) for line in text.splitlines() if line.startswith("{")][:-1]
+
+    def task(suite):
+        command = [sys.executable, str(ROOT / "tools" / "bench_against.py"), setting.against, str(setting.build.folder),
+                   "--suite", suite, "--seconds", str(setting.seconds)]
+        return Task({"part": "against", "suite": suite}, command, setting.build.env, read, rows, alone=True)
+
+    # In the suite `small` launches are measured, not kernels.
+    return [task(suite) for suite in setting.suites if suite != "small"] if setting.against else []
+
+
 # In the order of a record's lines.
 PARTS = {
     "tests": lambda s: tests(s.build),
@@ -277,5 +298,6 @@ PARTS = {
     "python": lambda s: python(s.build, s.python),
     "train": lambda s: train(s.build),
     "ptx80": lambda s: ptx80(s.ptx_build),
+    "against": against,
     "bench": bench,
 }
