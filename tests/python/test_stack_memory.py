@@ -15,7 +15,8 @@ def kept_streams(model, x) -> int:
     """Bytes of the streams that the graph has saved for backward once the forward pass has ended, storage by storage,
     less the zeros of an entry, which are not that large. They are read from the graph, because under hooks that would
     list them recompute lets nothing go."""
-    nodes, found = [model(x).grad_fn], set()
+    y = model(x)  # PyTorch 2.11 frees the graph with it, though its nodes are held
+    nodes, found = [y.grad_fn], set()
     for node in nodes:
         if node not in found:
             found.add(node)
