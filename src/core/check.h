@@ -145,7 +145,7 @@ typedef struct weft_shelf {
     uint64_t begin[WEFT_MAX_ARGS + 1], end[WEFT_MAX_ARGS + 1];
 } weft_shelf;
 
-/* What a call was given: weft_check_room keeps the workspace apart from it. */
+/* What a call was given: the workspace is kept apart from it. */
 typedef struct weft_operands {
     const weft_op_desc *desc;
     const void *args;

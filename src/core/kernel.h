@@ -28,60 +28,85 @@ typedef enum weft_op {
 typedef struct weft_call {
     weft_op op;
     const weft_exec *exec;
-    const struct weft_operands *operands; /* as the caller gave them, for weft_check_room */
+    const struct weft_backend_table *backend;
+    const struct weft_operands *operands; /* as the caller gave them */
     weft_isa isa;                         /* CPU: the instruction set chosen for this call */
     int32_t sms;                          /* CUDA: multiprocessors to plan for; never changes a result */
     /* CUDA: what the device has: multiprocessors, bytes of shared memory that a block may ask for */
     int32_t device_sms, device_shared;
     weft_dtype dtype; /* activation type, or f32/f64 for operators without activations */
     bool f64;         /* every tensor is float64 */
-    bool query;       /* asks for the workspace size only: pointers mean nothing */
-    bool exact;       /* a query whose pointers are those of the call after all */
+    bool query;       /* nothing runs: there is no workspace, and data may be NULL, which counts as aligned */
+    bool any_address; /* a query for workspace that must do wherever the data will lie */
     int64_t tokens, streams, channels;
     int64_t rows; /* rows of the projection where the operator has one */
     /* weft/gdn.h; heads are those of query and key, or of their gradients */
     int64_t batch, steps, key_heads, value_heads, heads, key_dim, value_dim, width, history, sequences, cache;
 } weft_call;
 
+/* What a row decided about a call: filled by prepare, read by what runs it. `plan` is the row's own; nobody clears it. */
+enum { WEFT_PLAN_BYTES = 4096 };
+typedef struct weft_prepared {
+    size_t workspace; /* bytes of exec.workspace that the call needs */
+    const char *path; /* which path it takes and why: "fused: ...", "unfused: <reason>" */
+    weft_status (*run)(const weft_call *call, const void *args, const struct weft_prepared *prepared);
+    union {
+        void *pointer; /* aligns */
+        double number;
+        char bytes[WEFT_PLAN_BYTES];
+    } plan;
+} weft_prepared;
+
 /* One row of a backend's table. `args` is the operator's args struct, complete (fields the caller's older struct did
- * not have are zero). `workspace` may be NULL: none needed. */
+ * not have are zero). A row has either
+ *   - one path: `run`, and `workspace`, which is asked with call->query and may be NULL: none needed; or
+ *   - several: `prepare` decides on one for this call and fills in all of `prepared`. It looks at no data, launches nothing
+ *     and cannot fail; of a call that will run, it may lay out exec.workspace before anybody knows that it is large enough.
+ * A table ends with a row that has neither. */
 typedef struct weft_kernel {
     weft_dtype dtype; /* WEFT_NONE: any */
     int32_t streams;  /* 0: any */
     weft_status (*run)(const weft_call *call, const void *args);
     size_t (*workspace)(const weft_call *call, const void *args);
+    void (*prepare)(const weft_call *call, const void *args, weft_prepared *prepared);
 } weft_kernel;
 
-/* The caller's workspace has so many bytes, where the backend reaches them, apart from all arguments. */
-weft_status weft_check_room(const weft_call *call, size_t need);
+static inline bool weft_kernel_is(const weft_kernel *k)
+{
+    return k->run || k->prepare;
+}
 
-/* Tables end with a row whose run is NULL. */
-#define WEFT_OP(name)                                                                                              \
-    extern const weft_kernel weft_ref_##name[];                                                                    \
-    extern const weft_kernel weft_cpu_base_##name[];                                                               \
-    extern const weft_kernel weft_cpu_avx2_##name[];                                                               \
-    extern const weft_kernel weft_cpu_avx512_##name[];                                                             \
-    extern const weft_kernel weft_cuda_##name[];
-#include "core/ops.def"
-#undef WEFT_OP
+/* The first row of a table that serves the call, or NULL. */
+static inline const weft_kernel *weft_kernel_for(const weft_call *call, const weft_kernel *table)
+{
+    for (const weft_kernel *k = table; weft_kernel_is(k); k++)
+        if ((k->dtype == WEFT_NONE || k->dtype == call->dtype) && (k->streams == 0 || k->streams == call->streams))
+            return k;
+    return NULL;
+}
 
-/* Which way a call takes, for the operators that have several on the CUDA backend. */
-const char *weft_cuda_mhc_pre_fwd_plan(const weft_call *call, const void *args);
-const char *weft_cuda_mhc_pre_bwd_plan(const weft_call *call, const void *args);
-const char *weft_cuda_mhc_boundary_fwd_plan(const weft_call *call, const void *args);
-const char *weft_cuda_mhc_boundary_bwd_plan(const weft_call *call, const void *args);
-const char *weft_cuda_mhc_head_fwd_plan(const weft_call *call, const void *args);
-const char *weft_cuda_mhc_head_bwd_plan(const weft_call *call, const void *args);
+/* Everything that is asked about a call is answered here, once: how much workspace, which path, how to run it. */
+static inline void weft_prepare(const weft_kernel *k, const weft_call *call, const void *args,
+                                weft_prepared *prepared)
+{
+    if (k->prepare) {
+        k->prepare(call, args, prepared);
+        return;
+    }
+    prepared->path = "the only path of this backend";
+    prepared->workspace = 0;
+    if (!k->workspace) return;
+    weft_call query = *call;
+    query.query = true;
+    prepared->workspace = k->workspace(&query, args);
+}
 
-/* The CUDA backend's part of validation (src/cuda/device.c), in builds that have it. */
-int weft_cuda_available(void);
-/* The device of the call exists and is new enough; fills in what the call says of it. */
-weft_status weft_cuda_check_device(weft_call *call);
-/* The device of the call can reach the memory at p, or the caller vouches for it. */
-weft_status weft_cuda_check_pointer(const weft_call *call, const char *prefix, const char *name, const void *p);
-/* Makes the call's device current, and what was current before current again. */
-weft_status weft_cuda_enter(const weft_call *call, int *previous);
-void weft_cuda_leave(const weft_call *call, int previous);
+static inline weft_status weft_run(const weft_kernel *k, const weft_call *call, const void *args,
+                                   const weft_prepared *prepared)
+{
+    return k->run ? k->run(call, args) : prepared->run(call, args, prepared);
+}
+
 /* Outputs from this size on are larger than what a cache would keep of them. */
 enum { WEFT_LARGE_BYTES = 8 << 20 };
 /* Untouched outputs that come to no more than this ask for huge pages. A virtual machine may have returned its free ones to

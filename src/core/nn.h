@@ -182,13 +182,6 @@ struct weft_nn_table {
     weft_status (*first_bad)(weft_nn *nn, const void *values, weft_dtype dtype, int64_t count, int64_t *index);
 };
 
-extern const weft_nn_table weft_ref_nn, weft_cpu_base_nn, weft_cpu_avx2_nn, weft_cpu_avx512_nn, weft_cuda_f32_nn,
-    weft_cuda_bf16_nn;
-
-/* cuBLASLt (src/cuda/nn/blas.c), in builds that have the CUDA backend. */
-weft_status weft_cuda_blas_open(const weft_exec *exec, const char *path, weft_blas *blas);
-void weft_cuda_blas_close(weft_blas *blas);
-
 /* The table of exec's backend for this dtype; exec has the current layout and must outlive nn. */
 weft_status weft_nn_open(weft_nn *nn, const weft_exec *exec, weft_dtype dtype, const weft_blas *blas);
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Checks of the scalar fields that several operators share. Comparisons are written so that NaN fails them. */
+#include "core/backend.h"
 #include "core/check.h"
 
 weft_status weft_check_eps(const weft_call *call, const char *name, double eps)
@@ -75,11 +76,8 @@ weft_status weft_check_dropout(const weft_call *call, const char *prefix, const 
     if ((uintptr_t)dropout->step % sizeof(uint64_t))
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %sdropout.step: expected a pointer aligned to 8 bytes, got %p", op,
                          prefix, (const void *)dropout->step);
-#if WEFT_HAVE_CUDA
-    if (call->exec->backend == WEFT_BACKEND_CUDA && dropout->step && !call->query)
-        return weft_cuda_check_pointer(call, prefix, "dropout.step", dropout->step);
-#endif
-    return WEFT_OK;
+    if (!dropout->step || call->query) return WEFT_OK;
+    return weft_check_pointer(call, prefix, "dropout.step", dropout->step);
 }
 
 weft_status weft_check_needs(const weft_call *call, const char *what, const weft_tensor *w, const char *needs,

@@ -3,6 +3,7 @@
  * Sequences of weft/gdn.h: do batch, steps, offsets and indices fit each other? Values of offsets and indices are looked
  * at where they are the host's own memory. */
 #include "core/sequences.h"
+#include "core/backend.h"
 #include "core/check.h"
 
 #include <string.h>
@@ -21,7 +22,7 @@ weft_status weft_check_sequences(const weft_call *call, const weft_tensor *cu_se
     if (call->batch != 1)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: cu_seqlens: expected a batch of 1 with it, got %lld", op,
                          (long long)call->batch);
-    if (call->query || call->exec->backend == WEFT_BACKEND_CUDA) return WEFT_OK;
+    if (call->query || call->backend->check_pointer) return WEFT_OK;
     int64_t before = 0;
     for (int64_t n = 0; n <= call->sequences; n++) {
         int64_t at = weft_index_at(cu_seqlens, n), low = n == 0 ? 0 : before, high = n == 0 ? 0 : call->steps;
@@ -77,7 +78,7 @@ weft_status weft_check_index(const weft_call *call, const char *name, const weft
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s: expected indices for %lld sequences in %lld rows, got none",
                          op, name, (long long)count, (long long)rows);
     }
-    if (call->query || call->exec->backend == WEFT_BACKEND_CUDA) return WEFT_OK;
+    if (call->query || call->backend->check_pointer) return WEFT_OK;
     for (int64_t n = 0; n < index->shape[0]; n++) {
         int64_t at = weft_index_at(index, n);
         if (at < -1 || at >= rows)

@@ -2,6 +2,7 @@
  *
  * The validator behind every operator: walks an operator's argument table and checks presence, dtype, rank, shape,
  * strides, alignment and overlap. Sizes are bound by the first tensor that shows them and must agree everywhere else. */
+#include "core/backend.h"
 #include "core/check.h"
 
 #include <stdio.h>
@@ -275,11 +276,7 @@ static weft_status check_layout(const weft_call *call, const weft_arg_info *info
     if ((uintptr_t)t->data & (weft_element_bytes(t->dtype) - 1))
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer aligned to its %d-byte elements, got %p",
                          weft_op_name(call->op), prefix, info->name, (int)weft_element_bytes(t->dtype), t->data);
-#if WEFT_HAVE_CUDA
-    if (call->exec->backend == WEFT_BACKEND_CUDA && !call->exec->trust_pointers)
-        return weft_cuda_check_pointer(call, prefix, info->name, t->data);
-#endif
-    return WEFT_OK;
+    return weft_check_pointer(call, prefix, info->name, t->data);
 }
 
 static void put_on(weft_shelf *s, const void *data, uint64_t bytes)

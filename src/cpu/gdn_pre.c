@@ -439,5 +439,5 @@ static size_t step_workspace(const weft_call *call, const void *args)
     return fwd_workspace(call, &f);
 }
 
-const weft_kernel CPU(gdn_pre_fwd)[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {0}};
-const weft_kernel CPU(gdn_pre_step)[] = {{WEFT_NONE, 0, step, step_workspace}, {0}};
+const weft_kernel CPU(gdn_pre_fwd)[] = {{.run = fwd, .workspace = fwd_workspace}, {0}};
+const weft_kernel CPU(gdn_pre_step)[] = {{.run = step, .workspace = step_workspace}, {0}};

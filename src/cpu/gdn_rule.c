@@ -453,5 +453,5 @@ static size_t bwd_workspace(const weft_call *call, const void *args)
     return weft_arena_bytes(&arena);
 }
 
-const weft_kernel CPU(gdn_rule_fwd)[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {0}};
-const weft_kernel CPU(gdn_rule_bwd)[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {0}};
+const weft_kernel CPU(gdn_rule_fwd)[] = {{.run = fwd, .workspace = fwd_workspace}, {0}};
+const weft_kernel CPU(gdn_rule_bwd)[] = {{.run = bwd, .workspace = bwd_workspace}, {0}};

@@ -145,5 +145,5 @@ static weft_status bwd(const weft_call *call, const void *args)
     return run(call, args, a->kind, bwd_body, &a->d_x.to, call->tokens * call->streams * call->channels);
 }
 
-const weft_kernel CPU(mhc_contract_fwd)[] = {{WEFT_NONE, 0, fwd, NULL}, {0}};
-const weft_kernel CPU(mhc_contract_bwd)[] = {{WEFT_NONE, 0, bwd, NULL}, {0}};
+const weft_kernel CPU(mhc_contract_fwd)[] = {{.run = fwd}, {0}};
+const weft_kernel CPU(mhc_contract_bwd)[] = {{.run = bwd}, {0}};

@@ -141,5 +141,5 @@ static weft_status bwd(const weft_call *call, const void *args)
     return WEFT_OK;
 }
 
-const weft_kernel CPU(mhc_expand_fwd)[] = {{WEFT_NONE, 0, fwd, NULL}, {0}};
-const weft_kernel CPU(mhc_expand_bwd)[] = {{WEFT_NONE, 0, bwd, NULL}, {0}};
+const weft_kernel CPU(mhc_expand_fwd)[] = {{.run = fwd}, {0}};
+const weft_kernel CPU(mhc_expand_bwd)[] = {{.run = bwd}, {0}};

@@ -306,4 +306,4 @@ static size_t bwd_workspace(const weft_call *call, const void *args)
     return weft_arena_bytes(&arena);
 }
 
-const weft_kernel CPU(mhc_project_bwd)[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {0}};
+const weft_kernel CPU(mhc_project_bwd)[] = {{.run = bwd, .workspace = bwd_workspace}, {0}};

@@ -99,4 +99,4 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
     return weft_arena_bytes(&arena);
 }
 
-const weft_kernel CPU(mhc_replay_fwd)[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {0}};
+const weft_kernel CPU(mhc_replay_fwd)[] = {{.run = fwd, .workspace = fwd_workspace}, {0}};

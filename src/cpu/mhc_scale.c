@@ -197,5 +197,5 @@ static size_t bwd_workspace(const weft_call *call, const void *args)
     return weft_arena_bytes(&arena);
 }
 
-const weft_kernel CPU(mhc_scale_fwd)[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {0}};
-const weft_kernel CPU(mhc_scale_bwd)[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {0}};
+const weft_kernel CPU(mhc_scale_fwd)[] = {{.run = fwd, .workspace = fwd_workspace}, {0}};
+const weft_kernel CPU(mhc_scale_bwd)[] = {{.run = bwd, .workspace = bwd_workspace}, {0}};

@@ -187,5 +187,5 @@ static size_t bwd_workspace(const weft_call *call, const void *args)
     return weft_arena_bytes(&arena);
 }
 
-const weft_kernel CPU(mhc_sinkhorn_fwd)[] = {{WEFT_NONE, 0, fwd, NULL}, {0}};
-const weft_kernel CPU(mhc_sinkhorn_bwd)[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {0}};
+const weft_kernel CPU(mhc_sinkhorn_fwd)[] = {{.run = fwd}, {0}};
+const weft_kernel CPU(mhc_sinkhorn_bwd)[] = {{.run = bwd, .workspace = bwd_workspace}, {0}};

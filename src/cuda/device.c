@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 
 #include "core/check.h"
+#include "cuda/backend.h"
 #include "cuda/common/status.h"
 
 enum { OLDEST_MAJOR = 8 };
@@ -108,7 +109,6 @@ weft_status weft_cuda_check_device(weft_call *call)
 
 weft_status weft_cuda_check_pointer(const weft_call *call, const char *prefix, const char *name, const void *p)
 {
-    if (call->exec->trust_pointers) return WEFT_OK;
     const char *op = weft_op_name(call->op);
     int device = call->exec->device, pageable = 0;
     struct cudaPointerAttributes at;

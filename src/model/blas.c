@@ -7,7 +7,7 @@
 
 #include <weft/blas.h>
 
-#include "core/nn.h"
+#include "core/backend.h"
 #include "core/struct_size.h"
 
 /* A function from a library: dlsym returns an object pointer, which C does not convert. */
@@ -54,21 +54,19 @@ weft_status weft_blas_open_for(const weft_exec *exec, const char *path, weft_bla
     weft_exec copy;
     weft_clear_error();
     WEFT_TRY(weft_take_exec("blas_open", exec, &copy, &exec));
-    if (exec->backend != WEFT_BACKEND_CUDA) return weft_blas_open(path, blas);
+    const weft_backend_table *backend = weft_backend_of(exec->backend);
+    if (backend && !backend->blas_open) return weft_blas_open(path, blas);
     if (!blas) return weft_fail(WEFT_ERR_ARGUMENT, "blas_open: blas: expected a pointer, got NULL");
     *blas = (weft_blas){0};
-#if WEFT_HAVE_CUDA
-    return weft_cuda_blas_open(exec, path, blas);
-#else
-    return weft_fail(WEFT_ERR_UNSUPPORTED, "blas_open: exec.backend: expected a backend of this build, got cuda");
-#endif
+    if (!backend)
+        return weft_fail(WEFT_ERR_UNSUPPORTED, "blas_open: exec.backend: expected a backend of this build, got %s",
+                         weft_backend_name(exec->backend));
+    return backend->blas_open(exec, path, blas);
 }
 
 void weft_blas_close(weft_blas *blas)
 {
-#if WEFT_HAVE_CUDA
-    if (blas && blas->device) weft_cuda_blas_close(blas);
-#endif
+    if (blas && blas->device) ((weft_blas_device *)blas->device)->close(blas);
     if (blas && blas->library) dlclose(blas->library);
     if (blas) *blas = (weft_blas){0};
 }

@@ -387,6 +387,6 @@ static weft_status run_bwd(const weft_call *call, const void *args)
     return WEFT_OK;
 }
 
-const weft_kernel weft_ref_gdn_pre_fwd[] = {{WEFT_NONE, 0, run_fwd, fwd_workspace}, {0}};
-const weft_kernel weft_ref_gdn_pre_step[] = {{WEFT_NONE, 0, run_step, fwd_workspace}, {0}};
-const weft_kernel weft_ref_gdn_pre_bwd[] = {{WEFT_NONE, 0, run_bwd, bwd_workspace}, {0}};
+const weft_kernel weft_ref_gdn_pre_fwd[] = {{.run = run_fwd, .workspace = fwd_workspace}, {0}};
+const weft_kernel weft_ref_gdn_pre_step[] = {{.run = run_step, .workspace = fwd_workspace}, {0}};
+const weft_kernel weft_ref_gdn_pre_bwd[] = {{.run = run_bwd, .workspace = bwd_workspace}, {0}};

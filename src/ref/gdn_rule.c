@@ -446,5 +446,5 @@ static size_t bwd_workspace(const weft_call *call, const void *args)
     return weft_arena_bytes(&arena);
 }
 
-const weft_kernel weft_ref_gdn_rule_fwd[] = {{WEFT_NONE, 0, run_fwd, fwd_workspace}, {0}};
-const weft_kernel weft_ref_gdn_rule_bwd[] = {{WEFT_NONE, 0, run_bwd, bwd_workspace}, {0}};
+const weft_kernel weft_ref_gdn_rule_fwd[] = {{.run = run_fwd, .workspace = fwd_workspace}, {0}};
+const weft_kernel weft_ref_gdn_rule_bwd[] = {{.run = run_bwd, .workspace = bwd_workspace}, {0}};

@@ -56,5 +56,5 @@ static weft_status run_bwd(const weft_call *call, const void *args)
     return WEFT_OK;
 }
 
-const weft_kernel weft_ref_mhc_coef_fwd[] = {{WEFT_NONE, 0, run_fwd, NULL}, {0}};
-const weft_kernel weft_ref_mhc_coef_bwd[] = {{WEFT_NONE, 0, run_bwd, workspace_bwd}, {0}};
+const weft_kernel weft_ref_mhc_coef_fwd[] = {{.run = run_fwd}, {0}};
+const weft_kernel weft_ref_mhc_coef_bwd[] = {{.run = run_bwd, .workspace = workspace_bwd}, {0}};

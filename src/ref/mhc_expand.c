@@ -25,5 +25,5 @@ static weft_status run_bwd(const weft_call *call, const void *args)
     return WEFT_OK;
 }
 
-const weft_kernel weft_ref_mhc_expand_fwd[] = {{WEFT_NONE, 0, run_fwd, NULL}, {0}};
-const weft_kernel weft_ref_mhc_expand_bwd[] = {{WEFT_NONE, 0, run_bwd, NULL}, {0}};
+const weft_kernel weft_ref_mhc_expand_fwd[] = {{.run = run_fwd}, {0}};
+const weft_kernel weft_ref_mhc_expand_bwd[] = {{.run = run_bwd}, {0}};

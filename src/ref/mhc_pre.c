@@ -62,5 +62,5 @@ static weft_status run_bwd(const weft_call *call, const void *args)
     return WEFT_OK;
 }
 
-const weft_kernel weft_ref_mhc_pre_fwd[] = {{WEFT_NONE, 0, run_fwd, workspace_fwd}, {0}};
-const weft_kernel weft_ref_mhc_pre_bwd[] = {{WEFT_NONE, 0, run_bwd, workspace_bwd}, {0}};
+const weft_kernel weft_ref_mhc_pre_fwd[] = {{.run = run_fwd, .workspace = workspace_fwd}, {0}};
+const weft_kernel weft_ref_mhc_pre_bwd[] = {{.run = run_bwd, .workspace = workspace_bwd}, {0}};

@@ -85,4 +85,4 @@ static weft_status run(const weft_call *call, const void *args)
     return WEFT_OK;
 }
 
-const weft_kernel weft_ref_mhc_replay_fwd[] = {{WEFT_NONE, 0, run, workspace}, {0}};
+const weft_kernel weft_ref_mhc_replay_fwd[] = {{.run = run, .workspace = workspace}, {0}};

@@ -46,5 +46,5 @@ static weft_status run_bwd(const weft_call *call, const void *args)
     return WEFT_OK;
 }
 
-const weft_kernel weft_ref_mhc_scale_fwd[] = {{WEFT_NONE, 0, run_fwd, NULL}, {0}};
-const weft_kernel weft_ref_mhc_scale_bwd[] = {{WEFT_NONE, 0, run_bwd, NULL}, {0}};
+const weft_kernel weft_ref_mhc_scale_fwd[] = {{.run = run_fwd}, {0}};
+const weft_kernel weft_ref_mhc_scale_bwd[] = {{.run = run_bwd}, {0}};

@@ -42,5 +42,5 @@ static weft_status run_bwd(const weft_call *call, const void *args)
     return WEFT_OK;
 }
 
-const weft_kernel weft_ref_mhc_sinkhorn_fwd[] = {{WEFT_NONE, 0, run_fwd, NULL}, {0}};
-const weft_kernel weft_ref_mhc_sinkhorn_bwd[] = {{WEFT_NONE, 0, run_bwd, workspace_bwd}, {0}};
+const weft_kernel weft_ref_mhc_sinkhorn_fwd[] = {{.run = run_fwd}, {0}};
+const weft_kernel weft_ref_mhc_sinkhorn_bwd[] = {{.run = run_bwd, .workspace = workspace_bwd}, {0}};

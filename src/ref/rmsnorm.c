@@ -64,5 +64,5 @@ static weft_status run_bwd(const weft_call *call, const void *args)
     return WEFT_OK;
 }
 
-const weft_kernel weft_ref_rmsnorm_fwd[] = {{WEFT_NONE, 0, run_fwd, workspace}, {0}};
-const weft_kernel weft_ref_rmsnorm_bwd[] = {{WEFT_NONE, 0, run_bwd, workspace}, {0}};
+const weft_kernel weft_ref_rmsnorm_fwd[] = {{.run = run_fwd, .workspace = workspace}, {0}};
+const weft_kernel weft_ref_rmsnorm_bwd[] = {{.run = run_bwd, .workspace = workspace}, {0}};

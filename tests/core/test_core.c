@@ -163,8 +163,7 @@ static void plans(void **state)
                                      .x = weft_dense3(NULL, WEFT_F32, 3, 2, 4)};
     const char *path = NULL;
     assert_int_equal(weft_op_path(op, &exec, &args, &path), WEFT_OK);
-    assert_non_null(path);
-    assert_true(strlen(path) > 10);
+    assert_string_equal(path, "the only path of this backend");
     assert_int_equal(weft_op_path(op, &exec, &args, NULL), WEFT_ERR_ARGUMENT);
     assert_non_null(strstr(weft_last_error(), "path"));
     assert_int_equal(weft_op_path(weft_mhc_replay_layer_info(), &exec, &args, &path), WEFT_ERR_ARGUMENT);

@@ -54,6 +54,10 @@ static void exec_one(bench *b, weft_exec exec)
         refuses(b, WEFT_ERR_WORKSPACE, "workspace", "a workspace of 0 bytes");
         restore(b, exec);
     }
+    const char *path = NULL;
+    if (weft_op_path(p->op, &b->exec, p->args, &path) != WEFT_OK ||
+        strcmp(path, "the only path of this backend") != 0)
+        test_failed("%s: path: %s", op, path ? path : weft_last_error());
     /* null pointers */
     if (p->call(NULL, p->args) != WEFT_ERR_ARGUMENT || !mentions(weft_last_error(), "exec"))
         test_failed("%s: exec NULL: %s", op, weft_last_error());

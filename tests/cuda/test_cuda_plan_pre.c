@@ -38,8 +38,9 @@ static void paths(void **state)
     assert_int_equal(path(2, 2, 64), WEFT_PRE_ONE_LAUNCH);
     assert_int_equal(path(2, 8, 64), WEFT_PRE_STREAMS);
     assert_int_equal(path(2, 3, 64), WEFT_PRE_STREAMS);
-    for (int k = 0; k < WEFT_PRE_PATHS; k++) assert_non_null(weft_cuda_pre_reason((weft_pre_path)k));
-    assert_null(weft_cuda_pre_reason(WEFT_PRE_PATHS));
+    for (int k = 0; k < WEFT_PRE_PATHS; k++)
+        assert_memory_equal(weft_cuda_pre_path_text((weft_pre_path)k), "unfused: ", 9);
+    assert_null(weft_cuda_pre_path_text(WEFT_PRE_PATHS));
 }
 
 /* One launch up to some number of tokens, and a chain from there on: the more tokens, the less a launch counts. */

@@ -29,14 +29,14 @@ static void paths(void **state)
 {
     (void)state;
     weft_site_facts f = h200(16, 4, 4096);
-    assert_int_equal(plan(32768, 4, 4096).path, WEFT_SITE_SINGLE_PASS);
-    assert_int_equal(plan(1, 2, 8).path, WEFT_SITE_SINGLE_PASS);
+    assert_int_equal(plan(32768, 4, 4096).path, WEFT_SITE_FUSED);
+    assert_int_equal(plan(1, 2, 8).path, WEFT_SITE_FUSED);
     assert_int_equal(plan(0, 4, 4096).path, WEFT_SITE_NO_TOKENS);
     assert_int_equal(plan(16, 8, 4096).path, WEFT_SITE_STREAMS);
     assert_int_equal(plan(16, 4, 4100).path, WEFT_SITE_CHANNELS);
-    assert_int_equal(plan(16, 4, 7168).path, WEFT_SITE_SINGLE_PASS);
+    assert_int_equal(plan(16, 4, 7168).path, WEFT_SITE_FUSED);
     assert_int_equal(plan(16, 4, 7176).path, WEFT_SITE_TOO_WIDE);
-    assert_int_equal(plan(16, 2, 14336).path, WEFT_SITE_SINGLE_PASS);
+    assert_int_equal(plan(16, 2, 14336).path, WEFT_SITE_FUSED);
     assert_int_equal(plan(16, 2, 14344).path, WEFT_SITE_TOO_WIDE);
     assert_int_equal(plan((int64_t)1 << 31, 4, 64).path, WEFT_SITE_SIZE);
     f.bf16 = false;
@@ -44,7 +44,7 @@ static void paths(void **state)
     f = h200(16, 4, 4096), f.layout = false;
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_LAYOUT);
     f = h200(16, 4, 4096), f.shared = 163 * 1024;
-    assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_SINGLE_PASS);
+    assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_FUSED);
     f.shared = 99 * 1024;
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_SMALL_GPU);
     f = h200(16, 4, 4096), f.capability = 80;
@@ -54,9 +54,11 @@ static void paths(void **state)
     f = h200(16, 4, 4096), f.resident[4] = 0;
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_OTHER_GPU);
     f.channels = 2048;
-    assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_SINGLE_PASS);
-    for (int path = 0; path < WEFT_SITE_PATHS; path++) assert_non_null(weft_cuda_site_reason((weft_site_path)path));
-    assert_null(weft_cuda_site_reason(WEFT_SITE_PATHS));
+    assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_FUSED);
+    for (int path = 0; path < WEFT_SITE_PATHS; path++)
+        assert_memory_equal(weft_cuda_site_path_text((weft_site_path)path),
+                            path == WEFT_SITE_FUSED ? "fused: " : "unfused: ", path == WEFT_SITE_FUSED ? 7 : 9);
+    assert_null(weft_cuda_site_path_text(WEFT_SITE_PATHS));
 }
 
 /* Neither the tokens nor the multiprocessors to use decide a path or a cluster, nor who makes the streams: all would
@@ -85,7 +87,7 @@ static void one_plan(const weft_site_facts *f)
     const weft_site_plan p = weft_cuda_site_plan(f);
     const weft_site_room *r = &p.room;
     const int64_t columns = (int64_t)p.cluster * p.boxes * SITE_BOX;
-    assert_int_equal(p.path, WEFT_SITE_SINGLE_PASS);
+    assert_int_equal(p.path, WEFT_SITE_FUSED);
     assert_int_equal(1 << p.cluster_log, p.cluster);
     const bool wide = p.pairs == SITE_WIDE_PAIRS, apart = wide && f->post;
     assert_true(columns >= f->channels && (wide || p.pairs <= SITE_MANY_PAIRS));

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "check/device.h"
+#include "support/chain.h"
 #include "support/device.h"
 
 /* ---- operators without kernels ------------------------------------------------------------------------------- */
@@ -234,9 +235,9 @@ static void small_workspaces_are_refused(void **state)
     test_verdict();
 }
 
-/* One pass over a site needs none where phi is as it wants it; addresses that rule the pass out need some, and the query,
- * which knows no addresses, counts on them. */
-static void one_pass_needs_no_workspace(void **state)
+/* The fused path needs none where phi is as it wants it; addresses that rule it out need some, and the query, which knows no
+ * addresses, counts on them. */
+static void fused_forward_needs_no_workspace(void **state)
 {
     static const char *const ops[] = {"mhc_pre_fwd", "mhc_boundary_fwd", "mhc_head_fwd"};
     (void)state;
@@ -258,10 +259,10 @@ static void one_pass_needs_no_workspace(void **state)
             if (!with.workspace_bytes) test_failed("%s: the query asks for nothing", problem_text(p));
             im->exec.workspace = NULL, im->exec.workspace_bytes = 0;
             weft_op_path(p->op, &im->exec, im->args, &path);
-            const bool single = strstr(path, "a single pass") != NULL;
+            const bool fused = path_is_fused(path);
             const weft_status status = weft_op_call(p->op, &im->exec, im->args);
-            if (single && s.misalign) test_failed("%s: %s at odd addresses", problem_text(p), path);
-            if (status != (single ? WEFT_OK : WEFT_ERR_WORKSPACE))
+            if (fused && s.misalign) test_failed("%s: %s at odd addresses", problem_text(p), path);
+            if (status != (fused ? WEFT_OK : WEFT_ERR_WORKSPACE))
                 test_failed("%s: %s, without a workspace: %s", problem_text(p), path, weft_last_error());
             im->exec = with;
             if (!image_get(im)) test_failed("%s", im->wrong);
@@ -355,7 +356,7 @@ int main(void)
         cmocka_unit_test(trusted_calls_are_checked),
         cmocka_unit_test(other_devices_are_refused),
         cmocka_unit_test(small_workspaces_are_refused),
-        cmocka_unit_test(one_pass_needs_no_workspace),
+        cmocka_unit_test(fused_forward_needs_no_workspace),
         cmocka_unit_test(workspaces_are_bounded),
         cmocka_unit_test(workspaces_over_tensors_are_refused),
         cmocka_unit_test(an_error_that_stays),

@@ -10,7 +10,9 @@
 #include "support/problem.h"
 
 bool chain_knows(const char *op);
-/* The call takes a single pass: bounds have to tell what the chain no longer does. */
+/* "fused: ...", as opposed to "unfused: <reason>": a path of weft_op_path. */
+bool path_is_fused(const char *path);
+/* The call takes the fused path on CUDA: bounds have to tell what the chain no longer does. */
 bool chain_sums_apart(const problem *p, weft_exec exec);
 /* Runs p's operator on exec, and its chain on a copy of p, and compares all outputs. */
 void chain_compare(problem *p, weft_exec exec);

@@ -44,7 +44,9 @@ void single_pass_against_the_chain(void **state)
     test_verdict();
 }
 
-/* ---- which way -------------------------------------------------------------------------------------------------------- */
+/* ---- which path ------------------------------------------------------------------------------------------------------- */
+
+static const char *const fused = "fused: one kernel";
 
 static int path_has(const spec *s, const char *words)
 {
@@ -57,18 +59,18 @@ static int path_has(const spec *s, const char *words)
     return found;
 }
 
-static void expect_plan(spec s, const char *words)
+static void expect_path(spec s, const char *words)
 {
     if (!path_has(&s, words)) test_failed("%s: expected a path with the words '%s'", s.op, words);
 }
 
-/* The words in the plan of a call that nothing else keeps from the single pass. Its code is for compute capability 9.0 alone:
+/* The words in the path of a call that nothing else keeps from being fused. Its code is for compute capability 9.0 alone:
  * other GPUs never take it, nor does a build without that code, whose PTX for older GPUs runs on these too. */
 static const char *words_of_fitting(void)
 {
     device_facts f;
     const bool there = device_facts_of(0, &f) && f.major == 9 && strstr(device_architectures(), "90");
-    return there ? "a single pass" : "compute capability 9.0";
+    return there ? fused : "compute capability 9.0";
 }
 
 /* What does not take it is told why. */
@@ -77,19 +79,19 @@ void single_pass_is_taken(void **state)
     const single_pass *of = *state;
     spec s = problem_of(of, 0);
     if (!test_on_cuda()) skip();
-    for (int kind = 0; kind < kinds(of); kind++) expect_plan(problem_of(of, kind), words_of_fitting());
-    if (!strstr(words_of_fitting(), "single")) {
+    for (int kind = 0; kind < kinds(of); kind++) expect_path(problem_of(of, kind), words_of_fitting());
+    if (strcmp(words_of_fitting(), fused) != 0) {
         test_verdict();
         return;
     }
     s.act = s.wide = WEFT_F32;
-    expect_plan(s, "not bf16");
+    expect_path(s, "not bf16");
     s = problem_of(of, 0), s.streams = 8;
-    expect_plan(s, "number of streams");
+    expect_path(s, "number of streams");
     s = problem_of(of, 0), s.channels = 130;
-    expect_plan(s, "multiple of 8");
+    expect_path(s, "multiple of 8");
     s = problem_of(of, 0), s.numerics.sinkhorn_iters = 10000;
-    expect_plan(s, of->has_matrix ? "Sinkhorn" : "a single pass");
+    expect_path(s, of->has_matrix ? "Sinkhorn" : fused);
     test_verdict();
 }
 
@@ -146,7 +148,7 @@ void single_pass_of_any_width(void **state)
         if (test_quick() && k % 4) continue;
         weft_mhc_preset_numerics((weft_mhc_preset)(k % WEFT_PRESET_COUNT), &s.numerics);
         if (k % 5 == 4) s.dropout = (weft_dropout){.p = 0.3, .seed = 5, .token_base = 1000};
-        expect_plan(s, words_of_fitting());
+        expect_path(s, words_of_fitting());
         grid_compare(&s);
     }
     test_verdict();

@@ -7,7 +7,7 @@
 
 #include <cuda_runtime.h>
 
-#include "core/kernel.h"
+#include "cuda/backend.h"
 #include "cuda/code.h"
 #include "cuda/common/status.h"
 #include "cuda/permits.h"

@@ -37,5 +37,5 @@ static size_t bwd_workspace(const weft_call *call, const void *args)
     return gates_bwd_workspace<true>(call, bwd_call(args));
 }
 
-const weft_kernel weft_cuda_mhc_coef_fwd[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {}};
-const weft_kernel weft_cuda_mhc_coef_bwd[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {}};
+const weft_kernel weft_cuda_mhc_coef_fwd[] = {{.run = fwd, .workspace = fwd_workspace}, {}};
+const weft_kernel weft_cuda_mhc_coef_bwd[] = {{.run = bwd, .workspace = bwd_workspace}, {}};

@@ -11,8 +11,9 @@ weft_pre_plan weft_cuda_pre_one_plan(const weft_call *call, const weft_mhc_pre_f
 weft_status weft_cuda_pre_one(const weft_call *call, const weft_pre_plan *plan, const weft_mhc_pre_fwd_args *a,
                               const weft_tensor *u);
 
-/* base: the gradient that d_x begins with, where it is not d_x itself; absent otherwise. */
-weft_status weft_cuda_pre_bwd(const weft_call *call, const weft_mhc_pre_bwd_args *a, const weft_tensor *base);
-size_t weft_cuda_pre_bwd_bytes(const weft_call *call, const weft_mhc_pre_bwd_args *a);
+/* Backward as a chain. base: the gradient that d_x begins with, where it is not d_x itself; absent otherwise. */
+weft_status weft_cuda_pre_bwd_unfused(const weft_call *call, const weft_mhc_pre_bwd_args *a,
+                                      const weft_tensor *base);
+size_t weft_cuda_pre_bwd_unfused_bytes(const weft_call *call, const weft_mhc_pre_bwd_args *a);
 
 #endif

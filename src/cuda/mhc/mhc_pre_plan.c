@@ -24,17 +24,17 @@ weft_pre_plan weft_cuda_pre_plan(const weft_pre_facts *f)
     return p;
 }
 
-const char *weft_cuda_pre_reason(weft_pre_path path)
+const char *weft_cuda_pre_path_text(weft_pre_path path)
 {
-    static const char *const reason[WEFT_PRE_PATHS] = {
-        [WEFT_PRE_ONE_LAUNCH] = "the chain in one launch",
-        [WEFT_PRE_DTYPE] = "a chain, for streams are not fp32",
-        [WEFT_PRE_NO_TOKENS] = "a chain, for there are no tokens",
-        [WEFT_PRE_STREAMS] = "a chain, for there is no kernel for this number of streams",
+    static const char *const text[WEFT_PRE_PATHS] = {
+        [WEFT_PRE_ONE_LAUNCH] = "unfused: projection, coefficients and aggregate in one launch",
+        [WEFT_PRE_DTYPE] = "unfused: streams are not fp32",
+        [WEFT_PRE_NO_TOKENS] = "unfused: there are no tokens",
+        [WEFT_PRE_STREAMS] = "unfused: there is no kernel for this number of streams",
         [WEFT_PRE_LAYOUT] =
-            "a chain, for phi or its norm weight are not fp32, or channels cannot be moved 16 bytes at a time",
-        [WEFT_PRE_LONG] = "a chain, for with so many tokens launches do not count",
-        [WEFT_PRE_OTHER_GPU] = "a chain, for the code for this GPU is older than compute capability 9.0",
+            "unfused: phi or its norm weight are not fp32, or channels cannot be moved 16 bytes at a time",
+        [WEFT_PRE_LONG] = "unfused: with so many tokens launches do not count",
+        [WEFT_PRE_OTHER_GPU] = "unfused: the code for this GPU is older than compute capability 9.0",
     };
-    return path >= 0 && path < WEFT_PRE_PATHS ? reason[path] : NULL;
+    return path >= 0 && path < WEFT_PRE_PATHS ? text[path] : NULL;
 }

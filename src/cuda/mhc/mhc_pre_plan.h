@@ -47,8 +47,8 @@ typedef struct weft_pre_plan {
 } weft_pre_plan;
 
 weft_pre_plan weft_cuda_pre_plan(const weft_pre_facts *facts);
-/* A sentence for people. */
-const char *weft_cuda_pre_reason(weft_pre_path path);
+/* "unfused: ...", for one launch has the bits of the unfused kernels; NULL where path is out of range. */
+const char *weft_cuda_pre_path_text(weft_pre_path path);
 
 #ifdef __cplusplus
 }

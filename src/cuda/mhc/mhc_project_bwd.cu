@@ -570,4 +570,4 @@ static size_t bwd_workspace(const weft_call *call, const void *args)
     return weft_cuda_project_bwd_bytes(call, (const weft_mhc_project_bwd_args *)args);
 }
 
-const weft_kernel weft_cuda_mhc_project_bwd[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {}};
+const weft_kernel weft_cuda_mhc_project_bwd[] = {{.run = bwd, .workspace = bwd_workspace}, {}};

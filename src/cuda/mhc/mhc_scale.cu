@@ -36,5 +36,5 @@ static size_t bwd_workspace(const weft_call *call, const void *args)
     return gates_bwd_workspace<false>(call, bwd_call(args));
 }
 
-const weft_kernel weft_cuda_mhc_scale_fwd[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {}};
-const weft_kernel weft_cuda_mhc_scale_bwd[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {}};
+const weft_kernel weft_cuda_mhc_scale_fwd[] = {{.run = fwd, .workspace = fwd_workspace}, {}};
+const weft_kernel weft_cuda_mhc_scale_bwd[] = {{.run = bwd, .workspace = bwd_workspace}, {}};

@@ -142,5 +142,5 @@ static size_t bwd_workspace(const weft_call *call, const void *args)
     return workspace_of(&plan);
 }
 
-const weft_kernel weft_cuda_mhc_sinkhorn_fwd[] = {{WEFT_NONE, 0, fwd, fwd_workspace}, {}};
-const weft_kernel weft_cuda_mhc_sinkhorn_bwd[] = {{WEFT_NONE, 0, bwd, bwd_workspace}, {}};
+const weft_kernel weft_cuda_mhc_sinkhorn_fwd[] = {{.run = fwd, .workspace = fwd_workspace}, {}};
+const weft_kernel weft_cuda_mhc_sinkhorn_bwd[] = {{.run = bwd, .workspace = bwd_workspace}, {}};

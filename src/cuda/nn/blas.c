@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/backend.h"
+#include "cuda/backend.h"
 #include "cuda/nn/blas.h"
 
 enum { MOST_PLANS = 256, ROOM_BYTES = WEFT_CUDA_BLAS_ROOM, ALIGNMENT = 16 };
@@ -60,6 +62,7 @@ typedef struct lt_plan {
 } lt_plan;
 
 typedef struct lt_blas {
+    weft_blas_device device;
     lt_functions lt;
     void *handle, *prefer[2]; /* for addresses of any alignment, and of ALIGNMENT */
     int32_t count;
@@ -101,7 +104,7 @@ static int make_preference(lt_blas *b, int aligned)
     return 1;
 }
 
-void weft_cuda_blas_close(weft_blas *blas)
+static void close_device(weft_blas *blas)
 {
     lt_blas *b = blas->device;
     for (int32_t i = 0; i < b->count; i++) {
@@ -134,6 +137,7 @@ weft_status weft_cuda_blas_open(const weft_exec *exec, const char *path, weft_bl
         blas->library = dlopen(*name, RTLD_NOW | RTLD_LOCAL);
         lt_blas *b = blas->library ? calloc(1, sizeof *b) : NULL;
         blas->device = b;
+        if (b) b->device.close = close_device;
         if (b && find_all(blas->library, &b->lt)) {
             WEFT_TRY(weft_cuda_enter(&call, &previous));
             int ok = !b->lt.create(&b->handle) && make_preference(b, 0) && make_preference(b, 1);
@@ -148,7 +152,7 @@ weft_status weft_cuda_blas_open(const weft_exec *exec, const char *path, weft_bl
             free(b);
             blas->device = NULL;
         }
-        if (blas->device) weft_cuda_blas_close(blas);
+        if (blas->device) close_device(blas);
         if (blas->library) dlclose(blas->library);
         *blas = (weft_blas){0};
     }

@@ -27,17 +27,16 @@ boundary_bwd_path weft_boundary_bwd_path(const boundary_bwd_facts *f)
 const char *weft_boundary_bwd_path_text(boundary_bwd_path path)
 {
     static const char *const text[BOUNDARY_BWD_PATHS] = {
-        [BOUNDARY_BWD_FUSED] = "a single pass over the streams",
-        [BOUNDARY_BWD_NO_TOKENS] = "a chain, for there are no tokens",
-        [BOUNDARY_BWD_OTHER_GPU] = "a chain, for the code for this GPU is not of compute capability 9.0",
-        [BOUNDARY_BWD_SMALL_GPU] = "a chain, for a block's shared memory does not hold enough tiles",
-        [BOUNDARY_BWD_DTYPE] = "a chain, for streams or upstream gradients are not bf16",
-        [BOUNDARY_BWD_STREAMS] = "a chain, for there is no kernel for this number of streams",
-        [BOUNDARY_BWD_CHANNELS] = "a chain, for the number of channels is not a multiple of 8",
-        [BOUNDARY_BWD_LAYOUT] = "a chain, for rows cannot be copied 16 bytes at a time",
-        [BOUNDARY_BWD_GATES] =
-            "a chain, for shared memory does not hold the history of so many Sinkhorn iterations",
-        [BOUNDARY_BWD_SIZE] = "a chain, for tokens or columns are more than a 32-bit number counts",
+        [BOUNDARY_BWD_FUSED] = "fused: one kernel makes the gradients of the streams",
+        [BOUNDARY_BWD_NO_TOKENS] = "unfused: there are no tokens",
+        [BOUNDARY_BWD_OTHER_GPU] = "unfused: the code for this GPU is not of compute capability 9.0",
+        [BOUNDARY_BWD_SMALL_GPU] = "unfused: a block's shared memory does not hold enough tiles",
+        [BOUNDARY_BWD_DTYPE] = "unfused: streams or upstream gradients are not bf16",
+        [BOUNDARY_BWD_STREAMS] = "unfused: there is no kernel for this number of streams",
+        [BOUNDARY_BWD_CHANNELS] = "unfused: the number of channels is not a multiple of 8",
+        [BOUNDARY_BWD_LAYOUT] = "unfused: rows cannot be copied 16 bytes at a time",
+        [BOUNDARY_BWD_GATES] = "unfused: shared memory does not hold the history of so many Sinkhorn iterations",
+        [BOUNDARY_BWD_SIZE] = "unfused: tokens or columns are more than a 32-bit number counts",
     };
     return path >= 0 && path < BOUNDARY_BWD_PATHS ? text[path] : NULL;
 }

@@ -47,7 +47,7 @@ typedef struct boundary_bwd_facts {
 } boundary_bwd_facts;
 
 boundary_bwd_path weft_boundary_bwd_path(const boundary_bwd_facts *f);
-/* A sentence without a full stop; NULL where path is out of range. */
+/* "fused: ..." or "unfused: <reason>"; NULL where path is out of range. */
 const char *weft_boundary_bwd_path_text(boundary_bwd_path path);
 
 /* Shared memory of a block: a ring of tiles, each with its tokens' records and three barriers, and a barrier for psi. */

@@ -188,7 +188,7 @@ static float *psi_room(weft_arena *arena, const weft_call *call)
 weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_post_fwd_args *post,
                                        const weft_mhc_pre_fwd_args *pre)
 {
-    const auto can_move = [call](const weft_tensor *t) { return tma_fits(t, !call->query || call->exact); };
+    const auto can_move = [call](const weft_tensor *t) { return tma_fits(t, !call->any_address); };
     weft_site_facts f = {
         .tokens = call->tokens,
         .streams = call->streams,
@@ -210,14 +210,11 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
     return weft_cuda_site_plan(&f);
 }
 
-bool weft_cuda_site_fwd_bytes(const weft_call *call, const weft_mhc_post_fwd_args *post,
-                              const weft_mhc_pre_fwd_args *pre, size_t *bytes)
+size_t weft_cuda_site_fwd_bytes(const weft_call *call, const weft_mhc_pre_fwd_args *pre)
 {
-    const bool single = weft_cuda_site_fwd_plan(call, post, pre).path == WEFT_SITE_SINGLE_PASS;
     weft_arena arena = weft_arena_open(NULL);
-    if (single && !(call->exact && psi_is_phi(pre))) psi_room(&arena, call);
-    *bytes = weft_arena_bytes(&arena);
-    return single && call->exact;
+    if (call->any_address || !psi_is_phi(pre)) psi_room(&arena, call);
+    return weft_arena_bytes(&arena);
 }
 
 /* ---- launch ------------------------------------------------------------------------------------------------------------- */
@@ -316,7 +313,6 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
         weft_arena arena = cuda_arena(call);
         inner.rows = rows_of(call);
         psi.data = psi_room(&arena, call);
-        WEFT_TRY(weft_check_room(call, weft_arena_bytes(&arena)));
         psi.stream_stride = call->channels, psi.token_stride = call->streams * call->channels;
         WEFT_TRY(weft_cuda_project_spread(&inner, &pre->phi, &pre->norm_weight, columns_of(call, LAYOUT_NC),
                                           (float *)psi.data));

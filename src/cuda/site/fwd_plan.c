@@ -80,7 +80,7 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
 
 weft_site_plan weft_cuda_site_plan(const weft_site_facts *f)
 {
-    weft_site_plan p = {.path = WEFT_SITE_SINGLE_PASS};
+    weft_site_plan p = {.path = WEFT_SITE_FUSED};
     const int64_t most = INT32_MAX / 2; /* coordinates of a box are 32-bit numbers */
     if (f->tokens == 0)
         p.path = WEFT_SITE_NO_TOKENS;
@@ -98,8 +98,8 @@ weft_site_plan weft_cuda_site_plan(const weft_site_facts *f)
         p.path = WEFT_SITE_SIZE;
     else
         cut(&p, f->streams, f->channels);
-    if (p.path == WEFT_SITE_SINGLE_PASS && f->resident[p.cluster_log] < 1) p.path = WEFT_SITE_OTHER_GPU;
-    if (p.path != WEFT_SITE_SINGLE_PASS) return p;
+    if (p.path == WEFT_SITE_FUSED && f->resident[p.cluster_log] < 1) p.path = WEFT_SITE_OTHER_GPU;
+    if (p.path != WEFT_SITE_FUSED) return p;
     for (p.stages = SITE_STAGES;; p.stages--) {
         lay_out(&p, f);
         const int32_t least = p.pairs <= SITE_ONCE_PAIRS ? p.boxes : 1;
@@ -117,20 +117,20 @@ weft_site_plan weft_cuda_site_plan(const weft_site_facts *f)
     return p;
 }
 
-const char *weft_cuda_site_reason(weft_site_path path)
+const char *weft_cuda_site_path_text(weft_site_path path)
 {
-    static const char *const reason[WEFT_SITE_PATHS] = {
-        [WEFT_SITE_SINGLE_PASS] = "a single pass over the streams",
-        [WEFT_SITE_NO_TOKENS] = "a chain, for there are no tokens",
-        [WEFT_SITE_DTYPE] = "a chain, for streams, f, u or v are not bf16, or other values are not fp32",
-        [WEFT_SITE_STREAMS] = "a chain, for there is no kernel for this number of streams",
-        [WEFT_SITE_CHANNELS] = "a chain, for the number of channels is not a multiple of 8",
-        [WEFT_SITE_LAYOUT] = "a chain, for rows cannot be copied 16 bytes at a time",
-        [WEFT_SITE_TOO_WIDE] = "a chain, for psi does not fit the shared memory and registers of a cluster",
-        [WEFT_SITE_SIZE] = "a chain, for there are more tokens than a 32-bit number counts",
-        [WEFT_SITE_SMALL_GPU] = "a chain, for a block's shared memory does not hold enough tiles",
+    static const char *const text[WEFT_SITE_PATHS] = {
+        [WEFT_SITE_FUSED] = "fused: one kernel reads each stream once",
+        [WEFT_SITE_NO_TOKENS] = "unfused: there are no tokens",
+        [WEFT_SITE_DTYPE] = "unfused: streams, f, u or v are not bf16, or other values are not fp32",
+        [WEFT_SITE_STREAMS] = "unfused: there is no kernel for this number of streams",
+        [WEFT_SITE_CHANNELS] = "unfused: the number of channels is not a multiple of 8",
+        [WEFT_SITE_LAYOUT] = "unfused: rows cannot be copied 16 bytes at a time",
+        [WEFT_SITE_TOO_WIDE] = "unfused: psi does not fit the shared memory and registers of a cluster",
+        [WEFT_SITE_SIZE] = "unfused: there are more tokens than a 32-bit number counts",
+        [WEFT_SITE_SMALL_GPU] = "unfused: a block's shared memory does not hold enough tiles",
         [WEFT_SITE_OTHER_GPU] =
-            "a chain, for the code for this GPU is not of compute capability 9.0, or the GPU has no such clusters",
+            "unfused: the code for this GPU is not of compute capability 9.0, or the GPU has no such clusters",
     };
-    return path >= 0 && path < WEFT_SITE_PATHS ? reason[path] : NULL;
+    return path >= 0 && path < WEFT_SITE_PATHS ? text[path] : NULL;
 }

@@ -79,9 +79,9 @@ enum {
  * post that makes the streams. */
 typedef enum site_kind { SITE_HEAD, SITE_PRE, SITE_BOUNDARY } site_kind;
 
-/* Why a call takes the chain of single operators instead. */
+/* Fused, or why the call falls back to the unfused kernels. */
 typedef enum weft_site_path {
-    WEFT_SITE_SINGLE_PASS = 0,
+    WEFT_SITE_FUSED = 0,
     WEFT_SITE_NO_TOKENS,
     WEFT_SITE_DTYPE,
     WEFT_SITE_STREAMS,
@@ -127,8 +127,8 @@ typedef struct weft_site_plan {
 } weft_site_plan;
 
 weft_site_plan weft_cuda_site_plan(const weft_site_facts *facts);
-/* A sentence for people. */
-const char *weft_cuda_site_reason(weft_site_path path);
+/* "fused: ..." or "unfused: <reason>"; NULL where path is out of range. */
+const char *weft_cuda_site_path_text(weft_site_path path);
 
 #ifdef __cplusplus
 }
