@@ -244,6 +244,11 @@ static int check_random(const weft_exec *exec, const char *filter, int quick, ui
     return EXIT_PASSED;
 }
 
+static const char *operator_name(int i)
+{
+    return i < weft_op_count() ? weft_op_at(i)->name : NULL;
+}
+
 int command_check(int argc, char **argv)
 {
     static const char *const backends[] = {"all", "ref", "cpu", "cuda", NULL};
@@ -298,21 +303,21 @@ int command_check(int argc, char **argv)
 
     int known = op == NULL;
     for (int32_t i = 0; i < weft_op_count(); i++) known |= run_selected(op, weft_op_at(i));
-    if (!known) {
-        fprintf(stderr, "weft check: no operator '%s'; weft info lists them\n", op);
-        return EXIT_UNUSABLE;
-    }
+    if (!known) return options_reject("check", "op", op, operator_name);
     if (op && golden) {
-        fprintf(stderr, "weft check: --op does not go with --golden, which compares whole files\n");
+        fprintf(stderr, "weft check: --op: rejected with --golden, which compares whole files\n");
         return EXIT_UNUSABLE;
     }
     if (backend && !weft_backend_available((weft_backend)backend)) {
-        fprintf(stderr, "weft check: backend %s is not available %s\n", backends[backend],
+        fprintf(stderr,
+                "weft check: --backend: expected one that weft info lists, got %s, which is not available %s\n",
+                backends[backend],
                 backend == WEFT_BACKEND_CUDA && !device_built() ? "in this build" : "on this machine");
         return EXIT_UNUSABLE;
     }
     if (isa > (int)weft_cpu_isa()) {
-        fprintf(stderr, "weft check: this machine or build lacks %s\n", isas[isa]);
+        fprintf(stderr, "weft check: --isa: expected at most %s on this machine and build, got %s\n",
+                weft_isa_name(weft_cpu_isa()), isas[isa]);
         return EXIT_UNUSABLE;
     }
 

@@ -54,7 +54,7 @@ int main(int argc, char **argv)
     }
     for (int i = 0; i < NUM_COMMANDS; i++)
         if (!strcmp(name, commands[i].name)) return commands[i].run(argc - 1, argv + 1);
-    fprintf(stderr, "weft: unknown command '%s'\n\n", name);
+    fprintf(stderr, "weft: expected one of the commands below, got '%s'\n\n", name);
     usage(stderr);
     return EXIT_UNUSABLE;
 }

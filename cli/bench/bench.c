@@ -357,6 +357,16 @@ static int run_all(bench *b, const suite *s, const char *filter)
     return code;
 }
 
+static const char *operator_name(int i)
+{
+    return i < weft_op_count() ? weft_op_at(i)->name : NULL;
+}
+
+static const char *preset_name_at(int i)
+{
+    return i < WEFT_PRESET_COUNT ? weft_mhc_preset_name((weft_mhc_preset)i) : NULL;
+}
+
 int command_bench(int argc, char **argv)
 {
     static const char *const backends[] = {"ref", "cpu", "cuda", NULL}, *const dtypes[] = {"bf16", "f32", "f16",
@@ -443,17 +453,18 @@ int command_bench(int argc, char **argv)
 
     int known = op == NULL;
     for (int32_t i = 0; i < weft_op_count(); i++) known |= run_selected(op, weft_op_at(i));
-    if (!known) {
-        fprintf(stderr, "weft bench: no operator '%s'; weft info lists them\n", op);
-        return EXIT_UNUSABLE;
-    }
+    if (!known) return options_reject("bench", "op", op, operator_name);
     if ((double)tokens * (double)channels * (double)streams > 0x1p50) {
-        fprintf(stderr, "weft bench: no machine has memory for so many tokens and channels\n");
+        fprintf(stderr,
+                "weft bench: --tokens, --channels, --streams: expected a product of at most 2^50, got %.3g\n",
+                (double)tokens * (double)channels * (double)streams);
         return EXIT_UNUSABLE;
     }
     weft_backend chosen = (weft_backend)(backend + WEFT_BACKEND_REF);
     if (!weft_backend_available(chosen)) {
-        fprintf(stderr, "weft bench: backend %s is not available %s\n", backends[backend],
+        fprintf(stderr,
+                "weft bench: --backend: expected one that weft info lists, got %s, which is not available %s\n",
+                backends[backend],
                 chosen == WEFT_BACKEND_CUDA && !device_built() ? "in this build" : "on this machine");
         return EXIT_UNUSABLE;
     }
@@ -461,12 +472,10 @@ int command_bench(int argc, char **argv)
     weft_mhc_preset preset = preset_name ? weft_mhc_preset_find(preset_name)
                              : s->count  ? s->preset
                                          : WEFT_PRESET_DEEPSEEK_V4;
-    if (preset == WEFT_PRESET_COUNT) {
-        fprintf(stderr, "weft bench: no preset '%s'; weft info lists them\n", preset_name);
-        return EXIT_UNUSABLE;
-    }
+    if (preset == WEFT_PRESET_COUNT) return options_reject("bench", "preset", preset_name, preset_name_at);
     if (isa > (int)weft_cpu_isa()) {
-        fprintf(stderr, "weft bench: this machine or build lacks %s\n", isas[isa]);
+        fprintf(stderr, "weft bench: --isa: expected at most %s on this machine and build, got %s\n",
+                weft_isa_name(weft_cpu_isa()), isas[isa]);
         return EXIT_UNUSABLE;
     }
 

@@ -75,6 +75,46 @@ static int set_choice(const option *o, const char *value)
     return 0;
 }
 
+/* The values that an option takes, as a message names them after "expected". */
+static void print_allowed(const option *o, char *to, size_t size)
+{
+    size_t used;
+    *to = 0;
+    switch (o->kind) {
+    case OPTION_FLAG: snprintf(to, size, "on or off"); break;
+    case OPTION_TEXT: snprintf(to, size, "text"); break;
+    case OPTION_INT:
+        if (o->max == INT64_MAX)
+            snprintf(to, size, "%lld or more", (long long)o->min);
+        else
+            snprintf(to, size, "%lld to %lld", (long long)o->min, (long long)o->max);
+        break;
+    case OPTION_REAL: snprintf(to, size, "a number above 0"); break;
+    case OPTION_NUMBER: snprintf(to, size, "%.9g to %.9g", o->low, o->high); break;
+    case OPTION_CHOICE:
+        for (int i = 0; o->choices[i]; i++) {
+            used = strlen(to);
+            snprintf(to + used, size - used, "%s%s", i ? ", " : "one of ", o->choices[i]);
+        }
+        break;
+    }
+}
+
+void options_explain(const option *o, const char *value, char *error, size_t size)
+{
+    char allowed[256];
+    print_allowed(o, allowed, sizeof allowed);
+    snprintf(error, size, "expected %s, got '%.60s'", allowed, value);
+}
+
+int options_reject(const char *command, const char *name, const char *value, const char *(*word)(int i))
+{
+    fprintf(stderr, "weft %s: --%s: expected one of ", command, name);
+    for (int i = 0; word(i); i++) fprintf(stderr, "%s%s", i ? ", " : "", word(i));
+    fprintf(stderr, ", got '%s'\n", value);
+    return EXIT_UNUSABLE;
+}
+
 /* 1 where the value is one that the option takes. */
 static int set(const option *o, const char *value)
 {
@@ -188,6 +228,7 @@ static char *trim(char *line)
 int options_read(char *text, const option *options, unsigned char *given, char *error, size_t size)
 {
     enum { FROM_FILE = 2 };
+    char why[OPTIONS_ERROR];
     int number = 1;
     for (char *next, *line = text; line; line = next, number++) {
         next = strchr(line, '\n');
@@ -209,11 +250,12 @@ int options_read(char *text, const option *options, unsigned char *given, char *
             return 0;
         }
         if (given[i] & FROM_FILE) {
-            snprintf(error, size, "line %d: '%s' twice", number, options[i].name);
+            snprintf(error, size, "line %d: %s: expected once, got twice", number, options[i].name);
             return 0;
         }
         if (!given[i] && !options_set(&options[i], value)) {
-            snprintf(error, size, "line %d: %s does not take '%.40s'", number, options[i].name, value);
+            options_explain(&options[i], value, why, sizeof why);
+            snprintf(error, size, "line %d: %s: %s", number, options[i].name, why);
             return 0;
         }
         given[i] |= FROM_FILE;
@@ -229,6 +271,7 @@ int options_parse(int argc, char **argv, const option *options)
 int options_parse_given(int argc, char **argv, const option *options, unsigned char *given)
 {
     const char *command = argv[0];
+    char why[OPTIONS_ERROR];
     for (int i = 1; i < argc; i++) {
         const char *word = argv[i];
         if (!strcmp(word, "--help") || !strcmp(word, "-h")) {
@@ -241,13 +284,17 @@ int options_parse_given(int argc, char **argv, const option *options, unsigned c
         const option *o = options;
         while (o->name && (strlen(o->name) != length || strncmp(o->name, word + 2, length))) o++;
         if (!o->name) return wrong(command, options, "unknown option '%.*s'", (int)length + 2, word);
-        if (o->kind == OPTION_FLAG && equals) return wrong(command, options, "--%s takes no value", o->name);
+        if (o->kind == OPTION_FLAG && equals)
+            return wrong(command, options, "--%s: expected no value, got '%s'", o->name, equals + 1);
         const char *value = equals ? equals + 1 : NULL;
         if (o->kind != OPTION_FLAG && !value) {
-            if (i + 1 == argc) return wrong(command, options, "--%s needs a value", o->name);
+            if (i + 1 == argc) return wrong(command, options, "--%s: expected a value, got none", o->name);
             value = argv[++i];
         }
-        if (!set(o, value)) return wrong(command, options, "--%s does not take '%s'", o->name, value);
+        if (!set(o, value)) {
+            options_explain(o, value, why, sizeof why);
+            return wrong(command, options, "--%s: %s", o->name, why);
+        }
         if (given) given[o - options] = 1;
     }
     return -1;

@@ -42,6 +42,12 @@ int options_parse_given(int argc, char **argv, const option *options, unsigned c
 int options_read(char *text, const option *options, unsigned char *given, char *error, size_t size);
 /* One value from text, as a line of a file would set it; 1 where the option takes it. */
 int options_set(const option *o, const char *value);
+/* "expected <what the option takes>, got '<value>'", which always fits OPTIONS_ERROR. */
+enum { OPTIONS_ERROR = 384 };
+void options_explain(const option *o, const char *value, char *error, size_t size);
+/* The same on stderr for a word that the command looks up itself: word(i) is what it takes, NULL behind the last. Returns
+ * the exit code. */
+int options_reject(const char *command, const char *name, const char *value, const char *(*word)(int i));
 
 /* A value as UTF-8 that options_restore takes back, to the last bit. In texts the character % and bytes that are not UTF-8
  * are written as % and two hexadecimal digits. The caller frees it; NULL: no memory. */

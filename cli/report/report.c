@@ -276,7 +276,7 @@ static int read_runs(report *r, const char *paths)
         char path[FILES_PATH], file[FILES_PATH];
         size_t length = strcspn(paths, ",");
         if (length >= sizeof path) {
-            fprintf(stderr, "weft report: --runs: a path is longer than %d bytes\n", FILES_PATH - 1);
+            fprintf(stderr, "weft report: --runs: expected paths of at most %d bytes\n", FILES_PATH - 1);
             return 0;
         }
         memcpy(path, paths, length);
@@ -284,7 +284,7 @@ static int read_runs(report *r, const char *paths)
         paths += length + (paths[length] == ',');
         if (!length) continue;
         if (r->count == MAX_RUNS) {
-            fprintf(stderr, "weft report: more than %d runs\n", MAX_RUNS);
+            fprintf(stderr, "weft report: --runs: expected at most %d runs\n", MAX_RUNS);
             return 0;
         }
         if (!files_join(file, path, "log.jsonl") || access(file, F_OK)) snprintf(file, sizeof file, "%s", path);
@@ -296,7 +296,7 @@ static int read_runs(report *r, const char *paths)
             return 0;
         }
     }
-    if (!r->count) fprintf(stderr, "weft report: --runs names no run\n");
+    if (!r->count) fprintf(stderr, "weft report: --runs: expected a folder or a log, got none\n");
     return r->count > 0;
 }
 

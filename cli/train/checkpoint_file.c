@@ -128,8 +128,11 @@ int checkpoint_file_options(const checkpoint_file *c, const option *table, const
             continue;
         }
         memcpy(value, saved, length + 1);
-        if (!(c->format == 1 ? options_set(o, value) : options_restore(o, value)))
-            return rejected(error, size, "--%s in the checkpoint does not take '%.60s'", o->name, saved);
+        if (!(c->format == 1 ? options_set(o, value) : options_restore(o, value))) {
+            char why[OPTIONS_ERROR];
+            options_explain(o, saved, why, sizeof why);
+            return rejected(error, size, "--%s in the checkpoint: %s", o->name, why);
+        }
         if (o->kind == OPTION_TEXT && !*value) *(const char **)o->to = NULL;
         value += length + 1;
     }

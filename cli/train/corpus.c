@@ -167,7 +167,7 @@ static int add_all(corpus *c, const char *paths)
     char path[FILES_PATH];
     while (*paths) {
         size_t length = strcspn(paths, ",");
-        if (length >= sizeof path) return fail(c, "a path is longer than %d bytes", FILES_PATH - 1);
+        if (length >= sizeof path) return fail(c, "--data: expected paths of at most %d bytes", FILES_PATH - 1);
         memcpy(path, paths, length);
         path[length] = 0;
         if (length && !add(c, path)) return 0;

@@ -61,7 +61,7 @@ static int complain(const session *s, int code)
 static int read_config(session *s)
 {
     enum { MOST = 1 << 20 };
-    char why[256];
+    char why[OPTIONS_ERROR + 64];
     size_t size;
     if (!s->options.config_file) return 1;
     s->config_text = files_read(s->options.config_file, MOST, &size, why, sizeof why);

@@ -150,7 +150,7 @@ int train_options_model(const train_options *o, weft_model_config *c, char *erro
     if (weft_model_defaults((weft_residual)o->residual, c) != WEFT_OK) goto refused;
     int narrow = o->dtype == DTYPE_BF16 || (o->dtype == DTYPE_AUTO && o->backend == ON_CUDA);
     if (narrow && o->backend != ON_CUDA) {
-        snprintf(error, size, "--dtype bf16 is for --backend cuda");
+        snprintf(error, size, "--dtype: expected auto or f32 without --backend cuda, got bf16");
         return 0;
     }
     c->dtype = narrow ? WEFT_BF16 : WEFT_F32;
@@ -172,16 +172,16 @@ int train_options_model(const train_options *o, weft_model_config *c, char *erro
     if (o->sinkhorn) c->numerics.sinkhorn_iters = (int32_t)o->sinkhorn;
     c->group = (int32_t)o->group;
     if (c->recompute && !c->group) c->group = weft_recompute_best_group(c->layers, c->streams);
-    /* What one kind has no use for is a mistake in the making. */
+    /* Options without effect on the chosen residual are rejected. */
     int mhc = o->residual == WEFT_RESIDUAL_MHC || o->residual == WEFT_RESIDUAL_MHC_SINGLE_PASS;
     if (!mhc && (o->preset || o->sinkhorn)) {
-        snprintf(error, size, "--%s says nothing about --residual %s", o->preset ? "preset" : "sinkhorn",
-                 residuals[o->residual]);
+        snprintf(error, size, "--%s: rejected with --residual %s, expected --residual mhc or mhc_single_pass",
+                 o->preset ? "preset" : "sinkhorn", residuals[o->residual]);
         return 0;
     }
     if (o->warmup > o->steps) { /* a run that never reaches its rate */
-        snprintf(error, size, "--warmup %lld is longer than --steps %lld", (long long)o->warmup,
-                 (long long)o->steps);
+        snprintf(error, size, "--warmup: expected at most --steps, which is %lld, got %lld", (long long)o->steps,
+                 (long long)o->warmup);
         return 0;
     }
     if (weft_model_check(c) == WEFT_OK) return 1;

@@ -513,8 +513,8 @@ weft_status weft_model_gain(const weft_exec *exec, const weft_model *model, weft
 weft_status weft_model_first_nonfinite(const weft_exec *exec, const weft_model *model, char name[64])
 {
     run r;
-    WEFT_TRY(inspect(&r, "model_first_bad", exec, model));
-    if (!name) return weft_fail(WEFT_ERR_ARGUMENT, "model_first_bad: name: expected a pointer, got NULL");
+    WEFT_TRY(inspect(&r, "model_first_nonfinite", exec, model));
+    if (!name) return weft_fail(WEFT_ERR_ARGUMENT, "model_first_nonfinite: name: expected a pointer, got NULL");
     name[0] = 0;
     return first_bad(&r, name);
 }

@@ -116,8 +116,9 @@ weft_status weft_recompute_open(const weft_recompute_desc *desc, void *memory, s
         return weft_fail(WEFT_ERR_WORKSPACE, "recompute_open: memory: expected at least %zu bytes, got %zu%s",
                          need.total, bytes, memory ? "" : " at NULL");
     if ((uintptr_t)memory % WEFT_ARENA_ALIGN)
-        return weft_fail(WEFT_ERR_ARGUMENT, "recompute_open: memory: expected an address aligned to %d bytes",
-                         WEFT_ARENA_ALIGN);
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "recompute_open: memory: expected an address aligned to %d bytes, got %p",
+                         WEFT_ARENA_ALIGN, memory);
     recompute_shape(desc, recompute);
     recompute->resident = memory;
     recompute->transient = (char *)memory + need.resident;
@@ -207,8 +208,8 @@ weft_status weft_recompute_site_at(weft_recompute *recompute, int32_t site, weft
     int32_t group = weft_recompute_group_of(recompute, site / SITES),
             inside = site - group * SITES * recompute->layers_per_group;
     if (recompute->state[group] == WEFT_RECOMPUTE_DISCARDED)
-        return weft_fail(WEFT_ERR_STATE,
-                         "recompute_site_at: group %d: expected it open or restored, it is discarded", (int)group);
+        return weft_fail(WEFT_ERR_STATE, "recompute_site_at: group %d: expected open or restored, got discarded",
+                         (int)group);
     if (recompute->state[group] == WEFT_RECOMPUTE_IDLE) {
         if (inside != 0)
             return weft_fail(WEFT_ERR_STATE,
@@ -217,7 +218,7 @@ weft_status weft_recompute_site_at(weft_recompute *recompute, int32_t site, weft
         /* Its memory is the transient of all groups: an open or restored one would lose what it has. */
         for (int32_t g = 0; g < recompute->groups; g++)
             if (recompute->state[g] == WEFT_RECOMPUTE_OPEN || recompute->state[g] == WEFT_RECOMPUTE_RESTORED)
-                return weft_fail(WEFT_ERR_STATE, "recompute_site_at: group %d: expected group %d closed, it is %s",
+                return weft_fail(WEFT_ERR_STATE, "recompute_site_at: group %d: expected group %d closed, got %s",
                                  (int)group, (int)g, state_name(recompute->state[g]));
         recompute->state[group] = WEFT_RECOMPUTE_OPEN;
     }
@@ -256,7 +257,7 @@ weft_status weft_recompute_close(weft_recompute *recompute, const weft_exec *exe
     WEFT_TRY(check_group(recompute, "recompute_close", group));
     if (recompute->state[group] == WEFT_RECOMPUTE_DISCARDED) return WEFT_OK;
     if (recompute->state[group] != WEFT_RECOMPUTE_OPEN)
-        return weft_fail(WEFT_ERR_STATE, "recompute_close: group %d: expected it open, it is %s", (int)group,
+        return weft_fail(WEFT_ERR_STATE, "recompute_close: group %d: expected open, got %s", (int)group,
                          state_name(recompute->state[group]));
     if (recompute->desc.poison && recompute->transient) WEFT_TRY(poison(recompute, exec));
     recompute->state[group] = WEFT_RECOMPUTE_DISCARDED;
@@ -317,11 +318,11 @@ weft_status weft_recompute_replay(weft_recompute *recompute, const weft_exec *ex
     int32_t group = args->group;
     if (recompute->state[group] == WEFT_RECOMPUTE_RESTORED) return WEFT_OK;
     if (recompute->state[group] != WEFT_RECOMPUTE_DISCARDED)
-        return weft_fail(WEFT_ERR_STATE, "recompute_replay: group %d: expected it discarded, it is %s", (int)group,
+        return weft_fail(WEFT_ERR_STATE, "recompute_replay: group %d: expected discarded, got %s", (int)group,
                          state_name(recompute->state[group]));
     for (int32_t g = 0; g < recompute->groups; g++)
         if (recompute->state[g] == WEFT_RECOMPUTE_OPEN || recompute->state[g] == WEFT_RECOMPUTE_RESTORED)
-            return weft_fail(WEFT_ERR_STATE, "recompute_replay: group %d: expected group %d released, it is %s",
+            return weft_fail(WEFT_ERR_STATE, "recompute_replay: group %d: expected group %d released, got %s",
                              (int)group, (int)g, state_name(recompute->state[g]));
     weft_mhc_replay_fwd_args replay = aim(recompute, args);
     if (recompute->desc.recompute) WEFT_TRY(weft_mhc_replay_fwd(exec, &replay));
@@ -333,7 +334,7 @@ weft_status weft_recompute_release(weft_recompute *recompute, int32_t group)
 {
     WEFT_TRY(check_group(recompute, "recompute_release", group));
     if (recompute->state[group] != WEFT_RECOMPUTE_RESTORED)
-        return weft_fail(WEFT_ERR_STATE, "recompute_release: group %d: expected it restored, it is %s", (int)group,
+        return weft_fail(WEFT_ERR_STATE, "recompute_release: group %d: expected restored, got %s", (int)group,
                          state_name(recompute->state[group]));
     recompute->state[group] = WEFT_RECOMPUTE_IDLE;
     return WEFT_OK;
