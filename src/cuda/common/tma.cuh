@@ -132,6 +132,16 @@ static __device__ __forceinline__ uint32_t tma_piece(uint32_t row, uint32_t piec
     return row * TMA_ROW + ((piece ^ (row & 7)) << 4);
 }
 
+/* Stage of a ring of buffers and the parity of its barriers' current phase. */
+struct ring_cursor {
+    int stage = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void next(int stages)
+    {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 /* Barriers that were just initialised are known to the copy engine after this. */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What the launches of boundary's single-pass backward [M11] left in partial sums, in one launch: d_post, d_res and d_pre_in
- * over slices of the channels; d_phi and d_norm_weight, d_bias and d_sub_weight, d_alpha and d_beta over ranges of tokens.
- * Everything is added in an order that depends on the shape only. */
+ * Adds the partial sums of the fused backward of a site [M11] in one launch: d_post, d_res and d_pre_in over slices of the
+ * channels; d_phi and d_norm_weight, d_bias and d_sub_weight, d_alpha and d_beta over ranges of tokens. The order of every sum
+ * depends on the shape alone. */
 #include "core/status.h"
 #include "cuda/mhc/gates_bwd.cuh"
 #include "cuda/mhc/mhc_project_finish.cuh"
@@ -13,7 +13,7 @@ enum { BLOCK = 128, COLUMNS = 4 /* of d_phi, for each thread */ };
 struct fold_args {
     const float *sums; /* [slices][padded][count] */
     int64_t tokens, padded, channels;
-    int32_t slices, in_out, first; /* first: number that a token's sums begin with, of post | res | pre_in */
+    int32_t slices, in_out, first; /* first: index in post | res | pre_in of the first of a token's sums */
     view d_post, d_res, d_pre;
     boundary_bwd_plan plan;
     const float *dpsi;
@@ -23,11 +23,11 @@ struct fold_args {
     const float *gates, *late; /* [rows + 3][slots]; [n + 1][padded] of d_beta of pre and d_alpha[0], or NULL */
     int64_t slots;
     view d_alpha, d_beta;
-    /* Blocks for each of these, in this order; the rest are for the gates. */
+    /* Blocks for each of these, in this order; the remaining ones are for the gates. */
     int64_t sums_blocks, phi_blocks, row_blocks[2];
 };
 
-/* Slices of a sum, each added up by a warp of its own: few tokens leave most of the GPU without work otherwise. */
+/* Warps that share the slices of a sum: with few tokens one warp per sum leaves most of the GPU idle. */
 enum { PARTS = BLOCK / 32 };
 
 /* A lane per four numbers of a token, from item 32 block on. */
@@ -40,7 +40,7 @@ static __device__ __forceinline__ void fold_slices(const fold_args &a, int64_t b
     const bool inside = token < a.tokens;
     const int first = a.slices * part / PARTS, last = a.slices * (part + 1) / PARTS;
     const float *const from = a.sums + (first * apart + i) * 4;
-    /* What the pass wrote long ago is in the L2 again by the time that its last blocks are done. */
+    /* Prefetches into the L2 while the last blocks of the previous kernel run. */
     if (inside && lane % 8 == 0)
         for (int s = 0; s < last - first; s++) prefetch_line(from + s * apart * 4);
     wait_for_previous();
@@ -110,7 +110,7 @@ static __device__ __forceinline__ void fold_row(const boundary_bwd_plan &plan, c
     put(to, c * to.stride[0], s[0]);
 }
 
-/* A column of numbers for each token: the sum of a thread's, then the threads in a fixed tree. */
+/* Sum of a column with one number per token: each thread's share, then the threads in a fixed tree. */
 static __device__ __forceinline__ float fold_tokens(const float *column, int64_t tokens, float *room)
 {
     const int64_t quads = tokens / 4;
@@ -127,7 +127,7 @@ static __device__ __forceinline__ float fold_tokens(const float *column, int64_t
     return (room[0] + room[1]) + (room[2] + room[3]);
 }
 
-/* Who reads what earlier launches wrote waits for them, behind everything that can be done before. */
+/* Each branch waits for the previous launches right before it reads their output. */
 template <int N, site_kind KIND, bool SHIFTED>
 static __global__ void __launch_bounds__(BLOCK, 9) fold_kernel(const __grid_constant__ fold_args a)
 {
@@ -197,7 +197,7 @@ template <int N, site_kind KIND> static weft_status run(const weft_call *call, c
     const int64_t blocks =
         p.sums_blocks + p.phi_blocks + p.row_blocks[0] + p.row_blocks[1] + (w->gate_slots ? gates : 0);
     if (blocks == 0) return WEFT_OK;
-    /* a head, and a pre that is not shifted, have no sums over channels: any instance does */
+    /* a head, and a pre that is not shifted, have no sums over channels: any instance is correct */
     return launch(call, "partial sums",
                   shifted ? fold_kernel<N, KIND, KIND != SITE_HEAD> : fold_kernel<N, KIND, KIND == SITE_PRE>,
                   {.grid = (unsigned)blocks, .block = BLOCK, .order = OVERLAP}, p);

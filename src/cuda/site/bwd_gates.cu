@@ -1,20 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The small tensors of boundary's single-pass backward [M11]: gates and Sinkhorn backwards, and what the pass needs of them
- * as records, one for each token.
+ * Gates and Sinkhorn in the fused backward of a site [M11], with a record per token for the kernel of site/bwd_pass.cu.
  *
- * Of all the upstream gradients only d_pre waits for sums over the streams. So this kernel does everything else, beside the
- * one that makes these sums and what d_pre changes, site/bwd_sums.cu; a record has words of its own for either. Sums
- * over tokens stay in partial sums for site/bwd_fold.cu, and no block waits for another. */
+ * Of the upstream gradients only d_pre depends on sums over the streams. This kernel computes everything else and runs beside
+ * site/bwd_sums.cu, which computes these sums and what d_pre changes; each writes words of its own in a record. Sums over
+ * tokens are left as partial sums for site/bwd_fold.cu: no block waits for another. */
 #include "core/status.h"
 #include "cuda/mhc/gates_run.cuh"
 #include "cuda/site/bwd.cuh"
 
 enum { HEAD_THREADS = 128 };
 
-/* What the floats of a record are made of. */
+/* Inputs of the floats of a record. */
 struct record_floats {
-    token_rows post, res, pre_in, h; /* pre_in, or h and what follows, or neither where pre is not needed */
+    token_rows post, res, pre_in, h; /* pre_in; or h, ms, alpha and beta; or neither where pre is not needed */
     view ms, alpha, beta;
     gate_numbers numbers;
     int32_t in_out, own_pre;
@@ -51,21 +50,21 @@ static __device__ __forceinline__ void put_floats(uint4 *record, const record_fl
     if constexpr (R::used < R::pieces) record[R::used] = make_uint4(0, 0, 0, 0);
 }
 
-/* The rows of a piece but for the N of pre, which begin it. */
+/* Stores the rows of a piece after the first N, which belong to pre. */
 template <int N> static __device__ __forceinline__ void put_behind_pre(uint4 *to, const uint4 &piece)
 {
     if constexpr (N == 2) ((uint32_t *)to)[1] = piece.y;
     ((uint2 *)to)[1] = make_uint2(piece.z, piece.w);
 }
 
-/* Records instead of d_h and d_ms; those of tokens behind the last are zeros. */
+/* Writes records in place of d_h and d_ms; those of padding tokens are zeros. */
 template <site_kind KIND> struct record_sink {
     static constexpr bool keeps_sums = true;
     uint4 *records;
     record_floats floats;
     int64_t padded;
     float scale;    /* 2 / K */
-    bool pre, rest; /* all of these are written here: the rows of pre; what is beside 2 d_ms / K */
+    bool pre, rest; /* written here: the rows of pre; the floats beside 2 d_ms / K */
 
     template <int N> __device__ void begin(int64_t token) const
     {
@@ -115,7 +114,7 @@ static __global__ void __launch_bounds__(COEF_GROUPS *COEF_THREADS)
     gates_bwd_slots<N, true>(p, sink, room);
 }
 
-/* A head has no gates but those of pre, and all of their gradient is late. */
+/* A head has only the gates of pre, whose gradient depends on the sums: site/bwd_sums.cu computes it. */
 template <int N>
 static __global__ void __launch_bounds__(HEAD_THREADS)
     head_kernel(const __grid_constant__ record_sink<SITE_HEAD> sink, int64_t tokens)
@@ -171,7 +170,7 @@ template <site_kind KIND> static weft_status run(const weft_call *call, const bo
                                    &a->d_res_out, &none, &none, &a->d_alpha, &a->d_beta},
                                   &plan);
     launch_shape shape = gates_bwd_shape(call, &plan, &p);
-    shape.per_sm = w->waits ? 2 : 8; /* the sums run beside this kernel and need the L1 */
+    shape.per_sm = w->waits ? 2 : 8; /* the sums kernel runs beside this one and needs the L1 */
     p.partial = w->gates;
     return launch(call, "gradient of the coefficients",
                   call->streams == 2 ? gates_kernel<2, KIND> : gates_kernel<4, KIND>, shape, p,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Backward of `boundary` [M11] from the gradients of the projection on, in one pass: reads x, f, d_y, d_u (or d_v) and
- * writes d_x, d_f, 6nC + 6C bytes a token in bf16. y and its whole gradient never leave the chip.
+ * Fused backward of `boundary` [M11] from the gradients of the projection on: reads x, f, d_y, d_u (or d_v) and writes d_x,
+ * d_f, 6nC + 6C bytes per token in bf16. y and its gradient stay on chip.
  *
  *     y[o]      = post (x, f), rounded, as forward made it                                             mhc_post.cuh
  *     du        = d_u + r (d_v weight - k u), u = sum_o pre[o] y[o], rounded
@@ -10,40 +10,40 @@
  *     d_post[o] = sum_c g[o] (f + bias);  d_W(i,o) = sum_c x[i] g[o];  d_pre_in[o] = sum_c du y[o]
  *     dpsi[j,o] = sum_t d_h[j] y[o];      d_sub_weight = sum_t d_v u r;  d_bias = sum_t d_f
  *
- * A block owns 128 channels of all streams and a range of tokens; where its share of the work is more it goes on with the next
- * channels, and with the last tokens of these. Eight warps own 16 channels each (site/bwd_work.cuh): psi of these stays
- * in registers, and so do their sums over tokens. Four more warps (site/bwd_serve.cuh) let the copy engine fill a ring of
- * tiles of 16 tokens, let it store what the others left in a tile, and add their sums over channels. The parts of d_x and dpsi
- * that are products of matrices run on tensor cores, fp32 factors as bf16 hi + lo, as in mhc_project_bwd.cu.
+ * A block owns 128 channels of all streams and a range of tokens; a larger share continues with the last tokens of the next
+ * channels. Eight compute warps own 16 channels each (site/bwd_compute.cuh), with psi and the sums over tokens of these in
+ * registers. Four load/store warps (site/bwd_load_store.cuh) fill a ring of tiles of 16 tokens with TMA, store the gradients that
+ * the compute warps wrote into a tile, and add their sums over channels. The matrix products in d_x and dpsi run on tensor
+ * cores, fp32 factors as bf16 hi + lo, as in mhc_project_bwd.cu.
  *
- * site/bwd_fold.cu adds the slices of the channels and the ranges of tokens in order; both depend on the shape only. */
+ * site/bwd_fold.cu adds the slices of the channels and the ranges of tokens in order; both depend on the shape alone. */
 #include "core/status.h"
-#include "cuda/site/bwd_serve.cuh"
-#include "cuda/site/bwd_work.cuh"
+#include "cuda/site/bwd_compute.cuh"
+#include "cuda/site/bwd_load_store.cuh"
 
 /* FULL: also bias, dropout, d_u beside d_v, and gradients of any dtype and layout. SHIFTED: also the gradient of pre_in.
- * NORM: the gradient comes through the sub-layer's norm. Where a site is not behind a post y is what is read, its gradient is
- * what is written, and d_y is what was there before. */
+ * NORM: the gradient passes through the sub-layer's norm. Without a post the kernel reads y and writes its gradient, and d_y is the
+ * value that the gradient is added to. */
 template <int N, bool FULL_, bool SHIFTED, bool NORM, site_kind KIND>
 static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_constant__ fused_args p)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
     typedef sizes<N, FULL_, KIND> S;
     extern __shared__ char raw_shared[];
-    __shared__ weft_mask mask; /* registers are scarce */
+    __shared__ weft_mask mask; /* in shared memory to save registers */
     char *const shared = raw_shared + (-shared_address(raw_shared) & (TMA_ALIGN - 1));
     const uint32_t barriers = shared_address(shared) + S::barriers;
     const tiles_of_block b = {
         shared, {barriers, barriers + S::stages * 8, barriers + S::stages * 16, barriers + S::stages * 24}};
-    static_assert(S::stages < THREADS / 32, "a warp makes the barriers of a tile, another one psi's");
+    static_assert(S::stages < THREADS / 32, "a warp per tile's barriers and one for psi's");
     if (threadIdx.x % 32 == 0) {
         const int s = (int)(threadIdx.x / 32);
         if (s < S::stages) {
-            barrier_init(b.at.full + s * 8, 1);
-            barrier_init(b.at.done + s * 8, WARPS * 32);
-            barrier_init(b.at.free + s * 8, (SERVERS - 1) * 32);
+            barrier_init(b.barrier.full + s * 8, 1);
+            barrier_init(b.barrier.done + s * 8, COMPUTE_WARPS * 32);
+            barrier_init(b.barrier.free + s * 8, (LOAD_STORE_WARPS - 1) * 32);
         } else if (s == S::stages) {
-            barrier_init(b.at.psi, WARPS * 32);
+            barrier_init(b.barrier.psi, COMPUTE_WARPS * 32);
         }
         tma_barriers_ready();
         if constexpr (FULL_ && KIND == SITE_BOUNDARY)
@@ -51,23 +51,23 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
     }
     let_next_begin();
     __syncthreads();
-    if (threadIdx.x >= WARPS * 32) {
-        set_registers<SERVING_REGISTERS, false>();
-        const int server = (int)(threadIdx.x >> 5) - WARPS;
-        if (server < SERVERS - 1)
-            clear<N, FULL_, SHIFTED, KIND>(p, b, server);
+    if (threadIdx.x >= COMPUTE_WARPS * 32) {
+        set_registers<LOAD_STORE_REGISTERS, false>();
+        const int warp = (int)(threadIdx.x >> 5) - COMPUTE_WARPS;
+        if (warp < LOAD_STORE_WARPS - 1)
+            store_tiles<N, FULL_, SHIFTED, KIND>(p, b, warp);
         else if ((threadIdx.x & 31) == 0)
-            bring<N, FULL_, KIND>(p, b);
+            load_tiles<N, FULL_, KIND>(p, b);
     } else {
-        set_registers<WORKING_REGISTERS, true>();
-        ring_place ring;
+        set_registers<COMPUTE_REGISTERS, true>();
+        ring_cursor ring;
         bool is_first = true;
 #pragma unroll 1
         for (int slice = boundary_first_slice(&p.plan, blockIdx.x);
              slice <= boundary_last_slice(&p.plan, blockIdx.x); slice++) {
             const boundary_piece piece = boundary_piece_of(&p.plan, blockIdx.x, slice);
             if (piece.count == 0) continue;
-            work<N, FULL_, SHIFTED, NORM, KIND>(p, b, mask, slice, piece, is_first, ring);
+            compute<N, FULL_, SHIFTED, NORM, KIND>(p, b, mask, slice, piece, is_first, ring);
             is_first = false;
         }
     }
@@ -85,7 +85,7 @@ static weft_status map_of(const weft_call *call, tma_encode *encode, CUtensorMap
     return tma_map(call, encode, map, &tensor, BOUNDARY_TILE);
 }
 
-/* The copy engine can store this gradient; one that is added to, only where `base` says that the kernel reads it. */
+/* TMA can store this gradient; with add only where `base` says that the kernel reads the old value. */
 static bool is_stored(const weft_grad *g, bool base)
 {
     return weft_has(&g->to) && (base || !g->add) && g->to.dtype == WEFT_BF16 && tma_fits(&g->to);
@@ -108,7 +108,7 @@ static weft_status args_of(const weft_call *call, const boundary_work *w, fused_
     p->store_d_x = is_stored(&a->d_x, !post), p->store_d_f = is_stored(&a->d_f, false);
     if (!p->store_d_x) p->d_x_any = view_of(&a->d_x);
     if (!p->store_d_f) p->d_f_any = view_of(&a->d_f);
-    /* Without a post what is added to comes with the tiles, too. */
+    /* Without a post the value that is added to is loaded with the tiles. */
     const weft_tensor none = {}, *d_y = post ? &a->d_y : p->store_d_x && a->d_x.add ? &a->d_x.to : &none;
     p->has_d_y = weft_has(d_y), p->has_row = weft_has(row);
     WEFT_TRY(tma_open(call, &encode));

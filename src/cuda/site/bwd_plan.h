@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Which backward of `boundary` a call takes on the CUDA backend [M11], of `pre` and `head` as well, which are boundaries that lack
- * something, and how the single pass is cut into blocks. What is
- * decided here decides bits, so it looks at the inputs and the shape alone: not at which gradients are wanted or where
- * they go, and at the GPU only as far as it can run the kernel at all. */
-#ifndef WEFT_CUDA_MHC_BOUNDARY_BWD_PLAN_H
-#define WEFT_CUDA_MHC_BOUNDARY_BWD_PLAN_H
+ * Launch plan of the fused backward of a site [M11] on the CUDA backend: whether a call of `boundary`, `pre` or `head` takes it,
+ * and how it is split into blocks. These decisions change bits of the result, so they depend on the inputs and the shape alone:
+ * neither on the gradients that are requested nor on their addresses, and on the GPU only in whether it can run the kernel. */
+#ifndef WEFT_CUDA_SITE_BWD_PLAN_H
+#define WEFT_CUDA_SITE_BWD_PLAN_H
 
 #include "cuda/site/fwd_plan.h"
 
@@ -17,10 +16,10 @@ enum {
     BOUNDARY_SLICE = 128,     /* channels of a block, of all streams */
     BOUNDARY_TILE = 16,       /* tokens that are worked on at a time */
     BOUNDARY_STAGES = 5,      /* tiles in shared memory */
-    BOUNDARY_FULL_STAGES = 4, /* of the kernels that take everything */
-    BOUNDARY_SWITCH = 5,  /* tiles that a block could have had in the time that it takes to change its channels */
-    BOUNDARY_OLDEST = 90, /* compute capability: tensor maps and bulk copies */
-    BOUNDARY_NEWEST = 99, /* registers that warps hand to each other; nobody has measured others */
+    BOUNDARY_FULL_STAGES = 4, /* of the FULL kernels */
+    BOUNDARY_SWITCH = 5,      /* cost of changing to the next channels, in tiles */
+    BOUNDARY_OLDEST = 90,     /* compute capability: tensor maps and bulk copies */
+    BOUNDARY_NEWEST = 99,     /* setmaxnreg; newer GPUs are not measured */
 };
 
 typedef enum boundary_bwd_path {
@@ -39,11 +38,11 @@ typedef enum boundary_bwd_path {
 
 typedef struct boundary_bwd_facts {
     int64_t tokens, streams, channels;
-    bool bf16;          /* the streams, f, and the upstream gradients of y, u and v as far as there are any */
+    bool bf16;          /* the streams, f, and the given upstream gradients of y, u and v */
     bool rows_are_wide; /* the same tensors: channels side by side, everything else a multiple of 16 bytes apart */
     bool gates_on_chip; /* Sinkhorn's history fits a block's shared memory; a head has none */
-    int32_t capability; /* of the code that would run (code.h), which has the pass from OLDEST to NEWEST */
-    int64_t shared;     /* bytes of shared memory that a block may have */
+    int32_t capability; /* of the code that would run (code.h); it has the fused kernel from OLDEST to NEWEST */
+    int64_t shared;     /* bytes of a block's shared memory */
 } boundary_bwd_facts;
 
 boundary_bwd_path weft_boundary_bwd_path(const boundary_bwd_facts *f);
@@ -59,15 +58,15 @@ typedef struct boundary_bwd_ring {
 
 boundary_bwd_ring weft_boundary_bwd_ring(int64_t streams, site_kind kind);
 
-/* Floats of a token's sums over channels: with `post` gradients of post and res, with `shifted` of pre_in; to a multiple of
- * four. */
+/* Floats of a token's sums over channels: with `post` the gradients of post and res, with `shifted` of pre_in; rounded up to a
+ * multiple of four. */
 int32_t weft_boundary_bwd_sums(int64_t streams, bool post, bool shifted);
 
-/* The pass as a row of steps: slice after slice of the channels, for each as many as there are tiles of tokens, and some to go on
- * from a slice to the next. A block has `steps` of them, so all blocks end together. Its share of a slice is a piece: partial
- * sums that gradients of parameters are made of. Pieces that a block begins with follow each other from a slice's first token
- * on, so such blocks work on the same tokens at the same time, which memory rewards; the piece of a block that comes from
- * the slice before is the end of the tokens. Piece number block + slice, so those of a slice are neighbours. */
+/* The work as a sequence of steps: slice after slice of the channels, one step per tile of tokens, and BOUNDARY_SWITCH steps for the
+ * change of slice. A block has `steps` of them, so all blocks end together. Its share of a slice is a piece, with partial sums of the
+ * gradients of parameters. First pieces of blocks are laid out from a slice's first token on, so these blocks process the same
+ * tokens at the same time, which improves locality; the piece of a block that continues from the previous slice is the end of the
+ * tokens. A piece has number block + slice, so those of a slice are neighbours. */
 typedef struct boundary_bwd_plan {
     int32_t slices, blocks;
     int64_t tiles, steps;
@@ -91,7 +90,7 @@ BOUNDARY_FN int64_t boundary_begin(const boundary_bwd_plan *p, int64_t slice)
     return slice * (p->tiles + BOUNDARY_SWITCH);
 }
 
-/* The slices of a block: none behind the last. */
+/* The slices of a block, clipped to the last. */
 BOUNDARY_FN int32_t boundary_first_slice(const boundary_bwd_plan *p, int64_t block)
 {
     return (int32_t)(block * p->steps / (p->tiles + BOUNDARY_SWITCH));
@@ -103,7 +102,7 @@ BOUNDARY_FN int32_t boundary_last_slice(const boundary_bwd_plan *p, int64_t bloc
     return (int32_t)(last < p->slices ? last : p->slices - 1);
 }
 
-/* The piece that a block has of one of them; nothing where it begins behind the tiles of its first. */
+/* The piece of a block in a slice; empty where the block begins after the tiles of its first slice. */
 BOUNDARY_FN boundary_piece boundary_piece_of(const boundary_bwd_plan *p, int64_t block, int64_t slice)
 {
     const int64_t begin = boundary_begin(p, slice), from = block * p->steps, to = from + p->steps;

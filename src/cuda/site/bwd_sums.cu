@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The sums over a token that boundary's backward waits for [M11]. With y from memory or rebuilt, a = d_v weight and u as
- * forward rounded it:
+ * Sums over a token that the gates of pre and the norm's gradient depend on, in the backward of `boundary` [M11]. With y from
+ * memory or rebuilt, a = d_v weight and u as forward rounded it:
  *     d_pre[i] = sum_c d_u y[i]                      where u has a gradient
- *     r, k     = of sum_c u^2 and sum_c a u [N1]     where v has one, and then du = r (a - k u), so
+ *     r, k     = of sum_c u^2 and sum_c a u [N1]     where v has one; then du = r (a - k u), so
  *     d_pre[i] += r (sum_c a y[i] - k sum_c u y[i])
- * which needs one pass where a sum of du y[i] would need two. A team owns a token, as in mhc_aggregate.cu, and what its sums
- * change in the token's record goes there at once: words that the gates, which run beside this kernel, leave alone. */
+ * which takes one read of the streams; sum_c du y[i] would take two. A team owns a token, as in mhc_aggregate.cu, and writes the
+ * results into the token's record: words that the gates kernel, which runs concurrently, does not write. */
 #include "core/status.h"
 #include "cuda/common/rows.cuh"
 #include "cuda/mhc/token_math.cuh"
@@ -15,7 +15,7 @@
 
 enum { BLOCK = 256, TILES = 2 };
 
-/* The gates of pre: `on` where d_pre waits for the sums. */
+/* The gates of pre: `on` where d_pre depends on the sums. */
 struct late_gates {
     view h, d_pre_out, ms, alpha, beta;
     gate_numbers numbers;
@@ -35,9 +35,9 @@ struct sums_task {
     weft_rows_team team;
 };
 
-/* One gate of a token: what it is made of, and what that makes of d_pre, which nothing here waits for: dz = slope d_pre, and
- * dz times the others is its row of d_h and its part of d_alpha and of 2 d_ms / K. Made while the streams are on their way:
- * behind the sums every instruction keeps a block's place in a multiprocessor from the next. */
+/* One gate of a token: its inputs, and the factors that do not depend on the sums: dz = slope d_pre, and dz times the other factors is
+ * its row of d_h and its part of d_alpha and of 2 d_ms / K. They are computed while the loads of the streams are in flight, which
+ * shortens the tail of a block after the sums. */
 struct late_input {
     float h, d_pre, ms;
 };
@@ -64,7 +64,7 @@ static __device__ __forceinline__ late_factors factors_of(const late_input &t, c
     return {s * r, t.d_pre, alpha * inv, t.h * inv, alpha * t.h * (a.scale * d_inv)};
 }
 
-/* The rows of d_h that belong to pre; the gates' kernel makes the others. Returns their part of 2 d_ms / K. */
+/* Writes the rows of d_h of pre; the gates kernel writes the others. Returns their part of 2 d_ms / K. */
 template <int N, site_kind KIND>
 static __device__ __forceinline__ float put_late(uint4 *record, const late_factors *f, const late_gates &a,
                                                  int token, const float *sum)
@@ -88,17 +88,17 @@ static __device__ __forceinline__ float put_late(uint4 *record, const late_facto
     return d_ms;
 }
 
-/* W channels of a token as they lie in memory. */
+/* 8 channels of a token. */
 template <int N> struct sums_tile {
     raw<bf16, 8> s[N], f, g; /* y, or x and f; d_v, or d_u where there is no norm */
 };
 
-/* As many blocks at once as can be, where the registers allow it: a multiprocessor that also has one of the gates keeps three. */
+/* At most four blocks per multiprocessor; beside a block of the gates kernel three. */
 template <int N, site_kind KIND, bool REBUILD, bool NORM>
 static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
     sums_kernel(const __grid_constant__ sums_task a)
 {
-    /* As many tiles on their way as the registers hold. */
+    /* K tiles in flight: as many as the registers hold. */
     constexpr int W = 8, K = REBUILD && NORM ? 1 : TILES, M = NORM ? 3 * N + 2 : N;
     typedef boundary_record<N, KIND> R;
     __shared__ float room[BLOCK / 32 * M];
@@ -111,11 +111,10 @@ static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
     if constexpr (REBUILD) mask = weft_mask_open(&a.dropout, a.channels);
     const float scale = (float)mask.scale;
     let_next_begin();
-    if constexpr (REBUILD || NORM) wait_for_previous(); /* for the floats of the records */
-    const int base =
-        (int)blockIdx.x * a.team.per_block; /* tokens are fewer than a grid has blocks, so that is all */
+    if constexpr (REBUILD || NORM) wait_for_previous();  /* the records hold the floats of the gates kernel */
+    const int base = (int)blockIdx.x * a.team.per_block; /* the grid covers all tokens */
     const int token = base + p.slot, end = token < tokens ? (int)a.channels : 0;
-    /* Gates from the last thread on, the streams of all, then what the gates need. */
+    /* Loads of gates by the last threads first, then the streams by all, then the gates' factors. */
     const int gates = a.late.on ? min(a.team.per_block, tokens - base) * N : 0;
     int gate = (int)(blockDim.x - 1 - threadIdx.x);
     late_input late;
@@ -216,7 +215,7 @@ static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
             }
         }
     }
-    if (a.team.lanes <= 32) __syncthreads(); /* else the sums wait for everybody */
+    if (a.team.lanes <= 32) __syncthreads(); /* otherwise team_sums synchronises the block */
     team_sums<M>(sum, a.team, room);
     if (end && p.lane == 0) {
         float r = 0.0f, k = 0.0f;
@@ -231,7 +230,7 @@ static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
         const float part = a.late.on ? put_late<N, KIND>(record, factors + p.slot * N, a.late, token, sum) : 0.0f;
         rest[1] = r, *(float2 *)(rest + 2) = make_float2(k, part);
     }
-    /* This kernel runs beside the one before it, and only its end waits for it: who waits for this one waits for both. */
+    /* This kernel runs beside the previous one; its last block waits for it, so that a kernel that waits for this one waits for both. */
     if (blockIdx.x == gridDim.x - 1) wait_for_previous();
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A site of mHC in one launch: the kernel that site/fwd.cuh describes, and the way from arguments to it. */
+ * The fused kernel of an mHC site (site/fwd.cuh) and its launch. */
 #include "cuda/site/fwd.h"
 
 #include "core/status.h"
@@ -15,27 +15,29 @@
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
-/* How many arrivals complete barrier i, in the order in which they lie (site_barriers). Every lane of a warp arrives for itself, behind
- * what it did itself. What comes with bytes has one. */
+/* Arrivals that complete barrier i, in the order of site_barriers. Every lane of a warp arrives by itself, after its own accesses.
+ * Barriers that count bytes have one arrival. */
 template <int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ int arrivals(const site_args &p, int i)
 {
-    constexpr int mixers = MIXERS * 32, projectors = site_cast<PAIRS>::projectors * 32;
-    const int s = p.stages, left = p.boxes % 4 * (SITE_TILE / 4) * 32; /* of a box left over a warp has four rows */
+    constexpr int mix_threads = MIX_WARPS * 32, mma_threads = site_cast<PAIRS>::mma_warps * 32;
+    const int s = p.stages,
+              remaining = p.boxes % 4 * (SITE_TILE / 4) * 32; /* a warp has four rows of a remaining box */
     const int rest = i - 6 * s - 2 * p.slots;
     if (i < s) return KIND == SITE_BOUNDARY || has(p.pre_in) ? 33 : 1; /* full: 32 lanes copy coefficients */
-    if (i < 2 * s) return mixers;                                      /* mixed */
-    if (i < 3 * s) return left > 0 ? left : 1;                         /* mixed_left */
-    if (i < 4 * s) return mixers;                                      /* empty */
+    if (i < 2 * s) return mix_threads;                                 /* mixed */
+    if (i < 3 * s) return remaining > 0 ? remaining : 1;               /* mixed_remaining */
+    if (i < 4 * s) return mix_threads;                                 /* empty */
     if (rest < 0) return 1;
     if (rest < SITE_LOGITS_EMPTY) return SITE_TILE * 32;
     if (rest < SITE_PSI_EMPTY) return 32;
-    if (rest < SITE_LEFT_EMPTY) return projectors; /* and psi_empty */
+    if (rest < SITE_LEFT_EMPTY) return mma_threads; /* and psi_empty */
     if (rest < SITE_F_FULL) return 32;
-    return rest == SITE_F_EMPTY ? mixers : 1;
+    return rest == SITE_F_EMPTY ? mix_threads : 1;
 }
 
-/* All warps but the bringer, one lane of each and one barrier at a time. Those for sums and squares are armed as well. */
+/* Initialises the barriers: one lane of each warp but the producer, one barrier at a time. Those for sums and squares are armed as
+ * well. */
 template <int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ void make_barriers(const site_args &p, const site_barriers &b, int warp)
 {
@@ -43,11 +45,12 @@ static __device__ __forceinline__ void make_barriers(const site_args &p, const s
     const int sums = 6 * p.stages, squares = sums + p.slots, rest = squares + p.slots;
     const int count = rest + SITE_PSI_FULL + (site_once<N, KIND, PAIRS>() ? p.psi_boxes : 1);
 #pragma unroll 1
-    for (int i = warp < cast::bringer ? warp : warp - 1; i < count; i += cast::warps - 1) {
-        const uint32_t at = b.full + i * 8;
-        barrier_init(at, arrivals<N, KIND, PAIRS>(p, i));
+    for (int i = warp < cast::producer ? warp : warp - 1; i < count; i += cast::warps - 1) {
+        const uint32_t barrier = b.full + i * 8;
+        barrier_init(barrier, arrivals<N, KIND, PAIRS>(p, i));
         if (i >= sums && i < rest)
-            tma_expect(at, (uint32_t)p.cluster * (i < squares ? site_shape<N, KIND>::fours * 16 : p.boxes * 4));
+            tma_expect(barrier,
+                       (uint32_t)p.cluster * (i < squares ? site_shape<N, KIND>::fours * 16 : p.boxes * 4));
     }
     tma_barriers_ready();
 }
@@ -57,8 +60,7 @@ static __device__ __forceinline__ void site(const site_args &p)
 {
     typedef site_cast<PAIRS> cast;
     extern __shared__ __align__(1024) char shared[];
-    /* Shuffled, the compiler cannot ask for the thread's number again and again instead of keeping it. The lane's it had better ask
-     * for than spill. */
+    /* The shuffle makes the compiler keep the warp index in a register; the lane index is cheaper to read again than to spill. */
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = (int)threadIdx.x & 31;
     const uint32_t at = shared_address(shared + p.at.barriers), s = p.stages * 8, sums = at + 6 * s,
                    rest = sums + 16 * p.slots;
@@ -70,37 +72,37 @@ static __device__ __forceinline__ void site(const site_args &p)
     b.rank = cluster_rank(), b.cluster = cluster_index(), b.lane = lane;
     b.count = (p.tiles - (int)b.cluster + p.clusters - 1) / p.clusters;
     b.first_channel = (int)b.rank * p.boxes * SITE_BOX;
-    if (warp == cast::bringer) {
+    if (warp == cast::producer) {
         if (lane < (KIND == SITE_BOUNDARY ? 3 : 2)) tma_prefetch(lane == 0 ? &p.x : lane == 1 ? &p.psi : &p.f);
     } else if (lane == 0) {
-        make_barriers<N, KIND, PAIRS>(p, b.at, warp);
+        make_barriers<N, KIND, PAIRS>(p, b.barrier, warp);
     }
     __syncthreads();
-    cluster_arrive(); /* barriers exist; before it sends to another block a warp waits for that one's arrival */
-    let_next_begin(); /* and this one begins where memory is first touched: bringer, clerk, owner */
+    cluster_arrive(); /* barriers exist; a warp waits for this before it sends to another block */
+    let_next_begin(); /* producer, Sinkhorn warp and owner wait for the previous launch before they touch memory */
 
-    if (warp < cast::first_mixer) {
-        set_registers<cast::projector_registers, true>();
-        projector<N, KIND, PAIRS>(p, b, warp);
-    } else if (warp < cast::bringer) {
-        set_registers<cast::mixer_registers, false>();
-        mixer<N, KIND, MODE, IN_OUT, PAIRS>(p, b, warp - cast::first_mixer);
+    if (warp < cast::first_mix) { /* MMA */
+        set_registers<cast::mma_registers, true>();
+        mma_warp<N, KIND, PAIRS>(p, b, warp);
+    } else if (warp < cast::producer) { /* post, and the epilogue: aggregate and norm */
+        set_registers<cast::mix_registers, false>();
+        mix_warp<N, KIND, MODE, IN_OUT, PAIRS>(p, b, warp - cast::first_mix);
     } else {
-        set_registers<cast::server_registers, false>();
-        if (warp == cast::bringer) {
-            bring<N, KIND, PAIRS>(p, b);
+        set_registers<cast::other_registers, false>();
+        if (warp == cast::producer) { /* Producer */
+            producer_warp<N, KIND, PAIRS>(p, b);
         } else {
-            /* The clerk has nothing to do yet, and psi is what all will wait for: the bringer would be later. */
-            if (warp == cast::clerk) {
+            /* psi is on the critical path, and the Sinkhorn warp is idle at the start: it issues the loads before the producer could. */
+            if (warp == cast::sinkhorn) {
                 wait_for_previous();
-                if (lane == 0) bring_psi<N, KIND, site_once<N, KIND, PAIRS>()>(p, b, 0);
+                if (lane == 0) load_psi<N, KIND, site_once<N, KIND, PAIRS>()>(p, b, 0);
                 __syncwarp();
             }
             cluster_wait_for_all();
-            if (warp == cast::owner) own<N, KIND, cast::batches>(p, b);
-            if (warp == cast::adder) adder<N, KIND, PAIRS>(p, b);
+            if (warp == cast::owner) owner_warp<N, KIND, cast::batches>(p, b);
+            if (warp == cast::reduction) reduction_warp<N, KIND, PAIRS>(p, b);
             if constexpr (KIND != SITE_HEAD)
-                if (warp == cast::clerk && has(p.res_out)) clerk<N, cast::batches>(p, b);
+                if (warp == cast::sinkhorn && has(p.res_out)) sinkhorn_warp<N, cast::batches>(p, b);
         }
     }
 }

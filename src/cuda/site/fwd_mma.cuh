@@ -1,32 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The projectors of a site in one launch: psi y and y^2 on tensor cores.
- */
-#ifndef WEFT_CUDA_SINGLE_PASS_PROJECT_CUH
-#define WEFT_CUDA_SINGLE_PASS_PROJECT_CUH
+ * The MMA warps of the fused site kernel: psi y and y^2 on tensor cores. */
+#ifndef WEFT_CUDA_SITE_FWD_MMA_CUH
+#define WEFT_CUDA_SITE_FWD_MMA_CUH
 
 #include "cuda/site/fwd.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
-/* ---- projectors: psi ---------------------------------------------------------------------------------------------------- */
+/* ---- operands of psi ---------------------------------------------------------------------------------------------------- */
 
-static __device__ __forceinline__ float2 take_two(uint32_t from)
+static __device__ __forceinline__ float2 load_shared2(uint32_t from)
 {
     float2 v;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
     return v;
 }
 
-/* psi for the 32 columns of a pair of steps, which are 32 channels of one stream, as operands of the tensor cores. from: rows of
- * pair 0. turn: 1 for the second step first. */
+/* psi of the 32 columns of a pair of steps, 32 channels of one stream, as operands of the tensor cores. from: rows of pair 0. turn: 1
+ * for the second step first. */
 template <int ROWS, int TILES>
-static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t from, int pair, int lane, int turn)
+static __device__ __forceinline__ void load_operands(uint4 (&to)[2 * TILES], uint32_t from, int pair, int lane,
+                                                     int turn)
 {
     const int g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int s = 0; s < 2; s++) {
-        uint2 hi[TILES], lo[TILES]; /* of eight rows; .x: columns 2t, 2t + 1; .y: eight behind these */
+        uint2 hi[TILES], lo[TILES]; /* of eight rows; .x: columns 2t, 2t + 1; .y: columns 2t + 8, 2t + 9 */
 #pragma unroll
         for (int q = 0; q < TILES; q++) {
             float2 v[2] = {};
@@ -34,7 +34,8 @@ static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t
             for (int k = 0; k < 2; k++) {
                 const int row = pair * ROWS + g + 8 * q;
                 if (ROWS % 8 == 0 || g < ROWS)
-                    v[k] = take_two(from + tma_piece(row, (4 * s + 2 * k + (t >> 1)) ^ turn << 2) + (t & 1) * 8);
+                    v[k] =
+                        load_shared2(from + tma_piece(row, (4 * s + 2 * k + (t >> 1)) ^ turn << 2) + (t & 1) * 8);
             }
             split2(hi[q].x, lo[q].x, v[0].x, v[0].y);
             split2(hi[q].y, lo[q].y, v[1].x, v[1].y);
@@ -50,16 +51,16 @@ static __device__ __forceinline__ void take_psi(uint4 (&to)[2 * TILES], uint32_t
     }
 }
 
-/* ---- projectors --------------------------------------------------------------------------------------------------------- */
+/* ---- MMA and partial sums ----------------------------------------------------------------------------------------------- */
 
-/* What a warp sums of a tile. Apart: hi and lo of rows 0-15 are added up at the end, and no product waits for the one before it. A
- * warp that is alone on its quarter of the multiprocessor needs that, others have no registers for it. */
+/* Accumulators of a tile. APART: hi and lo of rows 0-15 have accumulators of their own, added at the end, so no product depends on
+ * the previous one. Needed where an MMA warp is alone on its multiprocessor partition; otherwise there are no registers for it. */
 template <int TILES, bool APART> struct site_sums {
-    float d[TILES == 3 ? 2 + APART : 1][4] = {}, squares[4] = {}; /* apart: lo of rows 0-15 are the third */
+    float d[TILES == 3 ? 2 + APART : 1][4] = {}, squares[4] = {}; /* APART: the third is lo of rows 0-15 */
 };
 
-/* A step: 16 columns. y: the second of their halves twice, so that the operand is there both as B and, in eight rows, as its own
- * transpose: squares are the diagonal. */
+/* A step: 16 columns. y holds its second half twice, so that it serves both as B and, in eight rows, as its own transpose: the
+ * squares are the diagonal of the product. */
 template <int TILES, bool APART>
 static __device__ __forceinline__ void multiply(site_sums<TILES, APART> &s, const uint4 *a, const uint32_t (&y)[4])
 {
@@ -73,8 +74,8 @@ static __device__ __forceinline__ void multiply(site_sums<TILES, APART> &s, cons
 
 /* To [token][row]. D has row g (and g + 8) of tokens 2t, 2t + 1. */
 template <int N, site_kind KIND, bool APART>
-static __device__ __forceinline__ void leave_sums(float *to, const site_sums<site_shape<N, KIND>::tiles, APART> &s,
-                                                  int lane)
+static __device__ __forceinline__ void
+store_partial_sums(float *to, const site_sums<site_shape<N, KIND>::tiles, APART> &s, int lane)
 {
     typedef site_shape<N, KIND> shape;
     const int g = lane >> 2, t = lane & 3;
@@ -92,12 +93,12 @@ static __device__ __forceinline__ void leave_sums(float *to, const site_sums<sit
     if (t == g >> 1) to[g * (shape::fours * 4) + shape::rows] = g & 1 ? s.squares[1] : s.squares[0];
 }
 
-/* psi of a warp, pairs warp, warp + P, ..: what it keeps in registers and what it reads from shared memory. Where the number of
- * pairs is known, the ones lie between the others, so that a read is on its way while the tensor cores work. */
+/* psi of an MMA warp, pairs warp, warp + P, ...: the operands in registers and those in shared memory. Where the number of pairs is
+ * known, the two kinds alternate, so that a shared-memory read overlaps the tensor cores. */
 template <int N, site_kind KIND, int PAIRS> struct site_psi {
     typedef site_shape<N, KIND> shape;
     typedef site_cast<PAIRS> cast;
-    static constexpr int P = cast::projectors, T = shape::tiles, most = site_most<PAIRS>(), all = most * 2 * T;
+    static constexpr int P = cast::mma_warps, T = shape::tiles, most = site_most<PAIRS>(), all = most * 2 * T;
     static constexpr int count = all < cast::kept ? all : cast::kept, spare = all - count;
     uint4 kept[count];
     const uint4 *rest;
@@ -107,75 +108,75 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
     {
         return PAIRS ? k * spare / all : k > count ? k - count : 0;
     }
-    static __host__ __device__ constexpr bool is_kept(int k)
+    static __host__ __device__ constexpr bool in_registers(int k)
     {
         return before(k + 1) == before(k);
     }
-    static __host__ __device__ constexpr int place(int k) /* among its like */
+    static __host__ __device__ constexpr int place(int k) /* index within its kind */
     {
-        return is_kept(k) ? k - before(k) : before(k);
+        return in_registers(k) ? k - before(k) : before(k);
     }
 
-    /* Takes what the bringer brings. */
+    /* Converts psi as it arrives. */
     __device__ __forceinline__ site_psi(const site_args &p, const site_block &b, int warp)
     {
         rest = (const uint4 *)(b.shared + p.at.psi) + warp * 32 + b.lane;
         if constexpr (site_once<N, KIND, PAIRS>())
-            take_all(p, b, warp);
+            load_at_once(p, b, warp);
         else
-            take_some(p, b, warp);
+            load_in_parts(p, b, warp);
     }
-    /* Pair k of those that are there: makes its operands in place. Rows next to each other take their steps in turns: at the same
-     * step they would want the same banks. */
+    /* Converts pair k of the loaded ones in place. Neighbouring rows process the two steps in opposite order to avoid bank
+     * conflicts. */
     __device__ __forceinline__ static void make(uint32_t from, int k, int lane)
     {
         uint4 a[2 * T];
         const int turn = lane >> 2 & 1;
         const uint32_t to = from + k * shape::psi_pair + lane * 16;
-        take_psi<shape::rows, T>(a, from, k, lane, turn);
+        load_operands<shape::rows, T>(a, from, k, lane, turn);
         __syncwarp();
 #pragma unroll
-        for (int e = 0; e < T; e++) put_four(to + (turn * T + e) * 512, a[e]);
+        for (int e = 0; e < T; e++) store_shared4(to + (turn * T + e) * 512, a[e]);
 #pragma unroll
-        for (int e = 0; e < T; e++) put_four(to + ((turn ^ 1) * T + e) * 512, a[T + e]);
+        for (int e = 0; e < T; e++) store_shared4(to + ((turn ^ 1) * T + e) * 512, a[T + e]);
     }
     __device__ __forceinline__ static void together()
     {
         asm volatile("bar.sync 1, %0;" ::"n"(P * 32) : "memory");
     }
-    /* Box after box as they come, a warp makes operands; in a loop, for it is a fifth of the instructions, which have to come from
-     * memory, too. Then it takes them. Those for shared memory go where others' still lie. */
-    __device__ __forceinline__ void take_all(const site_args &p, const site_block &b, int warp)
+    /* Converts box after box as they arrive, in a rolled loop: unrolled it is a fifth of the kernel's instructions, which are fetched
+     * from memory as well. Operands for shared memory are held back until all warps have read theirs: the buffers overlap. */
+    __device__ __forceinline__ void load_at_once(const site_args &p, const site_block &b, int warp)
     {
         const uint32_t from = shared_address(b.shared) + p.at.first_psi;
         const uint32_t mine = from + warp * shape::psi_pair + b.lane * 16;
         uint4 *const more = (uint4 *)rest, aside[spare > 0 ? spare : 1];
 #pragma unroll 1
         for (int k = warp; k < PAIRS * P; k += P) {
-            barrier_wait(b.at.psi_full + k / (2 * N) * 8, 0);
+            barrier_wait(b.barrier.psi_full + k / (2 * N) * 8, 0);
             make(from, k, b.lane);
         }
 #pragma unroll
         for (int k = 0; k < all; k++) {
-            const uint4 a =
-                take_four(mine + k / (2 * T) * (P * shape::psi_pair) + k % (2 * T) * 512); /* as it put them */
-            if (is_kept(k))
-                kept[is_kept(k) ? place(k) : 0] = a;
+            const uint4 a = load_shared4(mine + k / (2 * T) * (P * shape::psi_pair) +
+                                         k % (2 * T) * 512); /* as make() stored them */
+            if (in_registers(k))
+                kept[in_registers(k) ? place(k) : 0] = a;
             else
-                aside[is_kept(k) ? 0 : place(k)] = a;
+                aside[in_registers(k) ? 0 : place(k)] = a;
         }
         if constexpr (spare > 0) {
             together();
 #pragma unroll
             for (int k = 0; k < spare; k++) more[k * (P * 32)] = aside[k];
         }
-        barrier_arrive(b.at.psi_empty);
+        barrier_arrive(b.barrier.psi_empty);
     }
-    /* Some boxes at a time. */
-    __device__ __forceinline__ void take_some(const site_args &p, const site_block &b, int warp)
+    /* psi_boxes boxes at a time. */
+    __device__ __forceinline__ void load_in_parts(const site_args &p, const site_block &b, int warp)
     {
         const uint32_t from = shared_address(b.shared) + p.at.first_psi;
-        const int pairs = PAIRS ? PAIRS : p.pairs, there = p.psi_boxes * 2 * N;
+        const int pairs = PAIRS ? PAIRS : p.pairs, loaded = p.psi_boxes * 2 * N;
         uint4 *const more = (uint4 *)rest;
         uint32_t parity = 0;
 #pragma unroll
@@ -183,33 +184,33 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
 #pragma unroll 1
         for (int first = 0; first < p.boxes; first += p.psi_boxes, parity ^= 1) {
             const int mine = warp - first * 2 * N;
-            barrier_wait(b.at.psi_full, parity);
+            barrier_wait(b.barrier.psi_full, parity);
             if constexpr (shape::in_place)
 #pragma unroll 1
                 for (int k = mine; k < mine + pairs * P; k += P)
-                    if (k >= 0 && k < there) make(from, k, b.lane);
+                    if (k >= 0 && k < loaded) make(from, k, b.lane);
 #pragma unroll
             for (int j = 0; j < most; j++) {
                 uint4 a[2 * T];
                 const int k0 = mine + j * P;
                 if (!PAIRS && j >= pairs) continue;
-                if (k0 < 0 || k0 >= there) continue;
+                if (k0 < 0 || k0 >= loaded) continue;
                 if constexpr (shape::in_place)
 #pragma unroll
                     for (int e = 0; e < 2 * T; e++)
-                        a[e] = take_four(from + k0 * shape::psi_pair + e * 512 + b.lane * 16);
+                        a[e] = load_shared4(from + k0 * shape::psi_pair + e * 512 + b.lane * 16);
                 else
-                    take_psi<shape::rows, T>(a, from, k0, b.lane, 0);
+                    load_operands<shape::rows, T>(a, from, k0, b.lane, 0);
 #pragma unroll
                 for (int e = 0; e < 2 * T; e++) {
                     const int k = j * 2 * T + e;
-                    if (is_kept(k))
-                        kept[is_kept(k) ? place(k) : 0] = a[e];
+                    if (in_registers(k))
+                        kept[in_registers(k) ? place(k) : 0] = a[e];
                     else
                         more[place(k) * (P * 32)] = a[e];
                 }
             }
-            barrier_arrive(b.at.psi_empty);
+            barrier_arrive(b.barrier.psi_empty);
         }
     }
     /* Operands of step s. */
@@ -218,16 +219,16 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
 #pragma unroll
         for (int q = 0; q < T; q++) {
             const int k = s * T + q;
-            a[q] = is_kept(k) ? kept[is_kept(k) ? place(k) : 0] : rest[place(k) * (P * 32)];
+            a[q] = in_registers(k) ? kept[in_registers(k) ? place(k) : 0] : rest[place(k) * (P * 32)];
         }
     }
 };
 
 template <int N, site_kind KIND, int PAIRS>
-static __device__ __forceinline__ void projector(const site_args &p, const site_block &b, int warp)
+static __device__ __forceinline__ void mma_warp(const site_args &p, const site_block &b, int warp)
 {
-    typedef site_rooms<N, KIND, PAIRS> rooms;
-    constexpr int T = site_shape<N, KIND>::tiles, P = site_cast<PAIRS>::projectors;
+    typedef site_partials<N, KIND, PAIRS> partials;
+    constexpr int T = site_shape<N, KIND>::tiles, P = site_cast<PAIRS>::mma_warps;
     constexpr bool APART = site_cast<PAIRS>::wide;
     typedef site_boxes<N, PAIRS> boxes;
     const site_psi<N, KIND, PAIRS> psi(p, b, warp);
@@ -235,20 +236,21 @@ static __device__ __forceinline__ void projector(const site_args &p, const site_
     /* A pair is half (warp & 1) of a box of one stream, pair >> 1; a step is two of its pieces, the second one three times. */
     const uint32_t piece =
         (warp >> 1) * BOX_BYTES + (b.lane & 7) * TMA_ROW + (((b.lane > 7) ^ (b.lane & 7) ^ (warp & 1) << 2) << 4);
-    float *const left = (float *)(b.shared + p.at.sums) + warp * rooms::each;
-    rooms room;
-    site_cursor c;
+    float *const partial_sums = (float *)(b.shared + p.at.sums) + warp * partials::each;
+    partials partial;
+    ring_cursor c;
     cluster_wait_for_all();
 #pragma unroll 1
-    for (int i = 0; i < b.count; i++, c.next(p.stages), room.next()) {
+    for (int i = 0; i < b.count; i++, c.next(p.stages), partial.next()) {
+        /* MMA */
         site_sums<T, APART> s;
         const uint32_t from = tiles + c.stage * p.at.stage + piece;
-        barrier_wait((KIND == SITE_BOUNDARY ? b.at.mixed : b.at.full) + c.stage * 8, c.parity);
+        barrier_wait((KIND == SITE_BOUNDARY ? b.barrier.mixed : b.barrier.full) + c.stage * 8, c.parity);
 #pragma unroll
         for (int j = 0; j < site_most<PAIRS>(); j++) {
             if (!PAIRS && j >= p.pairs) break;
             if (KIND == SITE_BOUNDARY && boxes::split && j == boxes::first_pairs)
-                barrier_wait(b.at.mixed_left + c.stage * 8, c.parity);
+                barrier_wait(b.barrier.mixed_remaining + c.stage * 8, c.parity);
 #pragma unroll
             for (int k = 0; k < 2; k++) {
                 uint32_t y[4];
@@ -258,9 +260,10 @@ static __device__ __forceinline__ void projector(const site_args &p, const site_
                 multiply<T, APART>(s, a, y);
             }
         }
-        barrier_wait(b.at.left_empty + room.at * 8, room.parity ^ 1);
-        leave_sums<N, KIND, APART>(left + room.at * rooms::floats, s, b.lane);
-        barrier_arrive(b.at.left_full + room.at * 8);
+        /* Epilogue: partial sums */
+        barrier_wait(b.barrier.partial_empty + partial.buffer * 8, partial.parity ^ 1);
+        store_partial_sums<N, KIND, APART>(partial_sums + partial.buffer * partials::floats, s, b.lane);
+        barrier_arrive(b.barrier.partial_full + partial.buffer * 8);
     }
 }
 

@@ -1,23 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Those who serve all blocks of a site in one launch: owner and clerk.
- */
-#ifndef WEFT_CUDA_SINGLE_PASS_OWN_CUH
-#define WEFT_CUDA_SINGLE_PASS_OWN_CUH
+ * The reduction owner and the Sinkhorn warp of the fused site kernel: each block has both for the tokens that it owns. */
+#ifndef WEFT_CUDA_SITE_FWD_OWNER_CUH
+#define WEFT_CUDA_SITE_FWD_OWNER_CUH
 
 #include "cuda/mhc/token_math.cuh"
 #include "cuda/site/fwd.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
-/* Tokens of this cluster, without those behind the last. */
+/* Tokens of this cluster, without the padding of the last tile. */
 static __device__ __forceinline__ int64_t site_live(const site_args &p, const site_block &b)
 {
     const int64_t cut = site_token(p, b, b.count - 1, SITE_TILE) - p.tokens;
     return (int64_t)b.count * SITE_TILE - (cut > 0 ? cut : 0);
 }
 
-/* Notes of a token that are not all fp32. */
+/* Per-token outputs that are not all fp32. */
 template <int N, int R>
 static __device__ __noinline__ void write_loose(const site_args &p, int64_t token, int lane, float h, float ms,
                                                 float gate)
@@ -32,8 +31,8 @@ static __device__ __noinline__ void write_loose(const site_args &p, int64_t toke
     }
 }
 
-/* What a lane writes of a token: one of h, and of pre, post or the mean square. Where all are fp32, which is the rule, two
- * places and the way to the next token's are known from the start. */
+/* Outputs of a lane for a token: one value of h, and one of pre, post or the mean square. Where all are fp32, the common case, two
+ * pointers and their strides are computed once. */
 template <int N, int R> struct site_notes {
     char *h = nullptr, *other = nullptr;
     int64_t h_step, other_step;
@@ -63,7 +62,7 @@ template <int N, int R> struct site_notes {
     }
 };
 
-/* The slices of a value in the order of the blocks. */
+/* Adds the slices of a value in block order. */
 template <int CLUSTER> static __device__ __forceinline__ float add_slices_of(const float *from)
 {
     float sum = 0.0f;
@@ -82,17 +81,18 @@ static __device__ __forceinline__ float add_slices(const float *from, int cluste
     return sum;
 }
 
-/* The same four floats (or two) to the same place of every block. */
+/* Sends the same N floats to the same offset of every block. */
 template <int N>
-static __device__ __forceinline__ void to_all(const site_args &p, const site_block &b, uint32_t at,
-                                              const float (&v)[N], uint32_t barrier)
+static __device__ __forceinline__ void broadcast(const site_args &p, const site_block &b, uint32_t at,
+                                                 const float (&v)[N], uint32_t barrier)
 {
     if (b.lane < p.cluster) cluster_send(cluster_address(at, b.lane), v, cluster_address(barrier, b.lane));
 }
 
-/* Where pre_in is given nobody waits for the values, but everybody does for the barrier: no owner may fall behind. */
+/* Reduction owner. With pre_in the values sent are not read, but every block waits for the barrier, so that no owner falls
+ * behind. */
 template <int N, site_kind KIND, int BATCHES>
-static __device__ __forceinline__ void own(const site_args &p, const site_block &b)
+static __device__ __forceinline__ void owner_warp(const site_args &p, const site_block &b)
 {
     constexpr int R = site_shape<N, KIND>::rows, LOGITS = BATCHES * SITE_TILE;
     const int lane = b.lane, kind = lane < N ? 0 : lane < 2 * N ? 1 : 2, column = lane <= R ? lane : 0;
@@ -108,18 +108,18 @@ static __device__ __forceinline__ void own(const site_args &p, const site_block 
     for (; at.tile < (uint32_t)b.count; at.next(p)) {
         const float *const from =
             (const float *)(b.shared + p.at.received) + at.slot * p.cluster * SITE_ROW + column;
-        barrier_wait(b.at.sums + at.slot * 8, at.parity);
+        barrier_wait(b.barrier.sums + at.slot * 8, at.parity);
         const float h = add_slices(from, p.cluster);
         const float ms = __shfl_sync(0xffffffffu, h, R) * p.mean;
         const float inv = mm_inv_rms(ms, p.numbers.rms_eps, p.numbers.rms_eps_kind);
         const float z = mm_gate_logit(h, inv, alpha, beta);
         const bool is_live = at.tile * SITE_TILE + at.row < live;
         if constexpr (KIND != SITE_HEAD) {
-            if (is_live && has(p.res_out)) { /* first: with few tokens the clerk is the last to be done */
+            if (is_live && has(p.res_out)) { /* first: with few tokens the Sinkhorn warp finishes last */
                 const uint32_t batch = at.k / SITE_TILE % BATCHES;
-                barrier_wait(b.at.logits_empty + batch * 8, (at.k / LOGITS & 1) ^ 1);
+                barrier_wait(b.barrier.logits_empty + batch * 8, (at.k / LOGITS & 1) ^ 1);
                 if (lane >= 2 * N && lane < R) logits[(lane - 2 * N) * LOGITS + at.k % LOGITS] = z;
-                barrier_arrive(b.at.logits_full + batch * 8);
+                barrier_arrive(b.barrier.logits_full + batch * 8);
             }
         }
         const float gate = gate_of(z, kind, p.numbers);
@@ -127,16 +127,18 @@ static __device__ __forceinline__ void own(const site_args &p, const site_block 
         float pre[N];
 #pragma unroll
         for (int i = 0; i < N; i++) pre[i] = __shfl_sync(0xffffffffu, stored, i);
-        if (lane == 0) tma_expect(b.at.sums + at.slot * 8, (uint32_t)p.cluster * site_shape<N, KIND>::fours * 16);
+        if (lane == 0)
+            tma_expect(b.barrier.sums + at.slot * 8, (uint32_t)p.cluster * site_shape<N, KIND>::fours * 16);
         __syncwarp();
-        to_all<N>(p, b, has(p.pre_in) ? aside : pre_at + (at.stage * SITE_TILE + at.row) * N * 4, pre,
-                  b.at.pre + at.stage * 8);
+        broadcast<N>(p, b, has(p.pre_in) ? aside : pre_at + (at.stage * SITE_TILE + at.row) * N * 4, pre,
+                     b.barrier.pre + at.stage * 8);
         if (is_live) notes.write(p, site_token(p, b, (int)at.tile, (int)at.row), h, ms, gate);
     }
 }
 
-/* One token a lane. */
-template <int N, int BATCHES> static __device__ __forceinline__ void clerk(const site_args &p, const site_block &b)
+/* Sinkhorn warp: one token per lane. */
+template <int N, int BATCHES>
+static __device__ __forceinline__ void sinkhorn_warp(const site_args &p, const site_block &b)
 {
     constexpr int LOGITS = BATCHES * SITE_TILE;
     const int64_t live = site_live(p, b), mine = (live - (int64_t)b.rank + p.cluster - 1) >> p.cluster_log;
@@ -147,14 +149,14 @@ template <int N, int BATCHES> static __device__ __forceinline__ void clerk(const
         const int64_t k = k0 + b.lane % SITE_TILE;
         const uint32_t batch = k0 / SITE_TILE % BATCHES, parity = k0 / LOGITS & 1;
         float z[N * N];
-        /* The last tokens may be fewer than eight: the barrier counts those that never come. */
+        /* The last batch may have fewer than eight tokens: this warp arrives for the missing ones. */
 #pragma unroll 1
         for (int64_t missing = mine; missing < k0 + SITE_TILE; missing++)
-            barrier_arrive(b.at.logits_full + batch * 8);
-        barrier_wait(b.at.logits_full + batch * 8, parity);
+            barrier_arrive(b.barrier.logits_full + batch * 8);
+        barrier_wait(b.barrier.logits_full + batch * 8, parity);
 #pragma unroll
         for (int e = 0; e < N * N; e++) z[e] = logits[e * LOGITS + k % LOGITS];
-        barrier_arrive(b.at.logits_empty + batch * 8);
+        barrier_arrive(b.barrier.logits_empty + batch * 8);
         if (b.lane >= SITE_TILE || k >= mine) continue;
         sinkhorn_fwd<N>(z, p.numbers);
         const int64_t number = (int64_t)b.rank + (k << p.cluster_log);

@@ -6,13 +6,13 @@ static int64_t ceil_div(int64_t a, int64_t b)
     return (a + b - 1) / b;
 }
 
-/* Two steps of 16 columns, the half of a box of one stream, are the unit of the projectors' work; of eight each has as many. */
+/* Pairs of steps of each of eight MMA warps. A pair is two steps of 16 columns: half a box of one stream. */
 static int64_t pairs_of(int64_t boxes, int64_t streams)
 {
     return boxes * streams / 4;
 }
 
-/* The smallest cluster whose blocks have little enough psi to keep several tiles beside it; the largest may have more. */
+/* Chooses the smallest cluster whose blocks hold several tiles beside their psi; the largest cluster may hold more psi. */
 static void cut(weft_site_plan *p, int64_t streams, int64_t channels)
 {
     const int64_t even = 4 / streams, few = streams == 4 ? SITE_FEW_PAIRS + 1 : SITE_FEW_PAIRS;
@@ -38,7 +38,7 @@ static int32_t take(int32_t *at, int64_t bytes)
     return from;
 }
 
-/* psi of 64 channels as it comes from memory: two boxes of 32 fp32 channels, all rows and streams. */
+/* psi of 64 channels in its memory layout: two boxes of 32 fp32 channels, all rows and streams. */
 static int32_t psi_bytes(const weft_site_facts *f)
 {
     return (int32_t)(2 * f->rows * f->streams * 128);
@@ -60,7 +60,7 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     at += p->stages * r->stage;
     r->psi = end = at;
     at += (int32_t)spare;
-    /* Taken at once, psi may lie where some of its operands will: one tile more has room beside it. */
+    /* Loaded at once, psi may overlap the buffer of its operands, which leaves room for one more tile. */
     if (once) end = at;
     p->psi_boxes = (end - r->tiles - r->stage) / psi_bytes(f);
     if (p->psi_boxes > p->boxes) p->psi_boxes = p->boxes;

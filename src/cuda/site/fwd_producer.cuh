@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The bringer of a site in one launch: tiles, coefficients and psi into shared memory.
- */
-#ifndef WEFT_CUDA_SINGLE_PASS_BRING_CUH
-#define WEFT_CUDA_SINGLE_PASS_BRING_CUH
+ * The producer warp of the fused site kernel: loads tiles, coefficients and psi into shared memory. */
+#ifndef WEFT_CUDA_SITE_FWD_PRODUCER_CUH
+#define WEFT_CUDA_SITE_FWD_PRODUCER_CUH
 
 #include "cuda/site/fwd.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
-/* A line of N floats, or one float; zeros where it is not there. */
+/* A line of N floats, or one float; zeros where it is invalid. */
 template <int BYTES> static __device__ __forceinline__ void copy_line(uint32_t to, const void *from, bool valid)
 {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES),
@@ -17,19 +16,19 @@ template <int BYTES> static __device__ __forceinline__ void copy_line(uint32_t t
                  : "memory");
 }
 
-/* An arrival on the barrier when what this thread copied is there. */
+/* Arrives on the barrier when the copies of this thread have completed. */
 static __device__ __forceinline__ void copy_arrive(uint32_t barrier)
 {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/* Coefficients of post: a lane copies the same lines of every tile, so it walks along them. A token has post and the rows of
- * the matrix, as they lie in memory. */
+/* Coefficients of post: a lane copies the same lines of every tile and advances its pointers. A token has post and the rows of
+ * the matrix in memory order. */
 template <int N> struct site_lines {
     static constexpr int each = N + 1, rounds = (SITE_TILE * each + 31) / 32;
     const char *from[rounds];
     int64_t step[rounds];
-    int token[rounds]; /* of a tile; SITE_TILE: there is none */
+    int token[rounds]; /* of a tile; SITE_TILE: none */
 
     __device__ __forceinline__ void begin(const site_args &p, const site_block &b)
     {
@@ -55,7 +54,7 @@ template <int N> struct site_lines {
     }
 };
 
-/* Coefficients that do not lie in lines, a float at a time. */
+/* Coefficients of any strides, a float at a time. */
 template <int N>
 static __device__ __noinline__ void copy_loose(const site_args &p, const site_block &b, int64_t first, uint32_t to)
 {
@@ -65,17 +64,17 @@ static __device__ __noinline__ void copy_loose(const site_args &p, const site_bl
         const int row = e / EACH, k = e - row * EACH - N;
         const bool valid = first + row < p.tokens;
         const int64_t token = valid ? first + row : 0;
-        const int64_t at = k < 0 ? token * p.post.stride[0] + (k + N) * p.post.stride[1]
-                                 : token * p.res.stride[0] + k / N * p.res.stride[1] + k % N * p.res.stride[2];
-        copy_line<4>(to + e * 4, (k < 0 ? p.post.data : p.res.data) + at * 4, valid);
+        const int64_t offset = k < 0 ? token * p.post.stride[0] + (k + N) * p.post.stride[1]
+                                     : token * p.res.stride[0] + k / N * p.res.stride[1] + k % N * p.res.stride[2];
+        copy_line<4>(to + e * 4, (k < 0 ? p.post.data : p.res.data) + offset * 4, valid);
     }
 }
 
-/* One lane: this block's boxes of a tile. Without post nothing is hinted: a hint costs 6 % of a head's time, also one that asks for
- * what is done anyway. */
+/* One lane: loads this block's boxes of a tile. Without post there is no cache hint: any hint, the default policy included, costs
+ * 6 % of the head's time. */
 template <int STREAMS, bool POST>
-static __device__ __forceinline__ void bring_rows(const site_args &p, const site_block &b, uint32_t to,
-                                                  const CUtensorMap *map, int token, uint32_t barrier, bool keep)
+static __device__ __forceinline__ void load_rows(const site_args &p, const site_block &b, uint32_t to,
+                                                 const CUtensorMap *map, int token, uint32_t barrier, bool keep)
 {
     int channel = p.rows ? 0 : b.first_channel;
     const int box = p.rows ? (int)b.rank * p.boxes : 0;
@@ -87,132 +86,133 @@ static __device__ __forceinline__ void bring_rows(const site_args &p, const site
             tma_load4(to, map, channel, token, 0, box, barrier);
 }
 
-/* One lane: psi of boxes of 64 channels from `box` on, as many as have room. */
+/* One lane: loads psi of as many boxes of 64 channels from `box` on as fit. */
 template <int N, site_kind KIND, bool ONCE>
-static __device__ __forceinline__ void bring_psi(const site_args &p, const site_block &b, int box)
+static __device__ __forceinline__ void load_psi(const site_args &p, const site_block &b, int box)
 {
     typedef site_shape<N, KIND> shape;
     const int count = p.boxes - box < p.psi_boxes ? p.boxes - box : p.psi_boxes;
     uint32_t to = shared_address(b.shared) + p.at.first_psi;
-    if (!ONCE) tma_expect(b.at.psi_full, (uint32_t)(count * shape::psi_box));
+    if (!ONCE) tma_expect(b.barrier.psi_full, (uint32_t)(count * shape::psi_box));
 #pragma unroll 1
     for (int k = 0; k < count; k++, to += shape::psi_box) {
-        const int at = 2 * ((int)b.rank * p.boxes + box + k); /* of 32 channels */
-        const uint32_t barrier = b.at.psi_full + (ONCE ? k * 8 : 0);
+        const int column = 2 * ((int)b.rank * p.boxes + box + k); /* of 32 channels */
+        const uint32_t barrier = b.barrier.psi_full + (ONCE ? k * 8 : 0);
         if (ONCE) tma_expect(barrier, shape::psi_box);
         if (p.psi_rows) {
-            tma_load4(to, &p.psi, 0, 0, at, 0, barrier);
+            tma_load4(to, &p.psi, 0, 0, column, 0, barrier);
             continue;
         }
 #pragma unroll 1
         for (int pair = 0; pair < 2 * N; pair++)
-            tma_load4(to + pair * shape::psi_pair, &p.psi, (at + (pair & 1)) * (TMA_ROW / 4), 0, 0, pair >> 1,
+            tma_load4(to + pair * shape::psi_pair, &p.psi, (column + (pair & 1)) * (TMA_ROW / 4), 0, 0, pair >> 1,
                       barrier);
     }
 }
 
-/* The rest of psi; afterwards its place is free. */
+/* Loads the remaining psi; on return its buffer is free. */
 template <int N, site_kind KIND, bool ONCE>
-static __device__ __forceinline__ void bring_rest(const site_args &p, const site_block &b)
+static __device__ __forceinline__ void load_remaining_psi(const site_args &p, const site_block &b)
 {
     uint32_t parity = 0;
 #pragma unroll 1
     for (int box = p.psi_boxes; box < p.boxes; box += p.psi_boxes, parity ^= 1) {
-        barrier_wait(b.at.psi_empty, parity);
+        barrier_wait(b.barrier.psi_empty, parity);
         if (b.lane == 0) {
-            tma_publish(); /* operands were made there */
-            bring_psi<N, KIND, ONCE>(p, b, box);
+            tma_publish(); /* generic-proxy writes of the operands come before the TMA writes */
+            load_psi<N, KIND, ONCE>(p, b, box);
         }
         __syncwarp();
     }
-    barrier_wait(b.at.psi_empty, parity);
+    barrier_wait(b.barrier.psi_empty, parity);
 }
 
-/* f of a tile, where it has a place of its own. It comes when the tile before is mixed, which is soon enough where the L2 has it
- * already. Tiles are not asked for sooner than that either: more of them on their way would be slower. */
-static __device__ __forceinline__ void bring_f(const site_args &p, const site_block &b, int i)
+/* Loads f of a tile into its own buffer. The load is issued when the previous tile is mixed, early enough because the prefetch has
+ * put f in the L2. Tiles are not loaded earlier either: more loads in flight are slower. */
+static __device__ __forceinline__ void load_f(const site_args &p, const site_block &b, int i)
 {
     constexpr int AHEAD = 2;
-    barrier_wait(b.at.f_empty, (i & 1) ^ 1);
+    barrier_wait(b.barrier.f_empty, (i & 1) ^ 1);
     if (b.lane == 0) {
-        tma_expect(b.at.f_full, (uint32_t)p.boxes * BOX_BYTES);
-        bring_rows<1, true>(p, b, shared_address(b.shared + p.at.f), &p.f, (int)site_token(p, b, i, 0), b.at.f_full,
-                            false);
+        tma_expect(b.barrier.f_full, (uint32_t)p.boxes * BOX_BYTES);
+        load_rows<1, true>(p, b, shared_address(b.shared + p.at.f), &p.f, (int)site_token(p, b, i, 0),
+                           b.barrier.f_full, false);
         if (p.rows && i + AHEAD < b.count)
             tma_prefetch4(&p.f, 0, (int)site_token(p, b, i + AHEAD, 0), 0, (int)b.rank * p.boxes);
     }
     __syncwarp();
 }
 
-/* Where new streams are made, and more than the L2 holds, the old ones shall be the last to leave it, though nobody will read them
- * again: what leaves it then are the new ones, and soon, and that is faster. So that they are not in the way of the next launch those
- * that may still be there are let go when all tiles have been asked for, and the last tiles are not kept at all. */
-static __device__ __forceinline__ bool is_kept(const site_args &p, const site_block &b, int i)
+/* Input streams are loaded with evict_last when the new streams exceed the L2: the L2 then evicts the new streams early, which is
+ * faster than evicting the input, although the input is not read again. release_streams resets the policy after the last load so
+ * that the next launch finds the L2 free; the last tiles are not kept at all. */
+static __device__ __forceinline__ bool keeps_in_l2(const site_args &p, const site_block &b, int i)
 {
     return p.old && i < b.count - p.stages;
 }
 
-template <int N> static __device__ __forceinline__ void let_go(const site_args &p, const site_block &b)
+template <int N> static __device__ __forceinline__ void release_streams(const site_args &p, const site_block &b)
 {
     const int64_t row = b.lane % N * p.old_stream + b.first_channel * (int64_t)sizeof(bf16);
     const int boxes = min(p.boxes, (p.channels - b.first_channel + SITE_BOX - 1) / SITE_BOX);
     if (b.lane >= SITE_TILE * N) return;
 #pragma unroll 1
-    for (int i = max(b.count - p.in_cache, 0); is_kept(p, b, i); i++) {
-        const char *const at = p.old + site_token(p, b, i, b.lane / N) * p.old_token + row;
+    for (int i = max(b.count - p.in_cache, 0); keeps_in_l2(p, b, i); i++) {
+        const char *const from = p.old + site_token(p, b, i, b.lane / N) * p.old_token + row;
 #pragma unroll 1
-        for (int k = 0; k < boxes; k++) make_normal(at + k * TMA_ROW);
+        for (int k = 0; k < boxes; k++) make_normal(from + k * TMA_ROW);
     }
 }
 
-/* Barriers for what comes back of a tile are armed before the tile is there. */
+/* Producer. The barriers of a tile's results, pre and inverse, are armed before the tile's load is issued. */
 template <int N, site_kind KIND, int PAIRS>
-static __device__ __forceinline__ void bring(const site_args &p, const site_block &b)
+static __device__ __forceinline__ void producer_warp(const site_args &p, const site_block &b)
 {
     constexpr bool POST = KIND == SITE_BOUNDARY, APART = POST && site_cast<PAIRS>::wide;
     constexpr bool ONCE = site_once<N, KIND, PAIRS>();
     const uint32_t tiles = shared_address(b.shared + p.at.tiles), coef = shared_address(b.shared + p.at.coef);
     const uint32_t pre = shared_address(b.shared + p.at.pre) + b.lane * 4;
     site_lines<N> lines;
-    site_cursor c;
+    ring_cursor c;
 #pragma unroll 1
     for (int i = 0; i < b.count; i++, c.next(p.stages)) {
-        const uint32_t barrier = b.at.full + c.stage * 8;
+        const uint32_t barrier = b.barrier.full + c.stage * 8;
         const int64_t token = site_token(p, b, i, 0);
-        if (i == p.early) bring_rest<N, KIND, ONCE>(p, b);
-        barrier_wait(b.at.empty + c.stage * 8, c.parity ^ 1);
-        if (i == 0) wait_for_previous(); /* what others read or write of memory they do when something has come */
+        if (i == p.early) load_remaining_psi<N, KIND, ONCE>(p, b);
+        barrier_wait(b.barrier.empty + c.stage * 8, c.parity ^ 1);
+        if (i == 0) wait_for_previous(); /* other warps access memory only after a load has arrived */
         if (b.lane == 0) {
             const uint32_t to = tiles + c.stage * p.at.stage;
-            tma_publish(); /* what the mixers wrote here comes before what the copy engine writes */
+            tma_publish(); /* generic-proxy writes of the mix warps come before the TMA writes */
             tma_expect(barrier, (uint32_t)p.boxes * (N + (POST && !APART)) * BOX_BYTES);
-            bring_rows<N, POST>(p, b, to, &p.x, (int)token, barrier, is_kept(p, b, i));
+            load_rows<N, POST>(p, b, to, &p.x, (int)token, barrier, keeps_in_l2(p, b, i));
             if constexpr (POST && !APART)
-                bring_rows<1, POST>(p, b, to + p.boxes * N * BOX_BYTES, &p.f, (int)token, barrier, false);
-            tma_expect(b.at.pre + c.stage * 8, SITE_TILE * N * 4);
-            if (p.norm) tma_expect(b.at.inverse + c.stage * 8, SITE_TILE * 4);
+                load_rows<1, POST>(p, b, to + p.boxes * N * BOX_BYTES, &p.f, (int)token, barrier, false);
+            tma_expect(b.barrier.pre + c.stage * 8, SITE_TILE * N * 4);
+            if (p.norm) tma_expect(b.barrier.inverse + c.stage * 8, SITE_TILE * 4);
         }
         __syncwarp();
-        if constexpr (APART) bring_f(p, b, i);
+        if constexpr (APART) load_f(p, b, i);
         if constexpr (POST) {
-            const uint32_t at = coef + c.stage * (SITE_TILE * (N + N * N) * 4);
+            const uint32_t to = coef + c.stage * (SITE_TILE * (N + N * N) * 4);
             if (i == 0) lines.begin(p, b);
             if (p.coef_lines)
-                lines.copy(p, b, token, at);
+                lines.copy(p, b, token, to);
             else
-                copy_loose<N>(p, b, token, at);
+                copy_loose<N>(p, b, token, to);
         }
         if (has(p.pre_in)) {
             const int row = b.lane / N;
             const bool valid = token + row < p.tokens;
-            const int64_t at = valid ? (token + row) * p.pre_in.stride[0] + b.lane % N * p.pre_in.stride[1] : 0;
-            if (row < SITE_TILE) copy_line<4>(pre + c.stage * (SITE_TILE * N * 4), p.pre_in.data + at * 4, valid);
+            const int64_t offset = valid ? (token + row) * p.pre_in.stride[0] + b.lane % N * p.pre_in.stride[1] : 0;
+            if (row < SITE_TILE)
+                copy_line<4>(pre + c.stage * (SITE_TILE * N * 4), p.pre_in.data + offset * 4, valid);
         }
         if (POST || has(p.pre_in)) copy_arrive(barrier);
         if (i == 0) cluster_wait_for_all();
     }
-    if (b.count <= p.early) bring_rest<N, KIND, ONCE>(p, b);
-    if constexpr (POST) let_go<N>(p, b);
+    if (b.count <= p.early) load_remaining_psi<N, KIND, ONCE>(p, b);
+    if constexpr (POST) release_streams<N>(p, b);
 }
 
 #endif

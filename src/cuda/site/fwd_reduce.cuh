@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The adder of a site in one launch: sums of a tile, from the projectors to the tokens' owners; squares of the tokens that
- * this block owns, from all blocks and back.
- */
-#ifndef WEFT_CUDA_SINGLE_PASS_ADD_CUH
-#define WEFT_CUDA_SINGLE_PASS_ADD_CUH
+ * The reduction warp of the fused site kernel: adds the partial sums of a tile and sends them to the tokens' owners; adds the
+ * squares of the tokens that this block owns and returns the norm's factor to all blocks. */
+#ifndef WEFT_CUDA_SITE_FWD_REDUCE_CUH
+#define WEFT_CUDA_SITE_FWD_REDUCE_CUH
 
 #include "cuda/common/reduce.cuh"
 #include "cuda/norm/rmsnorm.cuh"
@@ -13,16 +12,16 @@
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
 /* A lane has four sums of a token, of four or of all tokens of a tile at a time. */
-template <int N, site_kind KIND, int PAIRS> struct site_adder {
-    typedef site_rooms<N, KIND, PAIRS> rooms;
+template <int N, site_kind KIND, int PAIRS> struct site_reduction {
+    typedef site_partials<N, KIND, PAIRS> partials;
     static constexpr int fours = site_shape<N, KIND>::fours,
                          each = fours * SITE_TILE > 32 ? SITE_TILE / 2 : SITE_TILE;
     static constexpr int times = SITE_TILE / each;
     int row, four;
     site_deal deal[times];
-    rooms room;
+    partials partial;
 
-    __device__ __forceinline__ site_adder(const site_args &p, const site_block &b)
+    __device__ __forceinline__ site_reduction(const site_args &p, const site_block &b)
         : row(b.lane / fours), four(b.lane % fours)
     {
 #pragma unroll
@@ -30,36 +29,36 @@ template <int N, site_kind KIND, int PAIRS> struct site_adder {
     }
     __device__ __forceinline__ uint32_t barrier(const site_block &b) const
     {
-        return b.at.left_full + room.at * 8;
+        return b.barrier.partial_full + partial.buffer * 8;
     }
-    /* The next tile, whose sums are there. */
+    /* Adds the next tile; its partial sums must have arrived. */
     __device__ __forceinline__ void add(const site_args &p, const site_block &b)
     {
-        const float4 *const left =
-            (const float4 *)(b.shared + p.at.sums) + room.at * (rooms::floats / 4) + (row < each ? b.lane : 0);
+        const float4 *const partial_sums = (const float4 *)(b.shared + p.at.sums) +
+                                           partial.buffer * (partials::floats / 4) + (row < each ? b.lane : 0);
         const uint32_t received = shared_address(b.shared + p.at.received) + (b.rank * SITE_ROW + four * 4) * 4;
         float sum[times][4] = {};
 #pragma unroll
         for (int k = 0; k < times; k++)
 #pragma unroll
-            for (int w = 0; w < site_cast<PAIRS>::projectors; w++) {
-                const float4 v = left[w * (rooms::each / 4) + k * each * fours];
+            for (int w = 0; w < site_cast<PAIRS>::mma_warps; w++) {
+                const float4 v = partial_sums[w * (partials::each / 4) + k * each * fours];
                 sum[k][0] += v.x, sum[k][1] += v.y, sum[k][2] += v.z, sum[k][3] += v.w;
             }
-        barrier_arrive(b.at.left_empty + room.at * 8);
+        barrier_arrive(b.barrier.partial_empty + partial.buffer * 8);
 #pragma unroll
         for (int k = 0; k < times; k++) {
             const uint32_t owner = deal[k].owner(p), slot = deal[k].slot;
             if (row < each)
                 cluster_send(cluster_address(received + slot * p.cluster * (SITE_ROW * 4), owner), sum[k],
-                             cluster_address(b.at.sums + slot * 8, owner));
+                             cluster_address(b.barrier.sums + slot * 8, owner));
             deal[k].next_tile(p);
         }
-        room.next();
+        partial.next();
     }
 };
 
-/* The factor of the norm of a token that this block owns, to all blocks. */
+/* Sends the norm's factor of a token that this block owns to all blocks. */
 static __device__ __forceinline__ void add_squares(const site_args &p, const site_block &b, const site_owned &at)
 {
     const float *const from = (const float *)(b.shared + p.at.received) + at.slot * p.cluster * SITE_ROW;
@@ -70,24 +69,25 @@ static __device__ __forceinline__ void add_squares(const site_args &p, const sit
     for (int box = b.lane; box < boxes; box += 32) squares += from[box];
     squares = warp_sum(squares);
     const float inverse = inverse_rms(squares, p.channels, p.sub_eps);
-    if (b.lane == 0) tma_expect(b.at.squares + at.slot * 8, (uint32_t)boxes * 4);
+    if (b.lane == 0) tma_expect(b.barrier.squares + at.slot * 8, (uint32_t)boxes * 4);
     __syncwarp();
     if (b.lane < p.cluster)
-        cluster_send(cluster_address(to, b.lane), inverse, cluster_address(b.at.inverse + at.stage * 8, b.lane));
+        cluster_send(cluster_address(to, b.lane), inverse,
+                     cluster_address(b.barrier.inverse + at.stage * 8, b.lane));
 }
 
 template <int N, site_kind KIND, int PAIRS>
-static __device__ __forceinline__ void adder(const site_args &p, const site_block &b)
+static __device__ __forceinline__ void reduction_warp(const site_args &p, const site_block &b)
 {
-    site_adder<N, KIND, PAIRS> sums(p, b);
+    site_reduction<N, KIND, PAIRS> sums(p, b);
     site_owned norm(p, b);
     int added = 0;
     if (!p.norm) norm.tile = b.count;
 #pragma unroll 1
     while (added < b.count || norm.tile < (uint32_t)b.count) {
-        if (added < b.count && is_over(sums.barrier(b), sums.room.parity))
+        if (added < b.count && is_over(sums.barrier(b), sums.partial.parity))
             sums.add(p, b), added++;
-        else if (norm.tile < (uint32_t)b.count && is_over(b.at.squares + norm.slot * 8, norm.parity))
+        else if (norm.tile < (uint32_t)b.count && is_over(b.barrier.squares + norm.slot * 8, norm.parity))
             add_squares(p, b, norm), norm.next(p);
         else
             __nanosleep(20);

@@ -1,34 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The serving warps of boundary's backward pass [M11]: tiles in, tiles out, and the sums over channels of the eight that
- * work, site/bwd_work.cuh. */
-#ifndef WEFT_CUDA_MHC_BOUNDARY_BWD_SERVE_CUH
-#define WEFT_CUDA_MHC_BOUNDARY_BWD_SERVE_CUH
+ * The load/store warps of the fused backward kernel [M11]: one producer warp loads tiles, three store warps write the gradients
+ * and add the sums over channels of the compute warps, site/bwd_compute.cuh. */
+#ifndef WEFT_CUDA_SITE_BWD_LOAD_STORE_CUH
+#define WEFT_CUDA_SITE_BWD_LOAD_STORE_CUH
 
 #include "cuda/site/bwd_pass.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
-/* One thread: tiles in. */
+/* Producer: one thread loads the tiles. */
 template <int N, bool FULL_, site_kind KIND>
-static __device__ __forceinline__ void bring(const fused_args &p, const tiles_of_block &b)
+static __device__ __forceinline__ void load_tiles(const fused_args &p, const tiles_of_block &b)
 {
     typedef sizes<N, FULL_, KIND> S;
     constexpr bool POST = KIND == SITE_BOUNDARY;
     const uint32_t tiles = shared_address(b.shared), records = tiles + S::records;
     auto load_record = [&](const tile_walk &i) {
-        tma_load_bytes(records + i.ring.slot * S::record,
+        tma_load_bytes(records + i.ring.stage * S::record,
                        p.records + (int64_t)i.tile * (BOUNDARY_TILE * boundary_record<N, KIND>::pieces), S::record,
-                       b.at.full + i.ring.slot * 8);
+                       b.barrier.full + i.ring.stage * 8);
     };
     auto load_tile = [&](const tile_walk &i) {
-        const uint32_t barrier = b.at.full + i.ring.slot * 8;
+        const uint32_t barrier = b.barrier.full + i.ring.stage * 8;
         const int token = i.tile * BOUNDARY_TILE;
         tma_expect(barrier, S::record + 2 * S::box + (POST ? 2 * S::row_box : 0) + (p.has_d_y ? 2 * S::box : 0) +
                                 (p.has_row ? 2 * S::row_box : 0));
 #pragma unroll 1
         for (int k = 0; k < 2; k++) {
-            const uint32_t to = tiles + i.ring.slot * S::tile + k * S::row_box;
+            const uint32_t to = tiles + i.ring.stage * S::tile + k * S::row_box;
             const int c = i.slice * BOUNDARY_SLICE + k * TMA_CHANNELS;
             tma_load(to + S::x + k * (S::box - S::row_box), &p.x, c, token, barrier);
             if (POST) tma_load(to + S::f, &p.f, c, token, barrier);
@@ -36,32 +36,32 @@ static __device__ __forceinline__ void bring(const fused_args &p, const tiles_of
             if (p.has_row) tma_load(to + S::row, &p.row, c, token, barrier);
         }
     };
-    /* psi of the next channels, so that the warps find it in the L2 when they get there; only where it is easy. */
+    /* Prefetches psi of the next slice into the L2, where it is aligned. */
     const bool whole = p.psi_stride % 4 == 0 && (uintptr_t)p.psi % 16 == 0;
     auto prefetch_psi = [&](int slice) {
         const int c = slice * BOUNDARY_SLICE, bytes = min(p.channels - c, (int)BOUNDARY_SLICE) * 4;
-#pragma unroll 1 /* code that runs for the first time is slow, and in a row this is 1400 instructions of it */
+#pragma unroll 1 /* unrolled this is 1400 instructions, executed once and fetched from memory */
         for (int k = 0; whole && k < boundary_record<N, KIND>::rows * N; k++)
             tma_prefetch_bytes(p.psi + k / N * p.psi_stride + k % N * p.channels + c, bytes);
     };
-    /* At the beginning one tile, what the gates and the sums left, another tile, and no more before psi is there: what is asked
-     * for first comes first, and nothing can be done without psi. */
+    /* Start-up order: one tile, the record of it, another tile, then nothing before psi has arrived. Loads complete roughly in issue
+     * order, and no tile can be processed without psi. */
     int begun = 0;
 #pragma unroll 1
-    for (tile_walk i(p.plan); i.left > 0; i.next<S::stages>()) {
-        barrier_wait(b.at.free + i.ring.slot * 8, i.ring.phase ^ 1);
-        if (begun == 2) barrier_wait(b.at.psi, 0);
+    for (tile_walk i(p.plan); i.remaining > 0; i.next<S::stages>()) {
+        barrier_wait(b.barrier.free + i.ring.stage * 8, i.ring.parity ^ 1);
+        if (begun == 2) barrier_wait(b.barrier.psi, 0);
         load_tile(i);
         if (begun == 0) wait_for_previous();
         if (begun < 3) begun++;
         load_record(i);
-        if (i.left == 1 && !i.is_last()) prefetch_psi(i.slice + 1);
+        if (i.remaining == 1 && !i.is_last()) prefetch_psi(i.slice + 1);
     }
 }
 
-/* The other serving warps, `server` from 0 on: tiles out, and the sums of the eight warps in their order. */
+/* Store warps, `warp` from 0: store the gradients of a tile and add the sums of the compute warps in warp order. */
 template <int N, bool FULL_, bool SHIFTED, site_kind KIND>
-static __device__ __forceinline__ void clear(const fused_args &p, const tiles_of_block &b, int server)
+static __device__ __forceinline__ void store_tiles(const fused_args &p, const tiles_of_block &b, int warp)
 {
     typedef sizes<N, FULL_, KIND> S;
     typedef sum_room<N, SHIFTED, KIND> room;
@@ -69,14 +69,14 @@ static __device__ __forceinline__ void clear(const fused_args &p, const tiles_of
     /* A lane adds four of a token's sums. */
     constexpr int EACH = room::half ? (room::half + 3) / 4 : 1, PIECES = BOUNDARY_TILE * 2 * EACH,
                   ITEMS = BOUNDARY_TILE * room::count / 2;
-    static_assert(PIECES <= (SERVERS - 1) * 32, "a piece for each lane");
-    const int lane = threadIdx.x & 31, piece = server * 32 + lane;
+    static_assert(PIECES <= (LOAD_STORE_WARPS - 1) * 32, "a piece for each lane");
+    const int lane = threadIdx.x & 31, piece = warp * 32 + lane;
     const int token = piece / (2 * EACH), part = piece / EACH & 1, k = piece % EACH * 4;
-    const bool stores = server == 0 && lane == 0 && (p.store_d_x || p.store_d_f);
+    const bool stores = warp == 0 && lane == 0 && (p.store_d_x || p.store_d_f);
     float2 *const all_sums = (float2 *)p.sums + (token * room::count + part * room::half + k) / 2;
-    for (tile_walk i(p.plan); i.left > 0; i.next<S::stages>()) {
-        char *const tile = b.shared + i.ring.slot * S::tile;
-        barrier_wait(b.at.done + i.ring.slot * 8, i.ring.phase);
+    for (tile_walk i(p.plan); i.remaining > 0; i.next<S::stages>()) {
+        char *const tile = b.shared + i.ring.stage * S::tile;
+        barrier_wait(b.barrier.done + i.ring.stage * 8, i.ring.parity);
         if (stores) {
             const uint32_t from = shared_address(tile);
 #pragma unroll
@@ -92,7 +92,7 @@ static __device__ __forceinline__ void clear(const fused_args &p, const tiles_of
             const uint32_t from = S::x + room::piece_at(token, part, k);
             float4 total = *(const float4 *)(tile + from);
 #pragma unroll
-            for (int w = 1; w < WARPS; w++) {
+            for (int w = 1; w < COMPUTE_WARPS; w++) {
                 const float4 v = *(const float4 *)(tile + room::of_warp(from, w));
                 total.x = total.x + v.x, total.y = total.y + v.y, total.z = total.z + v.z, total.w = total.w + v.w;
             }
@@ -102,7 +102,7 @@ static __device__ __forceinline__ void clear(const fused_args &p, const tiles_of
             if (k + 2 < room::half) sums[1] = make_float2(total.z, total.w);
         }
         if (stores) tma_wait<false>();
-        barrier_arrive(b.at.free + i.ring.slot * 8);
+        barrier_arrive(b.barrier.free + i.ring.stage * 8);
     }
     if (stores) tma_wait<true>();
 }

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The eight working warps of boundary's backward pass [M11]: from a tile of x, f, d_y and d_u to d_x and d_f in its place,
- * sums over channels in the place of y, and sums over tokens in registers. */
-#ifndef WEFT_CUDA_MHC_BOUNDARY_BWD_WORK_CUH
-#define WEFT_CUDA_MHC_BOUNDARY_BWD_WORK_CUH
+ * The compute warps of the fused backward kernel [M11]: a tile of x, f, d_y and d_u becomes d_x and d_f in place; the sums over
+ * channels overwrite y; the sums over tokens are in registers. */
+#ifndef WEFT_CUDA_SITE_BWD_COMPUTE_CUH
+#define WEFT_CUDA_SITE_BWD_COMPUTE_CUH
 
 #include "cuda/site/bwd_pass.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
-/* What a lane holds of one token: four channels of all streams. */
+/* Four channels of one stream of a token. */
 struct quad {
     uint32_t word[2];
 };
@@ -25,8 +25,8 @@ static __device__ __forceinline__ void put_quad(char *p, const quad &q)
     *(uint2 *)p = make_uint2(q.word[0], q.word[1]);
 }
 
-/* The second half of a sum over the four lanes that share two tokens; the first is in the order of the work. Afterwards
- * lane t has half of the sums, part t >> 1, in the first elements. */
+/* Second step of the sum over the four lanes that share two tokens; the order of processing does the first. On return lane t has half
+ * of the sums, part t >> 1, in the first elements. */
 template <int M> static __device__ __forceinline__ void share_sums(float (&v)[M], int t)
 {
 #pragma unroll
@@ -34,7 +34,7 @@ template <int M> static __device__ __forceinline__ void share_sums(float (&v)[M]
         v[k] = (t & 2 ? v[k + M / 2] : v[k]) + __shfl_xor_sync(0xffffffffu, t & 2 ? v[k] : v[k + M / 2], 2);
 }
 
-/* Two channels of gradients that the copy engine does not store. */
+/* Stores two channels of the gradients that TMA cannot store. */
 template <int N, bool POST>
 static __device__ __forceinline__ void put_pairs(const fused_args &p, int64_t token, int channel,
                                                  const float (&d_x)[N][2], const float (&d_f)[2])
@@ -49,7 +49,7 @@ static __device__ __forceinline__ void put_pairs(const fused_args &p, int64_t to
     }
 }
 
-/* Sums over tokens of four channels: of all lanes that have the same ones. */
+/* Adds the sums over tokens of four channels over the lanes that share them, and stores the result. */
 static __device__ __forceinline__ void put_sums(float *to, const float2 *from)
 {
     float v[4] = {from[0].x, from[0].y, from[1].x, from[1].y};
@@ -61,29 +61,30 @@ static __device__ __forceinline__ void put_sums(float *to, const float2 *from)
     }
 }
 
-/* One of the eight warps, with a piece. */
+/* A compute warp processes a piece. */
 template <int N, bool FULL_, bool SHIFTED, bool NORM, site_kind KIND>
-static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_block &b, const weft_mask &mask,
-                                            int slice, const boundary_piece &part, bool is_first, ring_place &ring)
+static __device__ __forceinline__ void compute(const fused_args &p, const tiles_of_block &b, const weft_mask &mask,
+                                               int slice, const boundary_piece &part, bool is_first,
+                                               ring_cursor &ring)
 {
     typedef sizes<N, FULL_, KIND> S;
     typedef boundary_record<N, KIND> R;
     typedef sum_room<N, SHIFTED, KIND> room;
     constexpr bool POST = KIND == SITE_BOUNDARY;
     constexpr int NT = R::row_tiles, PIECES = R::pieces, M = room::count;
-    /* y is stored word by word where there is no register left to keep it in. */
+    /* y is stored word by word where no registers remain to hold it. */
     constexpr bool AT_ONCE = POST && SHIFTED && NORM;
     constexpr int PRE_AT = room::used - N; /* of d_pre_in among the sums */
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int channel0 = slice * BOUNDARY_SLICE + warp * 16, channel = channel0 + t * 4;
-    /* Which token is a tensor-core tile's row r is free as well: with 0 2 4 6 1 3 5 7 the sixteen lanes of half a warp read
-     * eight different pieces of 16 bytes. */
+    /* The token of a tensor-core tile's row r is arbitrary: with 0 2 4 6 1 3 5 7 the sixteen lanes of half a warp read eight
+     * different pieces of 16 bytes. */
     auto token_of = [](int r) { return (r & 8) | (r & 3) << 1 | (r >> 2 & 1); };
     const int token = token_of(g);
     const uint32_t piece = tma_piece(token, 2 * (warp & 3) + (t >> 1)) + (t & 1) * 8;
-    const uint32_t at = (warp >> 2) * S::box + piece, row_at = (warp >> 2) * S::row_box + piece;
+    const uint32_t offset = (warp >> 2) * S::box + piece, row_offset = (warp >> 2) * S::row_box + piece;
     /* psi of this warp's columns, hi and lo, as halves of B. Column n of tile q of a stream is channel
-     * (n >> 1) * 4 + 2 q + (n & 1), so that a lane ends up with four neighbours. */
+     * (n >> 1) * 4 + 2 q + (n & 1), so that a lane holds four neighbours. */
     uint32_t psi_hi[2 * N][NT], psi_lo[2 * N][NT];
     uint4 *const psi_room = (uint4 *)(b.shared + S::psi_lo) + (warp * 2 * N) * 32 + lane;
 #pragma unroll
@@ -115,22 +116,22 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
     }
     if constexpr (FULL_) d_bias[0] = d_bias[1] = make_float2(0.0f, 0.0f);
     const float factor_kept = FULL_ ? (float)mask.scale : 1.0f;
-    if (is_first) barrier_arrive(b.at.psi);
+    if (is_first) barrier_arrive(b.barrier.psi);
 
     for (int tile_token = part.tile * BOUNDARY_TILE, end = tile_token + part.count * BOUNDARY_TILE;
          tile_token != end; tile_token += BOUNDARY_TILE) {
-        char *const tile = b.shared + ring.slot * S::tile, *const record =
-                                                               b.shared + S::records + ring.slot * S::record;
-        barrier_wait(b.at.full + ring.slot * 8, ring.phase);
+        char *const tile = b.shared + ring.stage * S::tile, *const record =
+                                                                b.shared + S::records + ring.stage * S::record;
+        barrier_wait(b.barrier.full + ring.stage * 8, ring.parity);
 
-        /* d_y and the projection's part of g: halves of A are 8 columns of d_h, hi then lo; hi hi, lo hi, then hi lo. */
+        /* MMA: g = d_y + the projection's part; halves of A are 8 columns of d_h, hi then lo; hi hi, lo hi, then hi lo. */
         float acc[2 * N][4] = {};
         if (POST && p.has_d_y) {
 #pragma unroll
             for (int half = 0; half < 2; half++)
 #pragma unroll
                 for (int j = 0; j < N; j++) {
-                    const quad v = get_quad(tile + at + half * 8 * TMA_ROW + S::d_y + j * S::row_box);
+                    const quad v = get_quad(tile + offset + half * 8 * TMA_ROW + S::d_y + j * S::row_box);
 #pragma unroll
                     for (int q = 0; q < 2; q++)
                         widen2(acc[2 * j + q][2 * half], acc[2 * j + q][2 * half + 1], v.word[q], bf16());
@@ -165,14 +166,15 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
             }
         }
 
-        /* Lane t first works on the token whose sums lane t ^ 1 keeps and hands these over: even lanes keep the first token's,
-         * odd lanes the second's. What it gets in return it adds at the end: to go on from there would add up a token's
-         * channels in an order that depends on the token's place in the tile. */
+        /* Lane t first processes the token whose sums lane t ^ 1 keeps, and sends these over: even lanes keep the first token's, odd
+         * lanes the second's. The sums received are added last; accumulating onto them would make the order of a token's channels
+         * depend on the token's position in the tile. */
         float sums[M ? M : 1], got[M ? M : 1];
 #pragma unroll
         for (int turn = 0; turn < 2; turn++) {
             const int half = turn ? t & 1 : ~t & 1;
-            char *const mine = tile + at + half * 8 * TMA_ROW, *const my_row = tile + row_at + half * 8 * TMA_ROW;
+            char *const mine = tile + offset + half * 8 * TMA_ROW, *const my_row =
+                                                                       tile + row_offset + half * 8 * TMA_ROW;
             const int own = tile_token + token + half * 8;
             token_coefs<N, KIND> k;
             get_record(k, record + (token + half * 8) * PIECES * 16);
@@ -307,7 +309,7 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
         for (int e = 0; e < M; e++) sums[e] += got[e];
         __syncwarp();
 
-        /* dpsi: A = y with channels as rows, B = d_h: both transposed on the way out of shared memory. */
+        /* MMA: dpsi, A = y with channels as rows, B = d_h, both transposed by ldmatrix. */
         if (p.dpsi) {
             uint32_t dh[NT][4]; /* hi of tokens 0-7, 8-15, lo of the same */
 #pragma unroll
@@ -326,19 +328,20 @@ static __device__ __forceinline__ void work(const fused_args &p, const tiles_of_
                 for (int q = 0; q < NT; q++) mma16(dpsi[o][q], a[0], a[1], a[2], a[3], dh[q][2], dh[q][3]);
             }
         }
-        if constexpr (M > 0) share_sums(sums, t); /* while the tensor cores are busy */
+        if constexpr (M > 0) share_sums(sums, t); /* overlaps the tensor cores */
         __syncwarp();
         if (M && p.sums) {
 #pragma unroll
             for (int e = 0; e < room::half; e += 2)
-                *(float2 *)(tile + S::x + room::at(warp, token + (t & 1) * 8, t >> 1, e)) =
+                *(float2 *)(tile + S::x + room::offset(warp, token + (t & 1) * 8, t >> 1, e)) =
                     make_float2(sums[e], sums[e + 1]);
         }
         tma_publish();
-        barrier_arrive(b.at.done + ring.slot * 8);
-        ring.next<S::stages>();
+        barrier_arrive(b.barrier.done + ring.stage * 8);
+        ring.next(S::stages);
     }
 
+    /* Epilogue: sums over tokens */
     const int64_t piece_of_all = (int64_t)blockIdx.x + slice;
     if (p.dpsi) {
         constexpr int ROW = N * BOUNDARY_SLICE;
