@@ -7,7 +7,7 @@
 #if WEFT_HAVE_CUDA
 #include <cuda_runtime_api.h>
 
-/* The error is handed on as a sentence and must not be found by somebody else later. */
+/* The error is returned as a sentence and must not be found by a later call. */
 static const char *text_of(cudaError_t error)
 {
     if (error == cudaSuccess) return NULL;

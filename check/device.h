@@ -44,7 +44,7 @@ typedef struct device_timer device_timer;
 /* A stream with its events, and a buffer that evicts everything else from the L2 when it is written. NULL where the
  * device does not give them. */
 device_timer *device_timer_open(size_t evict_bytes);
-/* Written lines would have to go back to memory while somebody else is being timed: `read` reads the buffer on the
+/* Written lines would have to go back to memory while another call is timed: `read` reads the buffer on the
  * timer's stream, writing next to nothing, so that the L2 is left full of clean lines. */
 void device_timer_reader(device_timer *t, const char *(*read)(void *context), void *context);
 void *device_timer_buffer(const device_timer *t);

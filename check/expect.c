@@ -154,8 +154,8 @@ void expect_values(expect_call *call)
 
 /* Roundings on the longest path: base + streams * n + all channels of all streams / lanes * nc + channels / 16 * c
  * + tokens * t + rows * r. A sum over channels runs in at least 16 partial sums. A sum over tokens is bounded by
- * one partial sum of all of them, whatever its real order. `split` counts the float32 factors that may be taken
- * apart into bf16; the other one of a single factor is x, which has a low part of its own, an exact one, where it is
+ * one partial sum of all of them, whatever its real order. `split` counts the float32 factors that may be split
+ * into bf16; the other one of a single factor is x, which has a low part of its own, an exact one, where it is
  * f16. */
 static const struct roundings {
     const char *op, *arg;
@@ -181,7 +181,7 @@ static const struct roundings {
     {"mhc_contract_bwd", "d_x", .base = 4},
 };
 
-/* Error of a result relative to the sum of its terms' magnitudes; negative where nobody has derived it. */
+/* Error of a result relative to the sum of its terms' magnitudes; negative where no bound is derived. */
 static double relative_error(const expect_call *call, const char *arg)
 {
     const expect_scope *s = call->scope;

@@ -37,8 +37,8 @@ typedef struct expect_scope {
     int64_t tokens, streams, channels;
     weft_dtype act;
     double unit;       /* of the backend's arithmetic: 2^-24, or 2^-52 for the reference */
-    double split;      /* relative error of a factor taken apart into two bf16 numbers; 0 where none is */
-    double low;        /* what leaving out the product of two low parts costs where both factors are taken apart */
+    double split;      /* relative error of a factor split into two bf16 numbers; 0 where none is */
+    double low;        /* what leaving out the product of two low parts costs where both factors are split */
     int exact_phi;     /* phi is bf16 already: nothing to take apart in forward */
     int64_t lanes;     /* partial sums that a sum over all channels is spread over in the projection */
     double per_term;   /* roundings for each term of the projection's sums over tokens and rows */
@@ -71,7 +71,7 @@ void *expect_room(expect_scope *scope, size_t bytes); /* zeros; never NULL */
 void expect_free(expect_scope *scope);
 double *expect_array(expect_scope *scope, int64_t length); /* zeros */
 
-/* Values of all wanted outputs by the reference, with room for their errors. */
+/* Values of all requested outputs by the reference, with room for their errors. */
 void expect_values(expect_call *call);
 /* Values and errors. */
 void expect_eval(expect_call *call);

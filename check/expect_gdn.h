@@ -43,7 +43,7 @@ expect_sequences expect_sequences_of(expect_call *call, const weft_tensor *first
 
 /* The values of an argument, NULL where it is absent; its shape is that of the tensor. */
 double *expect_values_of(const expect_call *call, const char *name);
-/* Room for a wanted output, of the given length; absent where it is not wanted. */
+/* Room for a requested output, of the given length; absent where it is not requested. */
 quantity expect_output(expect_call *call, const char *name, int64_t length);
 
 static inline void num_put(quantity q, int64_t i, num x)

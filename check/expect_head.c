@@ -161,7 +161,7 @@ static quantity layer_input(const expectation *e, int32_t l, const char *name)
     return e->layers[l].in[expect_index(&names, name)];
 }
 
-/* The result is reported where it is wanted; the next stage starts from it, or from the rounded expectation. */
+/* The result is reported where it is requested; the next stage starts from it, or from the rounded expectation. */
 static quantity hand_on(expectation *e, const char *name, const weft_tensor *t, quantity q, int64_t length)
 {
     if (t->dtype == WEFT_NONE) return expect_stored(&e->scope, e->scope.act, q, length);

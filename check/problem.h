@@ -12,7 +12,7 @@
 
 typedef enum problem_optional {
     PROBLEM_ALL = 0, /* every optional tensor is there */
-    PROBLEM_NONE,    /* optional inputs are not; all outputs are wanted, as far as they can be had without */
+    PROBLEM_NONE,    /* optional inputs are not; all outputs are requested, as far as they can be had without */
     PROBLEM_SOME     /* a coin per tensor, from the seed */
 } problem_optional;
 

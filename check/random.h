@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Random numbers by counter: element i of a stream is a pure function of its seed and i, so a tensor has the same
- * values however many threads fill it, and a failure comes back when it is run again. */
+ * values however many threads fill it, and a failure is reproducible. */
 #ifndef WEFT_CLI_RANDOM_H
 #define WEFT_CLI_RANDOM_H
 

@@ -25,7 +25,7 @@ typedef struct check_case {
     int swapped, pad, add, optional;
     weft_mhc_preset preset;
     int rule, iters; /* 0: as in the preset; else rule + 1 */
-    double eps;      /* 0: as in the preset; else of a size that nobody can overlook, for all of them */
+    double eps;      /* 0: as in the preset; else of a conspicuous size, for all of them */
     double dropout;
     int shared, poison; /* poison: a NaN in the fourth token, which must stay there */
     int quick, gpu;     /* also under --quick; only on a GPU, where wide rows have kernels of their own */

@@ -241,7 +241,7 @@ static int stem_of(const weft_op_info *op)
     return (int)(strrchr(op->name, '_') - op->name);
 }
 
-/* An operator that was asked for by name is measured whether the suite has it or not. */
+/* An operator selected by name is measured whether the suite has it or not. */
 static int is_measured(const bench *b, const suite *s, const char *filter, const weft_op_info *op)
 {
     char key[64];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A scanner for the JSON that outside files bring along: strings, numbers and punctuation. There is
+ * A scanner for the JSON found in files from outside: strings, numbers and punctuation. There is
  * no tree and no recursion: the caller knows the structure it accepts and asks for its pieces in turn. Every
  * function returns 1, or 0 with the reason in `error`; nothing is read beyond `end`. */
 #ifndef WEFT_CLI_JSON_H
@@ -22,8 +22,8 @@ __attribute__((format(printf, 2, 3))) int json_fail(json *j, const char *format,
 int json_peek(json *j);
 /* Takes one punctuation character. */
 int json_take(json *j, char c);
-/* Takes a string and writes it to `out`, decoded and closed with a zero. `out` must have room for what is left of
- * the text: decoding never makes a string longer. A string that holds a zero itself is refused. */
+/* Takes a string and writes it to `out`, decoded and closed with a zero. `out` must have room for the remaining text:
+ * decoding never makes a string longer. A string that holds a zero itself is rejected. */
 int json_string(json *j, char *out, size_t *length);
 /* Takes an integer without sign, fraction or exponent, at most INT64_MAX. */
 int json_integer(json *j, int64_t *value);

@@ -25,7 +25,7 @@ typedef struct option {
     int64_t min, max;           /* OPTION_INT */
     const char *const *choices; /* OPTION_CHOICE, ends with NULL */
     double low, high;           /* OPTION_NUMBER */
-    int fixed;                  /* part of what a run is: a run that goes on must have the same value */
+    int fixed;                  /* part of what a run is: a resumed run must have the same value */
     int unsaved;                /* of this call only: neither in a checkpoint nor in a log */
     int local;                  /* of this process only: others of the same run may have another value */
 } option;
@@ -45,7 +45,7 @@ int options_set(const option *o, const char *value);
 /* "expected <what the option takes>, got '<value>'", which always fits OPTIONS_ERROR. */
 enum { OPTIONS_ERROR = 384 };
 void options_explain(const option *o, const char *value, char *error, size_t size);
-/* The same on stderr for a word that the command looks up itself: word(i) is what it takes, NULL behind the last. Returns
+/* The same on stderr for a word that the command looks up itself: word(i) is what it takes, NULL after the last. Returns
  * the exit code. */
 int options_reject(const char *command, const char *name, const char *value, const char *(*word)(int i));
 

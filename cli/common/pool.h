@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Memory for one operator after the other. Large buffers are kept and handed out again, because to fill one with
- * random numbers takes longer than to run most operators. */
+ * Memory for one operator after the other. Large buffers are kept and handed out again, because filling one with random
+ * numbers takes longer than most operators run. */
 #ifndef WEFT_CLI_POOL_H
 #define WEFT_CLI_POOL_H
 

@@ -25,7 +25,7 @@ typedef struct checkpoint_file {
 
 /* "model.safetensors" */
 const char *checkpoint_file_name(checkpoint_part part);
-/* What comes before the name of a parameter in this part: prefix `index`, or NULL behind the last. */
+/* What comes before the name of a parameter in this part: prefix `index`, or NULL after the last. */
 const char *checkpoint_file_prefix(checkpoint_part part, int index);
 
 /* checkpoint_file_close must follow either and may be repeated. */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Text files as one long row of bytes, each byte a token. The row is cut into blocks, and every tenth block is set aside for
- * validation; a window lies within one block, so no training window sees validation text. Which windows a step gets is a
- * function of the seed and the step alone.
+ * Text files as one long row of bytes, each byte a token. The row is split into blocks, and every tenth block is set aside
+ * for validation; a window lies within one block, so no training window sees validation text. Which windows a step gets is
+ * a function of the seed and the step alone.
  *
  * Windows are read from the files when they are asked for, so text takes no memory. A file that has become shorter than it was
  * at the beginning is an error of the window that misses it (a mapping would end the process). Some files stay open; one that

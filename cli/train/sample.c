@@ -136,7 +136,7 @@ int command_sample(int argc, char **argv)
     train_options_open(&run, table);
     int ok = checkpoint_open_last(&model, o.from, path, error, sizeof error) &&
              checkpoint_file_options(&model, table, nothing_given, &texts, error, sizeof error);
-    /* Where it was trained says nothing about where it is asked. */
+    /* The device of sampling is independent of the device of training. */
     run.threads = o.threads, run.backend = o.backend, run.dtype = DTYPE_AUTO;
     ok = ok && train_options_model(&run, &config, error, sizeof error) &&
          checkpoint_fits(&model, path, &config, error, sizeof error);

@@ -19,7 +19,7 @@
 #include "train/progress.h"
 #include "train/train_facts.h"
 
-/* Set by Ctrl-C and by a polite kill: the step is finished and saved. mpirun passes SIGUSR1 on and waits, while its SIGTERM is
+/* Set by SIGINT and SIGTERM: the step is finished and saved. mpirun passes SIGUSR1 on and waits, while its SIGTERM is
  * followed by SIGKILL a second later. */
 static volatile sig_atomic_t asked_to_stop;
 

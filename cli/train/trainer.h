@@ -77,8 +77,8 @@ int trainer_connect(trainer *t);
 int trainer_step(trainer *t, step_figures *figures);
 /* Mean loss over the validation windows. */
 int trainer_validate(trainer *t, double *loss);
-/* Logits behind the last of the first `count` tokens of host_batch.tokens. The cost follows the count, not the length that the
- * trainer was opened with. */
+/* Logits after the last of the first `count` tokens of host_batch.tokens. The cost follows the count, not the length that
+ * the trainer was opened with. */
 int trainer_predict(trainer *t, int64_t count, float *logits);
 
 /* An array of the trainer's as the host can read it: itself, or a copy, which trainer_unmap writes back where it has been

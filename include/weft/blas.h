@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Matrix products of weft/model.h go through a BLAS that is loaded when somebody asks for it, so neither the library nor a
+ * Matrix products of weft/model.h go through a BLAS that is loaded on first use, so neither the library nor a
  * program links one: OpenBLAS or another CBLAS on the CPU, cuBLASLt on CUDA. Without it the backend's own loop serves: the
  * same function, slower. */
 #ifndef WEFT_BLAS_H

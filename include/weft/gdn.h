@@ -43,7 +43,7 @@ typedef enum weft_gdn_head_map { WEFT_GDN_INTERLEAVED = 0, WEFT_GDN_TILED } weft
  * the sum over a group's heads, the gradient between norm and convolution and the argument of silu'. */
 typedef enum weft_gdn_rounding { WEFT_GDN_THROUGH = 0, WEFT_GDN_PARITY } weft_gdn_rounding;
 
-/* Begin with weft_gdn_defaults(): a q_scale or beta_scale of 0 is refused. Backward takes the same struct. */
+/* Begin with weft_gdn_defaults(): a q_scale or beta_scale of 0 is rejected. Backward takes the same struct. */
 typedef struct weft_gdn_options {
     weft_gdn_activation activation;
     int32_t l2norm; /* 0 or 1: query and key to unit length */
@@ -94,7 +94,7 @@ typedef struct weft_gdn_pre_fwd_args {
     weft_tensor state;       /* [N, C, L], optional; activation type or f32. N = B without cu_seqlens */
     weft_tensor query, key;  /* out [B, S, Hk or Hv, Dk] */
     weft_tensor value;       /* out [B, S, Hv, Dv] */
-    weft_tensor gate;        /* out [B, S, Hv, Dv], optional: who does not want a copy uses z itself */
+    weft_tensor gate;        /* out [B, S, Hv, Dv], optional: without it the caller uses z itself */
     weft_tensor beta;        /* out [B, S, Hv], activation type or f32 */
     weft_tensor g;           /* out [B, S, Hv], f32 */
     weft_tensor final_state; /* out [N, C, L], optional */

@@ -16,7 +16,7 @@
  *     that are added to stay, nothing else is touched.
  *   - Dtypes: see weft_arg_type in weft/ops.h. Arithmetic is fp32 (double on the reference) with one rounding at the
  *     store; coefficients may be stored in 16 bits but are computed in fp32. float64 is served by the reference.
- *   - An absent tensor (dtype WEFT_NONE) is an input that is not there or an output that is not wanted. Fields marked
+ *   - An absent tensor (dtype WEFT_NONE) is an input that is not there or an output that is not requested. Fields marked
  *     "optional" may be absent. An absent upstream gradient counts as zero.
  *   - Every gradient is a weft_grad: overwritten or added to, as its `add` says, from the unrounded fp32 value.
  *   - Outputs may not overlap other arguments, except where "in place" says that two fields may be the same memory. The
@@ -347,7 +347,7 @@ WEFT_API weft_status weft_mhc_head_bwd_workspace(const weft_exec *exec, const we
 
 /* ---- pre: everything in front of a sub-layer in one call [M10] ------------------------------------------------------
  *     (h, ms) = project(x);  (pre, post, res) = coef(h, ms)
- *     u = aggregate(x, pre_in where present, else pre);  v = rmsnorm(u, sub_weight, sub_eps) where v is wanted
+ *     u = aggregate(x, pre_in where present, else pre);  v = rmsnorm(u, sub_weight, sub_eps) where v is requested
  * v is computed from the rounded u. pre_in makes the shifted, single-pass form: u uses the coefficients that the
  * previous site predicted (one-hot on stream 0 at the first site; a token stride of 0 is fine).
  * Backward takes h and ms from forward and recomputes the rest; du = d_u + the norm's part stays in fp32, and so does
@@ -436,13 +436,13 @@ WEFT_API weft_status weft_mhc_boundary_bwd_workspace(const weft_exec *exec, cons
  * For l = 0 .. num_layers-1, with x_0 = x:
  *     u_l = aggregate(x_l, pre_l);  v_l = rmsnorm(u_l);  x_{l+1} = y_l = post(x_l, f_l, bias_l, post_l, res_l, dropout_l)
  * Bit-identical to the chain of single operators. Forward only. The last layer may lack f, post, res and y: then it ends
- * with u. An output that is not wanted is absent; a y that is absent is carried on in fast memory, rounded as if stored.
+ * with u. An output that is not requested is absent; a y that is absent is carried on in fast memory, rounded as if stored.
  * weft/ops.h lists the tensors of the args struct itself; those of a layer are listed by weft_mhc_replay_layer_info. */
 typedef struct weft_mhc_replay_layer {
     size_t struct_size;
     weft_dropout dropout;
     double sub_eps;
-    weft_tensor pre;                /* optional where neither u nor v is wanted */
+    weft_tensor pre;                /* optional where neither u nor v is requested */
     weft_tensor f, bias, post, res; /* f, post, res optional on the last layer; bias optional */
     weft_tensor sub_weight;         /* optional */
     weft_tensor u, v, y;            /* out, optional */

@@ -44,7 +44,7 @@ typedef enum weft_exit {
     WEFT_EXIT_COUNT
 } weft_exit;
 
-/* Which part of a model: all of it, a stage of a pipeline, or the block alone for those who bring their own embedding and
+/* Which part of a model: all of it, a stage of a pipeline, or the block alone for callers with their own embedding and
  * head. A part has its parameters under the names they have in the whole. Between stages go streams [T, n, C], and their
  * gradients back: T n C elements a hop. A block takes rows [T, C] and gives rows. No recompute group crosses a stage. A
  * middle stage of one layer is a transformer layer by itself. */
@@ -131,7 +131,7 @@ typedef struct weft_model_bytes {
     size_t reserved[4];
 } weft_model_bytes;
 
-/* A model bound to memory, for batches of one shape. Read-only for everybody but the functions below. config lies in front
+/* A model bound to memory, for batches of one shape. Read-only except for the functions below. config lies in front
  * of the reserved bytes, so that it can grow too. */
 typedef struct weft_model {
     int64_t sequences, length;

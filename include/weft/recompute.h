@@ -51,7 +51,7 @@ typedef enum weft_recompute_state {
     WEFT_RECOMPUTE_RESTORED
 } weft_recompute_state;
 
-/* Read-only for everybody but the functions below. desc lies in front of the reserved bytes, so that it can grow too. */
+/* Read-only except for the functions below. desc lies in front of the reserved bytes, so that it can grow too. */
 typedef struct weft_recompute {
     char *resident, *transient;
     int32_t groups, layers_per_group;
@@ -81,7 +81,7 @@ WEFT_API int32_t weft_recompute_ends_group(const weft_recompute *recompute, int3
 WEFT_API weft_status weft_recompute_begin(weft_recompute *recompute);
 /* In forward, opens the group; in backward the group must be restored. */
 WEFT_API weft_status weft_recompute_site_at(weft_recompute *recompute, int32_t site, weft_recompute_site *to);
-/* The streams behind the last site, which stay until backward. */
+/* The streams after the last site, which stay until backward. */
 WEFT_API weft_tensor weft_recompute_output(const weft_recompute *recompute);
 /* End of a group's forward: its transient memory is given up. A second call does nothing. */
 WEFT_API weft_status weft_recompute_close(weft_recompute *recompute, const weft_exec *exec, int32_t group);

@@ -79,10 +79,11 @@ typedef enum weft_precision {
 
 #define WEFT_MAX_DIMS 4
 
-/* A view of memory that somebody else owns. Frozen. Strides count elements, not bytes, so a stream layout, a padded row or a
+/* A view of memory that the caller owns. Frozen. Strides count elements, not bytes, so a stream layout, a padded row or a
  * transposed weight is a matter of strides. dtype WEFT_NONE: the tensor is absent (an input that is not there, an
- * output that is not wanted). data may be NULL only where the tensor has no elements. Strides are 0 to 2^48, and a tensor has and
- * spans at most 2^48 elements. Strides of an output reach no element twice; those of an input may (0 repeats it). */
+ * output that is not requested). data may be NULL only where the tensor has no elements. Strides are 0 to 2^48, and a
+ * tensor has and spans at most 2^48 elements. Strides of an output reach no element twice; those of an input may (0 repeats
+ * it). */
 typedef struct weft_tensor {
     void *data;
     weft_dtype dtype;

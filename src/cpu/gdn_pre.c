@@ -8,7 +8,7 @@
 
 #include "core/gdn_parts.h"
 
-/* Heads by which rows are asked for in advance. */
+/* Heads by which rows are prefetched. */
 enum { AHEAD = 2 };
 
 typedef struct outputs {
@@ -51,8 +51,8 @@ INLINE void convolve_run(const int W, const weft_dtype t, source x, const float 
     }
 }
 
-/* Rows of a head to come. They are asked for row by row while another head is activated: the hardware does not see which
- * rows come next, and all requests at once would have to wait for each other. */
+/* Rows of a head to come. They are prefetched row by row while another head is activated: the hardware does not predict the
+ * next rows, and a burst of requests stalls. */
 typedef struct ahead {
     const char *rows;
     int64_t step, bytes; /* from one to the next, of each */

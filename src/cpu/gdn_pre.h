@@ -19,7 +19,7 @@ enum { GDN_RUN = 16 };
 typedef struct gdn_part {
     const weft_tensor *x; /* [B, S, heads, dim] */
     int64_t heads, dim, ld, channel;
-    bool direct; /* rows can be read where they lie, in whole lines */
+    bool direct; /* rows can be read in place, in whole lines */
     float *taps; /* [heads][W + 1][ld]: taps, the oldest first, then the bias; zeros behind dim */
 } gdn_part;
 
@@ -63,7 +63,7 @@ INLINE char *gdn_token(const gdn_pre *p, const weft_tensor *x, int64_t t)
     return token_at(&p->s, x, t);
 }
 
-/* Can heads be written where they lie, a line at a time? And past the caches? */
+/* Can heads be written in place, a line at a time? And past the caches? */
 INLINE bool head_direct(const weft_tensor *x)
 {
     return weft_has(x) && x->dtype != WEFT_F16 && last_stride(x) == 1 && x->shape[3] % line_channels(x->dtype) == 0;

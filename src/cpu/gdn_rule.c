@@ -66,7 +66,7 @@ INLINE vector parts_sum(const parts *a)
 
 /* ---- one token, one block of columns -------------------------------------------------------------------------------------- */
 
-/* miss = v - (decay m)^T k;  m <- decay m + k (beta miss)^T into `to`;  o = m^T q, where it is wanted. */
+/* miss = v - (decay m)^T k;  m <- decay m + k (beta miss)^T into `to`;  o = m^T q, where it is requested. */
 INLINE void token_forward(const float *m, float *to, int64_t dk, float decay, float beta, const float *k,
                           const float *q, const float *v, float *miss, float *o)
 {

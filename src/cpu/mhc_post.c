@@ -36,7 +36,7 @@ typedef struct fwd_rows {
     int64_t xs, ys;
     const float *bias, *mask;
     int64_t ms;
-    int64_t next; /* bytes from a token's x to the next one's, 0: do not ask for it */
+    int64_t next; /* bytes from a token's x to the next one's, 0: no prefetch */
 } fwd_rows;
 
 INLINE void fwd_line(const int n, const weft_dtype t, const fwd_rows *r, const vf *w, const vf *post, int64_t c,
@@ -133,7 +133,7 @@ typedef struct bwd_rows {
     const float *bias, *mask;
     int64_t ms;
     float *d_bias;
-    int64_t next_x, next_g; /* bytes to the next token's x and d_y, 0: do not ask for them */
+    int64_t next_x, next_g; /* bytes to the next token's x and d_y, 0: no prefetch */
 } bwd_rows;
 
 /* Sums of a token in 16 lanes: w[o * n + i] of x[i] g[o], post[o] of D g[o] (f + bias). */

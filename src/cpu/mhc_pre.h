@@ -38,7 +38,7 @@ typedef struct cpu_pre_bwd {
     bool stream;
 } cpu_pre_bwd;
 
-/* `d_x`: whether the gradient of x will be asked for. */
+/* `d_x`: whether the gradient of x will be requested. */
 cpu_pre_bwd CPU(pre_bwd_take)(weft_arena *arena, const weft_call *call, const weft_mhc_pre_bwd_args *a, bool d_x);
 void CPU(pre_bwd_pack)(const weft_call *call, const cpu_pre_bwd *p, const weft_mhc_pre_bwd_args *a);
 /* The arguments from token t0 on. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Projection + mean square, forward [M1]: h[t] = psi x[t]. Bytes per token, bf16: 2nC; 2 * rows * nC flops, which is what
- * costs (AMX tiles aside). Tokens are widened to fp32 a chunk at a time and multiplied in blocks of MT tokens by NT rows,
+ * Projection + mean square, forward [M1]: h[t] = psi x[t]. Bytes per token, bf16: 2nC; 2 * rows * nC flops, which is the
+ * limit (AMX tiles aside). Tokens are widened to fp32 a chunk at a time and multiplied in blocks of MT tokens by NT rows,
  * each product a sum in 16 lanes, so that blocking changes no result. */
 #include "cpu/common/tiles.h"
 #include "cpu/mhc_project_amx.h"
@@ -15,7 +15,7 @@ enum { MT = 2, NT = 2 };
 /* Floats of a token per chunk: MT tokens stay in L1, the rows of psi stream through. The odd stride keeps the tokens of a
  * chunk out of one another's cache sets. */
 enum { PART = 1024, PART_STRIDE = PART + WIDE, ROW_BLOCK = 24 };
-/* Up to so many tokens it takes longer to pack psi than it takes them to read it as it lies. */
+/* Up to this many tokens reading psi in place is faster than packing it. */
 enum { FEW_TOKENS = 32 };
 
 INLINE int64_t part_width(int64_t n)
@@ -23,7 +23,7 @@ INLINE int64_t part_width(int64_t n)
     return PART / n / WIDE * WIDE;
 }
 
-/* Does it pay to read phi as it lies, and can it be read so? */
+/* Whether phi can be read in place and that is faster than packing. */
 static bool psi_is_phi(const weft_call *call, const weft_tensor *phi, const weft_tensor *norm_weight)
 {
     return call->tokens <= FEW_TOKENS && phi->stride[2] == 1 && !weft_has(norm_weight) &&
@@ -123,7 +123,7 @@ INLINE void micro(const int mt, int64_t n, const float *x, int64_t width, weft_d
             for (int l = 0; l < STEP; l++) acc[t][j][l] = s[t][j][l];
 }
 
-/* The same with psi as it lies, from channel c of the first row on. */
+/* The same with psi in place, from channel c of the first row on. */
 INLINE void micro_phi(const int mt, int64_t n, const float *x, int64_t width, const weft_tensor *phi, int64_t row,
                       int64_t c, vf (*acc)[ROW_BLOCK][STEP], const char *ask, const weft_tensor *asked)
 {
@@ -167,7 +167,7 @@ static void add_chunk(tile_sums *sums, const cpu_psi *psi, const weft_tensor *x,
 {
     _Alignas(64) float part[MT * PART_STRIDE];
     int64_t n = psi->n, width = pad16(count);
-    /* What the next chunk will read, asked for while this one is multiplied. */
+    /* Prefetches the next chunk while this one is multiplied. */
     bool inside = c0 + count < psi->channels;
     int64_t next_c = inside ? c0 + count : 0, next_t = inside ? t0 : t0 + tokens;
     for (int t = 0; t < tokens; t += MT) {

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The projection on AMX tiles. A tile of A is 16 tokens by 32 channels, loaded from x as it lies in memory. psi is split
+ * The projection on AMX tiles. A tile of A is 16 tokens by 32 channels, loaded from x in memory order. psi is split
  * into hi + lo, both added to the same sums; a block of 24 rows takes a tile of 16 columns and one of 8. A token's sums never
- * meet another token's, so a short last group changes nothing. (Two groups of tokens for each tile of psi halve what comes
- * from L2, and lost: twice the lines in flight from memory, in rows that share cache sets.) */
+ * meet another token's, so a short last group changes nothing. */
 #include "cpu/mhc_project_amx.h"
 
 /* STEP_HALVES: bf16 numbers of psi in a k-step of 32 channels: hi and lo of 24 rows, in the order in which they are read. */
@@ -135,7 +134,7 @@ static void project_group(const cpu_psi *psi, const weft_tensor *x, const weft_t
         for (int64_t i = 0; i < psi->n; i++) {
             const char *a = at(x, t0) + i * x->stride[1] * 2;
             for (int64_t s = 0; s < per_stream; s++, a += K * 2) {
-                /* The same line of the tokens to come: the products hide the way to memory. */
+                /* The same line of the next tokens: the products hide the latency. */
                 for (int64_t t = 0; block == 0 && t < GROUP; t++) line_ask(a, (GROUP + t) * stride);
                 _tile_loadd(2, a, stride);
                 for (int part = 0; part < 2; part++, b += ROWS * K) {

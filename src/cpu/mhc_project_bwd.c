@@ -2,7 +2,7 @@
  *
  * Projection + mean square, backward [M1]. Two passes over a macro tile of tokens that fits the last-level cache: along
  * tokens for d_x, along columns for dpsi. A column's sum over tokens belongs to one thread and runs in token order, so it
- * depends neither on the thread count nor on the tiles. 4 * rows * nC flops per token are what costs. */
+ * depends neither on the thread count nor on the tiles. 4 * rows * nC flops per token are the limit. */
 #include "cpu/common/tiles.h"
 
 #if WEFT_CPU_LEVEL == 2

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Multi-layer replay [M12]: a tile of tokens goes through all layers before the next tile starts, so the streams pass from
- * layer to layer in cache. Streams that nobody wants live in two scratch tiles of the activation type, rounded as if
+ * layer to layer in cache. Streams that are not requested live in two scratch tiles of the activation type, rounded as if
  * stored. */
 #include "core/struct_size.h"
 #include "cpu/common/tiles.h"

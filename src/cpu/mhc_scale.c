@@ -7,7 +7,7 @@
 
 enum { MAX_GATES = 2 * WEFT_MAX_STREAMS + WEFT_MAX_STREAMS * WEFT_MAX_STREAMS };
 
-/* The row behind the last one of group g: pre (0), post (1) or res (2). */
+/* The row after the last one of group g: pre (0), post (1) or res (2). */
 INLINE int64_t group_end(int g, int n, int64_t rows)
 {
     return g == 2 || (g + 1) * n > rows ? rows : (g + 1) * n;

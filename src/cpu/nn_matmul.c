@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Matrix products [T1], and the table of this instruction set. A product is cut into tiles by its shape; each tile is one
+ * Matrix products [T1], and the table of this instruction set. A product is split into tiles by its shape; each tile is one
  * call of the BLAS on one thread, or the loop below. */
 #include "cpu/nn.h"
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * To ask the CUDA runtime is a good part of what a small launch costs, so what was granted is kept. Every thread asks for
- * the same: all the shared memory that a block can have. A size that depended on the call could take away what another
- * thread was just granted. */
+ * A query of the CUDA runtime is a large part of the cost of a small launch, so granted permits are kept. Every thread
+ * requests the same: all the shared memory that a block can have. A size that depended on the call could take away what
+ * another thread was just granted. */
 #include "cuda/permits.h"
 
 #include "cuda/permits_table.h"

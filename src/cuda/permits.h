@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * More than every GPU grants a kernel without being asked: above 48 KiB of shared memory, above 8 blocks a cluster. */
+ * More than every GPU grants a kernel by default: above 48 KiB of shared memory, above 8 blocks a cluster. */
 #ifndef WEFT_CUDA_PERMITS_H
 #define WEFT_CUDA_PERMITS_H
 
@@ -12,8 +12,8 @@ extern "C" {
 
 enum { WEFT_GRANTED_SHARED = 48 * 1024, WEFT_GRANTED_CLUSTER = 8 };
 
-/* Asks, for the call's device, which is current, unless it has been asked before. The runtime keeps a permit with the kernel: it
- * outlives a reset of the device and holds in every context (tests/cuda/test_cuda.c). */
+/* Requests the permit on the call's device, which is current, unless it has been granted before. The runtime keeps a permit
+ * with the kernel: it outlives a reset of the device and holds in every context (tests/cuda/test_cuda.c). */
 cudaError_t weft_cuda_permit_more(const weft_call *call, const void *kernel, size_t shared, unsigned cluster);
 
 static inline cudaError_t weft_cuda_permit(const weft_call *call, const void *kernel, size_t shared,

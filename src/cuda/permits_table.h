@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A set of what kernels were permitted, which only grows. A permit is one word, so every thread may look and add at once;
- * where the set has no room left, a permit is asked for again. */
+ * where the set has no room left, a permit is requested again. */
 #ifndef WEFT_CUDA_PERMITS_TABLE_H
 #define WEFT_CUDA_PERMITS_TABLE_H
 

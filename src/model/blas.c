@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Loads a BLAS when somebody asks for it. */
+ * Loads a BLAS on first use. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Who gets which memory: everything is taken from an arena in a fixed order, and an arena without a base counts. */
+ * Memory layout: everything is taken from an arena in a fixed order, and an arena without a base counts. */
 #include "model/model.h"
 
 static void *take(weft_arena *arena, const weft_model_config *c, int64_t elements)

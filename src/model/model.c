@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The model: memory, forward, backward. A query walks the very passes that a step runs, with every operator asked for its
- * workspace instead of called, so what is asked for and what is used cannot differ. */
+ * The model: memory, forward, backward. A query walks the very passes that a step runs, with the workspace of every
+ * operator queried instead of the operator called, so the size and the use cannot differ. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -338,7 +338,7 @@ static weft_status shape_model(const weft_exec *exec, const weft_model_config *c
     if (l.workspace > WEFT_MOST_BYTES) return too_large();
     m->bytes.kept = l.scratch - l.whole;
     m->bytes.scratch = l.workspace - l.scratch;
-    /* With a BLAS and without: the loop needs room to pack, and nobody has said yet which it will be. */
+    /* With a BLAS and without: the loop needs room to pack, and which of the two runs is not known yet. */
     weft_model_args args = {0};
     run r;
     WEFT_TRY(open_run(&r, "model", exec, m, &args, true));

@@ -130,7 +130,7 @@ static inline void load_token(const weft_tensor *t, int64_t token, int64_t count
         to[k] = weft_has(t) ? load_at(t, token * t->stride[0] + offset_of(t, 1, k)) : 0.0;
 }
 
-/* Absent outputs and gradients are not wanted. */
+/* Absent outputs and gradients are not requested. */
 static inline void store_token(const weft_tensor *t, int64_t token, int64_t count, const double *from)
 {
     if (!weft_has(t)) return;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Replay: rebuild several layers from the first stream tensor [M12]. Tokens do not meet, so each one walks through all
- * layers by itself; what a layer hands on is rounded as if stored. */
+ * layers by itself; the result that a layer passes on is rounded as if stored. */
 #include "core/struct_size.h"
 #include "ref/norm.h"
 #include "ref/streams.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Everything in front of a sub-layer, for one token [M10]: projection, coefficients, aggregate, RMSNorm. mhc_pre runs
- * it on x, mhc_boundary on the y it has just formed. What one part hands to the next is the value as it is stored,
+ * it on x, mhc_boundary on the y it has just formed. The value passed from one part to the next is rounded as if stored,
  * whether or not the caller wants it stored. */
 #ifndef WEFT_REF_PRE_H
 #define WEFT_REF_PRE_H

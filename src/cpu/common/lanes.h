@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * LANES tokens side by side: the small per-token tensors (h, ms, pre, logits ...) with one token per lane, as
- * core/mhc_math.h wants them. The last group of a tile repeats its last token in the lanes that are left over. */
+ * core/mhc_math.h takes them. The last group of a tile repeats its last token in the lanes that remain. */
 #ifndef WEFT_CPU_LANES_H
 #define WEFT_CPU_LANES_H
 

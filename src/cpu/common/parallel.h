@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The only place that knows about threads. Work is cut into items whose number and meaning depend on the problem alone;
- * threads only decide who does which item. */
+ * The only place that handles threads. Work is split into items whose number and meaning depend on the problem alone;
+ * threads only decide which of them does an item. */
 #ifndef WEFT_CPU_PARALLEL_H
 #define WEFT_CPU_PARALLEL_H
 

@@ -129,7 +129,7 @@ static inline void rows_load(float *dst, int64_t ld, const weft_tensor *x, int64
         for (int64_t c = count; c < padded; c++) dst[i * ld + c] = 0;
 }
 
-/* Where a token's stream i, channel c lies, to ask for it ahead of rows_load; NULL where a stream is not one run. The
+/* Where a token's stream i, channel c lies, to prefetch it ahead of rows_load; NULL where a stream is not one run. The
  * requests are spread over the arithmetic in between: a burst of them stalls as the loads themselves would. */
 INLINE const char *run_at(const weft_tensor *x, int64_t token, int64_t i, int64_t c)
 {

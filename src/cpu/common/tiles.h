@@ -128,7 +128,7 @@ void CPU(coef_bwd_tile)(const weft_mhc_coef_bwd_args *a, const float *alpha, con
 
 /* psi = phi * norm_weight as fp32, packed in the order in which it is read: forward [row/NT][stream][C/16][NT][16],
  * backward [stream][C/PANEL][row][PANEL]. Rows of phi lie a power of two apart and would share cache sets. Few tokens read it
- * once or twice, so where phi is psi forward takes it as it lies. */
+ * once or twice, so where phi is psi forward reads it in place. */
 enum { PANEL = 32 };
 typedef struct cpu_psi {
     const float *data;

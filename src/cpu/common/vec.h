@@ -342,8 +342,8 @@ INLINE void line_put(weft_dtype t, void *row, int64_t c, const vf *v, bool strea
     for (int h = 0; h < line_vectors(t); h++) vf_put(t, row, c + h * LANES, v[h], stream);
 }
 
-/* Asks for a line that a later token will read: the loops here do enough arithmetic per line to lose the hardware's own
- * prefetching (a fifth of the bandwidth). A hint, never a fault. */
+/* Prefetches a line that a later token will read: with this much arithmetic per line the hardware prefetcher falls behind
+ * (a fifth of the bandwidth). A hint, never a fault. */
 INLINE void line_ask(const void *row, int64_t bytes)
 {
     __builtin_prefetch((const char *)row + bytes, 0, 2);

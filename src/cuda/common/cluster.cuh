@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Blocks of a cluster (compute capability 9.0 and newer), which reach each other's shared memory: a value goes to another
- * block together with its bytes on a barrier there, so nobody waits in lockstep. */
+ * block together with its bytes on a barrier there, so blocks do not run in lockstep. */
 #ifndef WEFT_CUDA_CLUSTER_CUH
 #define WEFT_CUDA_CLUSTER_CUH
 
@@ -43,7 +43,7 @@ static __device__ __forceinline__ void cluster_wait_for_all()
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-/* The same for what is handed on in plain stores: whoever waits sees what all threads stored before they arrived here. */
+/* The same for plain stores: a thread that waits sees the stores of all threads before their arrival. */
 static __device__ __forceinline__ void cluster_publish()
 {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What a device and this library's code for it can do. It cannot change while the process lives, so the first answer is kept,
- * as in device.c: asking is a good part of what a small call costs. An answer is one word, and every thread would write the
- * same one. */
+ * as in device.c: the query is a large part of the cost of a small call. An answer is one word, and every thread would
+ * write the same one. */
 #ifndef WEFT_CUDA_KEPT_H
 #define WEFT_CUDA_KEPT_H
 
@@ -11,9 +11,9 @@
 #include <atomic>
 #include <cstdint>
 
-enum { KEPT_DEVICES = 64 }; /* the others are asked every time */
+enum { KEPT_DEVICES = 64 }; /* other devices are queried every time */
 
-/* One for each question; 0: not asked yet. */
+/* One for each question; 0: not queried yet. */
 struct kept_answers {
     std::atomic<uint64_t> of[KEPT_DEVICES];
 };

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * From a call to a launch on the caller's stream. The launch itself returns its error, so an error that somebody left
- * behind earlier is never taken for ours. */
+ * From a call to a launch on the caller's stream. The launch itself returns its error, so an error left by an earlier call
+ * of the application is never reported here. */
 #ifndef WEFT_CUDA_LAUNCH_CUH
 #define WEFT_CUDA_LAUNCH_CUH
 
@@ -34,8 +34,8 @@ struct launch_shape {
     launch_order order = AFTER;
     bool together = false; /* all blocks resident at once, so that they may wait for each other */
     unsigned cluster = 0;  /* blocks that reach each other's shared memory */
-    /* Blocks that a multiprocessor's shared memory shall have room for; 0: the driver decides, for as many as there can be. What
-     * is not shared memory is L1, and the loads of a kernel that runs beside this one are on their way to a place there. */
+    /* Blocks that a multiprocessor's shared memory must have room for; 0: the driver decides, for as many as there can be.
+     * What is not shared memory is L1, and it holds the loads in flight of a kernel that runs beside this one. */
     unsigned per_sm = 0;
 };
 
@@ -130,7 +130,7 @@ static __device__ __forceinline__ void let_next_begin()
 #endif
 }
 
-/* Registers of each thread of a group of four warps from here on, handed over between groups; as far as the GPU can. */
+/* Registers of each thread of a group of four warps from here on, moved between warp groups (setmaxnreg). */
 template <int COUNT, bool MORE> static __device__ __forceinline__ void set_registers()
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

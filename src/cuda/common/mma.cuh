@@ -7,7 +7,7 @@
  *     B  b[0] (k 2t 2t+1, column g)  b[1] (k 2t+8 2t+9, column g)
  *     D  d[0] d[1] (row g, columns 2t 2t+1)  d[2] d[3] (row g+8, same columns)
  *
- * A float is taken apart into two bf16 numbers, hi + lo, which keeps 16 bits of its mantissa: more than TF32's 11. */
+ * A float is split into two bf16 numbers, hi + lo, which keeps 16 bits of its mantissa: more than TF32's 11. */
 #ifndef WEFT_CUDA_MMA_CUH
 #define WEFT_CUDA_MMA_CUH
 

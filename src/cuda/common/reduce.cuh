@@ -15,7 +15,7 @@ static __device__ __forceinline__ float warp_sum(float v)
     return v;
 }
 
-/* W neighbours of `count` rows, `apart` floats from each other, added to total in order. EACH rows are on their way at once
+/* W neighbours of `count` rows, `apart` floats from each other, added to total in order. EACH rows are in flight at once
  * however few are left, where an unrolled loop takes these one after the other. */
 template <int EACH, int W>
 static __device__ __forceinline__ void add_rows(float (&total)[W], const float *from, int64_t apart, int count)

@@ -110,7 +110,7 @@ template <int N> static __device__ __forceinline__ void get_coefs(float (&v)[N],
     }
 }
 
-/* ---- device: tiles as they lie in memory -------------------------------------------------------------------------- */
+/* ---- device: tiles in memory order -------------------------------------------------------------------------- */
 
 /* W channels of N streams, not yet unpacked. */
 template <class T, int N, int W, stream_layout L> struct raw_tile {

@@ -71,7 +71,8 @@ weft_rows_sum weft_rows_plan_sum(int64_t tokens, int64_t channels, int64_t width
 
 /* A block walks over a chunk and holds one row at a time, so short rows need many blocks to keep enough bytes in flight:
  * two blocks for each of a large GPU's multiprocessors at 4096 channels, up to 1024 where rows are short. Long batches
- * and short ones get the same number: partial sums are written and read again, and shall stay a small part of it all. */
+ * and short ones get the same number: partial sums are written and read again, and must stay a small part of the
+ * traffic. */
 weft_rows_chunks weft_rows_plan_chunks(int64_t tokens, int64_t channels)
 {
     weft_rows_chunks p = {0, 1};

@@ -2,7 +2,7 @@
  *
  * Launch shapes of the kernels that walk over rows: aggregate, expand, contract, RMSNorm. Plain arithmetic, no CUDA.
  *
- * A row of channels is cut into tiles of `width` channels, one access of a thread. A team of `lanes` threads works on a
+ * A row of channels is split into tiles of `width` channels, one access of a thread. A team of `lanes` threads works on a
  * token; lane l holds the tiles l, l + lanes, l + 2 lanes, ..., up to `tiles` of them at a time. */
 #ifndef WEFT_CUDA_ROWS_PLAN_H
 #define WEFT_CUDA_ROWS_PLAN_H

@@ -3,7 +3,7 @@
  * The streams of one token between memory and registers. A thread works on W neighbouring channels of all N streams at
  * once, x[N][W]; what differs between the layouts is where these lie:
  *     (n,C)  N pieces of W elements, one stream apart; W fills 16 bytes
- *     (C,n)  one piece of W*N elements, W the least that fills 16 bytes
+ *     (C,n)  one piece of W*N elements, W the smallest that fills 16 bytes
  * Either way neighbouring threads touch neighbouring memory. Anything else (odd C, loose strides, other n) is served by
  * kernels that go element by element through `view`. */
 #ifndef WEFT_CUDA_STREAMS_CUH

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The copy engine of compute capability 9.0 and newer: boxes of a tensor between global and shared memory, and rows of
- * bytes. A load completes on a barrier that was told how many bytes to expect; a store completes in the order of its
- * group. What the engine writes beyond the tensor's edge it leaves out, what it reads there is zero.
+ * TMA, compute capability 9.0 and newer: boxes of a tensor between global and shared memory, and rows of
+ * bytes. A load completes on a barrier that expects a number of bytes; a store completes in the order of its group. Writes
+ * beyond the tensor's edge are clipped, reads there return zeros.
+ *
  *
  * Boxes are 64 16-bit channels wide, so a row of one is 128 bytes: piece p of 16 bytes of row r lies at piece p ^ (r & 7),
  * where boxes begin on multiples of 1024 bytes. */
@@ -27,8 +28,8 @@ struct tma_tensor {
     int64_t tokens, streams, channels, token_stride, stream_stride;
 };
 
-/* Can the engine move its rows? Strides count even where there is one token: a token must not be summed in another way because
- * it is alone. Data that are not there yet count as aligned; so do all where addresses mean nothing. */
+/* Whether TMA can move its rows. Strides count even for one token: its sums must not depend on the number of tokens. Data
+ * without an address yet count as aligned, and all data where addresses have no meaning. */
 static inline bool tma_fits(const weft_tensor *t, bool addressed = true)
 {
     const int64_t most = (int64_t)1 << 38;
@@ -38,12 +39,12 @@ static inline bool tma_fits(const weft_tensor *t, bool addressed = true)
     return t->stride[t->ndim - 1] == 1 && (!addressed || (uintptr_t)t->data % 16 == 0);
 }
 
-/* The driver's function that makes maps. */
+/* The driver function that encodes tensor maps. */
 typedef CUresult tma_encode(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                             const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                             CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-/* Looked up, so that the library needs no driver to load; once, since it stays where it is. */
+/* Looked up at run time, so that the library loads without a driver; the address is constant and is kept. */
 static inline weft_status tma_open(const weft_call *call, tma_encode **encode)
 {
     static std::atomic<void *> known;
@@ -88,9 +89,9 @@ static inline weft_status tma_map(const weft_call *call, tma_encode *encode, CUt
     return tma_map_of(call, encode, map, t, 2, 3, size, stride, box);
 }
 
-/* A tensor as rows of boxes. Where a row of channels is made of whole boxes, `boxes` of them that lie side by side are one box of
- * the engine, box[box][stream][token][channel] in shared memory, and one load. Otherwise the engine must know where a row
- * ends: a load for each. */
+/* A tensor as rows of boxes. Where a row of channels is made of whole boxes, `boxes` neighbouring ones are one TMA box,
+ * box[box][stream][token][channel] in shared memory, and one load. Otherwise each box is a load, clipped at the end of the
+ * row. */
 static inline bool tma_in_rows(const tma_tensor *t, int64_t width = TMA_CHANNELS)
 {
     return t->channels % width == 0;
@@ -126,7 +127,7 @@ static inline weft_status tma_map_fp32(const weft_call *call, tma_encode *encode
 
 /* ---- device --------------------------------------------------------------------------------------------------------- */
 
-/* Where 16-byte piece p of row r of a box lies. */
+/* Offset of the 16-byte piece p of row r of a box. */
 static __device__ __forceinline__ uint32_t tma_piece(uint32_t row, uint32_t piece)
 {
     return row * TMA_ROW + ((piece ^ (row & 7)) << 4);
@@ -144,19 +145,19 @@ struct ring_cursor {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-/* Barriers that were just initialised are known to the copy engine after this. */
+/* Barriers that were just initialised are visible to TMA after this. */
 static __device__ __forceinline__ void tma_barriers_ready()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/* One arrival, and `bytes` to come. */
+/* Arrives once and expects `bytes`. */
 static __device__ __forceinline__ void tma_expect(uint32_t barrier, uint32_t bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-/* The map will be wanted soon. */
+/* Prefetches the map. */
 static __device__ __forceinline__ void tma_prefetch(const CUtensorMap *map)
 {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -181,7 +182,7 @@ static __device__ __forceinline__ void tma_load4(uint32_t to, const CUtensorMap 
                  : "memory");
 }
 
-/* The same box will be wanted soon: from memory to the L2. */
+/* Prefetches the box into the L2. */
 static __device__ __forceinline__ void tma_prefetch4(const CUtensorMap *map, int channel, int token, int c2, int c3)
 {
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(channel),
@@ -189,8 +190,7 @@ static __device__ __forceinline__ void tma_prefetch4(const CUtensorMap *map, int
                  : "memory");
 }
 
-/* Hints for what is loaded: it is the last to leave the L2, or one among others. volatile: cheaper to make again than to keep in two
- * registers. */
+/* Hints for what is loaded: evict_last or evict_normal. volatile: cheaper to recompute than to keep in two registers. */
 static __device__ __forceinline__ uint64_t evict_last()
 {
     uint64_t hint;
@@ -205,13 +205,13 @@ static __device__ __forceinline__ uint64_t evict_normal()
     return hint;
 }
 
-/* 128 bytes, aligned to as many, are one among others again. */
+/* 128 bytes, aligned to 128, become evict_normal again. */
 static __device__ __forceinline__ void make_normal(const void *at)
 {
     asm volatile("applypriority.global.L2::evict_normal [%0], 128;" ::"l"(at) : "memory");
 }
 
-/* hint: what the L2 does with it. */
+/* hint: L2 eviction policy. */
 static __device__ __forceinline__ void tma_load_hinted(uint32_t to, const CUtensorMap *map, int channel, int token,
                                                        int c2, int c3, uint32_t barrier, uint64_t hint)
 {
@@ -232,7 +232,7 @@ static __device__ __forceinline__ void tma_load_bytes(uint32_t to, const void *f
         : "memory");
 }
 
-/* The same bytes will be wanted soon: from memory to the L2. */
+/* Prefetches the bytes into the L2. */
 static __device__ __forceinline__ void tma_prefetch_bytes(const void *from, uint32_t bytes)
 {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
@@ -250,7 +250,7 @@ static __device__ __forceinline__ void tma_commit()
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* The committed stores have read their shared memory; with ALL, they have written theirs. */
+/* Waits until the committed stores have read shared memory; with ALL, until they have written global memory. */
 template <bool ALL> static __device__ __forceinline__ void tma_wait()
 {
     if constexpr (ALL)
@@ -259,7 +259,7 @@ template <bool ALL> static __device__ __forceinline__ void tma_wait()
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-/* What this thread wrote to shared memory is there for the copy engine. */
+/* Makes this thread's writes to shared memory visible to TMA. */
 static __device__ __forceinline__ void tma_publish()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

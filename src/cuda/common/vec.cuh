@@ -14,7 +14,7 @@
 typedef __nv_bfloat16 bf16;
 typedef __half f16;
 
-/* The line that p is in will be wanted soon: from memory to the L2. */
+/* Prefetches the line of p into the L2. */
 static __device__ __forceinline__ void prefetch_line(const void *p)
 {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
@@ -66,7 +66,7 @@ template <class T> static __device__ __forceinline__ float rounded(float v)
     return widen(narrow<T>(v));
 }
 
-/* Two 16-bit numbers as they lie in one register. */
+/* Two 16-bit numbers as packed in one register. */
 static __device__ __forceinline__ void widen2(float &a, float &b, uint32_t pair, bf16)
 {
     a = __uint_as_float(pair << 16);
@@ -142,7 +142,7 @@ template <class T, int W> static __device__ __forceinline__ void load_raw_shared
     }
 }
 
-/* One 16-byte store. An assignment through uint4 is taken apart into four of 4 bytes by the compiler. */
+/* One 16-byte store. An assignment through uint4 is split into four of 4 bytes by the compiler. */
 static __device__ __forceinline__ void store_vector(void *p, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -164,7 +164,7 @@ template <class T, int W> static __device__ __forceinline__ void store_raw(T *p,
     }
 }
 
-/* 16 bytes that shall leave the L2 for memory before others do. */
+/* Stores 16 bytes that the L2 evicts first. */
 template <class T, int W> static __device__ __forceinline__ void store_once(T *p, const raw<T, W> &r)
 {
     static_assert(raw<T, W>::bytes == 16, "one store");

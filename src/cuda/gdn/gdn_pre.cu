@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(WARPS * 32, 4) fwd_kernel(const fwd_params p)
         forward_heads<T, W, V, PLAIN>(p, part, unit, t0, t1, place_of(p.seq, t0));
 }
 
-/* The states after forward, when everybody has read those before it. */
+/* The states after forward, once all threads have read the previous ones. */
 template <class T> __global__ void final_kernel(const fwd_params p)
 {
     const int units = p.first_unit[PART_Z], across = (units + WARPS - 1) / WARPS;

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) bwd_plain_kernel(const bwd_para
         backward_beta_and_g<T>(p, a.t0, a.t1, shared, a.partial);
 }
 
-/* Slots of d_state that no token's convolution has read: they were handed through, or nobody came. */
+/* Slots of d_state that no token's convolution has read: they were passed through, or belong to padding. */
 __global__ void state_kernel(const bwd_params p)
 {
     const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, n = i / p.channels;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(SLICES * 32) finish_kernel(const finish_params
                      : i < taps + p.channels           ? p.d_bias
                      : i < taps + p.channels + p.heads ? p.d_a_log
                                                        : p.d_dt_bias;
-    const bool wanted = i < numbers && has(to); /* what nobody asks for may not be there */
+    const bool wanted = i < numbers && has(to); /* absent where it is not requested */
     double sum = 0.0;
     wait_for_previous();
     if (wanted)
@@ -166,7 +166,7 @@ static int32_t channels_of(const weft_call *call)
     return (int32_t)(2 * call->key_heads * call->key_dim + call->value_heads * call->value_dim);
 }
 
-/* The cut of tokens, and with it sums, depends neither on what is asked for nor on where it lies. */
+/* The cut of tokens, and with it sums, depends neither on what is requested nor on its address. */
 static weft_gdn_ranges ranges_of(const weft_call *call)
 {
     return weft_gdn_bwd_ranges(call->batch * call->steps, channels_of(call));

@@ -32,8 +32,8 @@ struct bwd_params {
     int32_t gate_vec;      /* channels of z that a lane has */
     int32_t ring;          /* bytes of a warp's rings */
     int64_t piece, ranges; /* tokens of a warp; ranges of a block */
-    float
-        *partial; /* [ranges][(W + 1) C + 2 Hv]: d_weight by taps, d_bias, d_a_log, d_dt_bias; NULL: nobody asks */
+    /* [ranges][(W + 1) C + 2 Hv]: d_weight by taps, d_bias, d_a_log, d_dt_bias; or NULL */
+    float *partial;
 };
 
 /* Numbers of a range, and how far the next range's are: on a boundary of 16 bytes. */

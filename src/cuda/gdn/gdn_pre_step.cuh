@@ -149,7 +149,7 @@ static __device__ __forceinline__ void step_heads(const fwd_params &p, int part,
     store_state<T, V>(p, part, unit, where, row);
 }
 
-/* A warp has every `apart`-th sequence. Padding behind the last one belongs to one more. */
+/* A warp has every `apart`-th sequence. Padding after the last one belongs to one more. */
 template <class T, int W, int V, bool PLAIN>
 __global__ void __launch_bounds__(WARPS * 32, 4) step_kernel(const fwd_params p)
 {
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(WARPS * 32, 4) step_plain_kernel(const fwd_par
         copy_commit();
         const int64_t row = named >= 0 && named_again(p.conv, (int)n, named, p.searched)
                                 ? -1
-                                : named; /* while the state is on its way */
+                                : named; /* while the load of the state is in flight */
         if (part == PART_V && has(p.out[PART_Z]) && n < p.seq.count)
             copy_rows<T, V>(p.in[PART_Z].x, p.out[PART_Z], p.seq, mine.l, where.start, where.end,
                             row < 0 ? where.start : where.end);

@@ -97,7 +97,7 @@ static inline weft_status look_at_offsets(const weft_call *call, const sequences
     return WEFT_OK;
 }
 
-/* The sequence of token t, or count behind the last one. All lanes ask for the same token and search together. */
+/* The sequence of token t, or count after the last one. All lanes ask for the same token and search together. */
 static __device__ __forceinline__ int64_t sequence_of(const sequences &s, int64_t t)
 {
     if (!s.cu) return s.steps > 0 ? t / s.steps : s.count;

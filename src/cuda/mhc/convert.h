@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Small moves between the links of a chain. */
+ * Small moves between the kernels of a chain. */
 #ifndef WEFT_CUDA_CONVERT_H
 #define WEFT_CUDA_CONVERT_H
 

@@ -5,7 +5,7 @@
  *
  * Two, four and eight streams have kernels in which a token's matrix is registers and its history shared memory. Any
  * other number, and a history that is too long, is served by a kernel that keeps both in workspace, a thread's after the
- * other's: it is there to be correct, not to be fast. */
+ * other's: it serves correctness, not speed. */
 #ifndef WEFT_CUDA_GATES_BWD_CUH
 #define WEFT_CUDA_GATES_BWD_CUH
 
@@ -44,7 +44,7 @@ static __device__ __forceinline__ void put_sum(const view &d_alpha, const view &
     }
 }
 
-/* All blocks have left their partial sums: the columns are shared out among them. */
+/* All blocks have written their partial sums; the columns are divided among them. */
 static __device__ __forceinline__ void fold_all(const gates_bwd_params &p, int rows, float *room)
 {
     cooperative_groups::this_grid().sync();
@@ -64,8 +64,8 @@ template <int N> struct gates_token {
     float h[rows], ms, dz[rows + 3];
 };
 
-/* What becomes of a token's d_h and d_ms beside the stores that the parameters ask for: nothing. Others hand them on in a
- * form of their own, hear of the tokens behind the last in its chunk, and keep partial sums where there is one slot, too. */
+/* Default sink of a token's d_h and d_ms: only the stores that the parameters describe. Other sinks pass them on in a form
+ * of their own, are told of the padding tokens of the last chunk, and keep partial sums even with one slot. */
 struct gates_bwd_plain {
     static constexpr bool keeps_sums = false;
     template <int N> __device__ void begin(int64_t) const
@@ -119,7 +119,7 @@ static __device__ __forceinline__ void gates_bwd_token(const gates_bwd_params &p
     sink.template put<N>(token, t.h, d_ms);
 }
 
-/* A block of one group of threads has a chunk of tokens at a time; a block of two has both chunks there are. Leaves the
+/* A block of one group of threads has a chunk of tokens at a time; a block of two has both chunks there are. Writes the
  * partial sums of its slots. */
 template <int N, bool SINKHORN, class SINK>
 static __device__ __forceinline__ void gates_bwd_slots(const gates_bwd_params &p, const SINK &sink,
@@ -146,7 +146,7 @@ static __device__ __forceinline__ void gates_bwd_slots(const gates_bwd_params &p
                 gates_bwd_load<N>(p, token, t), sink.template begin<N>(token);
             else
                 sink.template none<N>(token);
-            if (!staged) { /* the parameters come while the first token does */
+            if (!staged) { /* the loads of the parameters and of the first token overlap */
                 stage_params(param, p.alpha, p.beta, R, 3);
                 __syncthreads();
                 staged = true;
@@ -188,7 +188,7 @@ static __global__ void __launch_bounds__(COEF_GROUPS *COEF_THREADS) gates_bwd_sm
     if ((has(p.d_alpha) || has(p.d_beta)) && p.slots > 1) fold_all(p, 2 * N + N * N, room);
 }
 
-/* Any number of streams, histories of any length: correct, not fast. */
+/* Any number of streams, histories of any length: for correctness, not speed. */
 template <bool SINKHORN> static __global__ void __launch_bounds__(COEF_THREADS) gates_bwd_any(gates_bwd_params p)
 {
     extern __shared__ float shared_any[]; /* parameters, totals, and a row for each warp */

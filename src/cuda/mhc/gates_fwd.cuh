@@ -3,7 +3,7 @@
  * Kernels of mhc_scale and, with SINKHORN, of mhc_coef [M2] [M4], one token per thread.
  *
  * Two, four and eight streams have kernels in which a token's matrix is registers. Any other number is served by a kernel
- * that keeps it in workspace, a thread's after the other's: it is there to be correct, not to be fast. */
+ * that keeps it in workspace, a thread's after the other's: it serves correctness, not speed. */
 #ifndef WEFT_CUDA_GATES_FWD_CUH
 #define WEFT_CUDA_GATES_FWD_CUH
 
@@ -50,7 +50,7 @@ static __global__ void __launch_bounds__(COEF_THREADS) gates_fwd_small(gates_fwd
     float h[R], ms = 0;
     int64_t token = blockIdx.x * (int64_t)COEF_THREADS + threadIdx.x;
     const int64_t step = gridDim.x * (int64_t)COEF_THREADS;
-    /* The first token is on its way while the parameters are. */
+    /* The loads of the first token and of the parameters overlap. */
     if (token < p.tokens) {
         load_row<R>(h, p.h, token);
         ms = get(p.ms, token * p.ms.stride[0]);
@@ -67,7 +67,7 @@ static __global__ void __launch_bounds__(COEF_THREADS) gates_fwd_small(gates_fwd
     }
 }
 
-/* Any number of streams: correct, not fast. */
+/* Any number of streams: for correctness, not speed. */
 template <bool SINKHORN> static __global__ void __launch_bounds__(COEF_THREADS) gates_fwd_any(gates_fwd_params p)
 {
     wait_for_previous();

@@ -16,7 +16,7 @@ struct head_gates_params {
     view d_gate;    /* backward: upstream */
     view d_h, d_ms; /* out */
     view d_alpha, d_beta;
-    float *partial; /* [n + 1][slots]; NULL where neither d_alpha nor d_beta is wanted */
+    float *partial; /* [n + 1][slots]; NULL where neither d_alpha nor d_beta is requested */
 };
 
 /* One gate per thread: neighbours share a token, so that memory is touched in order. */

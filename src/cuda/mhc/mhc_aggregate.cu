@@ -149,7 +149,7 @@ static __device__ __forceinline__ void scale_streams(float (&d_x)[M][W], const f
 }
 
 /* d_x[i] = pre[i] d_u;  d_pre[i] = sum_c d_u[c] x[i,c]: a lane over its tiles, then over the team.
- * PLAIN: both are wanted, all of them have dtype T, nothing is added to. */
+ * PLAIN: both are requested, all of them have dtype T, nothing is added to. */
 template <class T, int N, stream_layout L, bool PLAIN>
 static __global__ void __launch_bounds__(BWD_BLOCK, PLAIN &&N > 2 ? BWD_RESIDENT : 2) bwd_kernel(bwd_task a)
 {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * How gates and Sinkhorn are cut for the GPU [M2] [M3] [M4]: where a token's history lies, how the sums over tokens are
+ * How gates and Sinkhorn are split for the GPU [M2] [M3] [M4]: where a token's history lies, how the sums over tokens are
  * grouped, how much workspace that takes. Plain C without CUDA, so that it is tested everywhere.
  *
  * Chunks and slots decide the order of sums and so the bits of d_alpha and d_beta: they follow from the number of tokens
- * alone. Everything else only decides who works where. */
+ * alone. Everything else only spreads the work. */
 #ifndef WEFT_CUDA_MHC_COEF_PLAN_H
 #define WEFT_CUDA_MHC_COEF_PLAN_H
 

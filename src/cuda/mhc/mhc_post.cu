@@ -4,8 +4,8 @@
  *
  * A thread loads all streams of its channels, waits once, and writes them: 64 bytes of streams and the row's part are in
  * flight per thread, with no state from token to token, so the grid is as large as the problem. The coefficients of a
- * block's tokens go through shared memory while the streams are on their way. A thread has read its channels of all
- * streams before it writes the first, so y may lie over x. */
+ * block's tokens go through shared memory while the loads of the streams are in flight. A thread has read its channels of
+ * all streams before it writes the first, so y may lie over x. */
 #include "core/status.h"
 #include "cuda/mhc/mhc_post.cuh"
 

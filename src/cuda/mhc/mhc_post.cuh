@@ -17,7 +17,7 @@ template <int N> struct alignas(N == 2 ? 8 : 16) coefs {
     float post[N], w[N][N];
 };
 
-/* What a thread holds of a token at once: `batch` tiles of `width` channels, as they lie in memory. */
+/* What a thread holds of a token at once: `batch` tiles of `width` channels, in memory order. */
 template <class T, int N, stream_layout L> struct post_tile {
     /* Eight streams in half vectors: backward holds two such tiles and 72 sums. */
     static constexpr int width = L == LAYOUT_NC && N == 8 ? 4 : stream_tile<T, N, L>::width;

@@ -17,7 +17,7 @@ struct bwd_params {
     view x, f, bias, post, res, d_y, d_x, d_f, d_post, d_res;
     weft_dropout dropout;
     int64_t tokens, channels;
-    int64_t chunks, chunk_tokens; /* tokens are handed out in chunks: of one where d_bias is not wanted */
+    int64_t chunks, chunk_tokens; /* tokens are handed out in chunks: of one where d_bias is not requested */
     float *partial;               /* [chunks][channels] of d_bias, or NULL */
     int32_t rows_at,
         row_floats; /* in shared memory: where teams sum d_f, floats of each; 0: they do so in `partial` */
@@ -219,7 +219,7 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
                             load_tile<T, N, L>(x[b], x_row, p.x.stride[1], c + b * step);
                             load_raw(f[b], f_row + c + b * step);
                         }
-                    if (s == 0) { /* while the first streams are on their way */
+                    if (s == 0) { /* overlaps the loads of the first streams */
                         for (int e = t; e < M; e += p.team)
                             ((float *)&k)[e] = coef_at(p.post, p.res, p.in_out, N, token, e);
                         team_barrier(p.team);
@@ -458,7 +458,7 @@ static bool whole(const weft_tensor *t, int64_t unit)
     return !weft_has(t) || t->stride[0] % unit == 0;
 }
 
-/* The inputs decide which kernel sums, so that its bits do not depend on where results go or which are wanted. */
+/* The inputs decide which kernel sums, so that its bits do not depend on where results go or which are requested. */
 template <class T, int N, stream_layout L> static bool inputs_fit(const weft_mhc_post_bwd_args *a)
 {
     const int W = post_tile<T, N, L>::width, unit = L == LAYOUT_NC ? W : N * W;
@@ -466,7 +466,7 @@ template <class T, int N, stream_layout L> static bool inputs_fit(const weft_mhc
            vector_fits(&a->bias, W) && whole(&a->x, unit) && whole(&a->d_y, unit) && whole(&a->f, W);
 }
 
-/* FULL unless everything is in the activation type; a gradient that is not wanted is only a store less. */
+/* FULL unless everything is in the activation type; a gradient that is not requested is only a store less. */
 static post_mode mode_of(const weft_call *call, const weft_mhc_post_bwd_args *a)
 {
     const weft_grad *grads[] = {&a->d_x, &a->d_f};

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Launch shapes of post [M6] and replay [M12]: who works on which channels of which tokens. Plain arithmetic, so that it
- * is tested without a GPU. */
+ * Launch shapes of post [M6] and replay [M12]: which threads work on which channels and tokens. Plain arithmetic, so that
+ * it is tested without a GPU. */
 #ifndef WEFT_CUDA_MHC_POST_PLAN_H
 #define WEFT_CUDA_MHC_POST_PLAN_H
 

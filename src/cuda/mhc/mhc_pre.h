@@ -6,7 +6,7 @@
 
 #include "cuda/mhc/mhc_pre_plan.h"
 
-/* Forward of fp32 streams in one launch, v excepted. u: where the aggregate goes, absent where nobody wants it. */
+/* Forward of fp32 streams in one launch, v excepted. u: where the aggregate goes, absent where it is not requested. */
 weft_pre_plan weft_cuda_pre_one_plan(const weft_call *call, const weft_mhc_pre_fwd_args *a, const weft_tensor *u);
 weft_status weft_cuda_pre_one(const weft_call *call, const weft_pre_plan *plan, const weft_mhc_pre_fwd_args *a,
                               const weft_tensor *u);

@@ -21,7 +21,7 @@ static_assert((int)PRE_ONE_TOKENS == (int)ANY_TOKENS && (int)PRE_ONE_ROWS == (in
 
 struct one_args {
     any_operands project;
-    gates_fwd_params gates; /* h, ms: what the caller wants of them */
+    gates_fwd_params gates; /* h, ms: as requested by the caller */
     view pre_in, u;
     float mean;
 };

@@ -2,7 +2,7 @@
  *
  * Projection and mean square, forward [M1]. Reads x once (2nC bytes a token in 16 bits), writes 4N + 4 bytes a token.
  *
- * `project` multiplies on tensor cores. psi = phi * norm_weight is taken apart into bf16 hi + lo on the way, or before by
+ * `project` multiplies on tensor cores. psi = phi * norm_weight is split into bf16 hi + lo on the way, or before by
  * `pack`; x is exact in bf16 (f16 becomes hi + lo too), so two products a tile give sixteen bits of psi. The squares are
  * summed from the same registers. `gather` adds the partial sums where the columns of a token were split over blocks.
  * `spread` lays psi out in the order of x's columns where phi itself is not there to be copied: a norm weight, another
@@ -12,7 +12,7 @@
  * right, then by fours three times. A split hands on whole subtrees. */
 #include "cuda/mhc/mhc_project_sums.cuh"
 
-/* ---- psi as fp32 rows, and taken apart ------------------------------------------------------------------------------ */
+/* ---- psi as fp32 rows, and split ------------------------------------------------------------------------------ */
 
 __global__ void spread_kernel(float *to, weights w, columns k)
 {
@@ -32,9 +32,9 @@ weft_status weft_cuda_project_spread(const weft_call *call, const weft_tensor *p
     return launch(call, "psi", spread_kernel, {.grid = grid, .block = 256}, psi, w, k);
 }
 
-/* psi taken apart, in the order of the registers that multiply it: a piece of 16 bytes per (step of 16 columns, tile of 8
+/* psi split, in the order of the registers that multiply it: a piece of 16 bytes per (step of 16 columns, tile of 8
  * rows, lane) with hi and lo of B's two registers. The four numbers of a piece are columns 2t, 2t + 1, 2t + 8, 2t + 9 of its
- * step, row g of its tile; zeros behind the last row and column. */
+ * step, row g of its tile; zeros after the last row and column. */
 static __device__ __forceinline__ uint4 taken_apart(const float2 (&v)[2])
 {
     uint4 to;
@@ -88,8 +88,8 @@ static __device__ __forceinline__ void fetch_piece(float2 (&v)[2], const project
 }
 
 /* A block owns WARPS * MT * 16 tokens and the columns of its split, a warp MT * 16 of these tokens. Each warp has a ring of
- * stages of 64 columns of its own x and waits for nobody, with its 16-byte pieces swapped by the row number so that
- * neither the copy nor ldmatrix meets a bank twice. psi is shared: chunks of CHUNK stages, taken apart into the registers'
+ * stages of 64 columns of its own x and waits for no other warp, with its 16-byte pieces swapped by the row number so that
+ * neither the copy nor ldmatrix meets a bank twice. psi is shared: chunks of CHUNK stages, split into the registers'
  * order while the chunk before is multiplied, one barrier a chunk.
  *
  * What counts is how fast a multiprocessor could go. Memory leaves 2090 cycles for a stage of 256 tokens on average, but it
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_kernel(const project_ar
     uint4 *const taken = (uint4 *)(shared + WARPS * STAGES * STAGE_BYTES);
     const uint32_t ring = shared_address(shared) + warp * STAGES * STAGE_BYTES;
 
-    /* Lane l copies piece l % 8 of rows l / 8, l / 8 + 4, ... Rows behind the last token repeat it: a copy must cost no more
+    /* Lane l copies piece l % 8 of rows l / 8, l / 8 + 4, ... Rows after the last token repeat it: a copy must cost no more
      * than the address it adds to. */
     const char *x_from[MT * 4];
 #pragma unroll
@@ -217,15 +217,15 @@ template <int SIZE> struct ring_place {
     }
 };
 
-/* Tiles of 128 and 192 tokens, for which psi comes taken apart (`pack`): it is the same work for fewer tokens. The rings of
+/* Tiles of 128 and 192 tokens, for which psi comes split (`pack`): it is the same work for fewer tokens. The rings of
  * x are those of project_kernel; psi has a ring too, of BUFFERS chunks of CHUNK stages.
  *
- * Nothing waits within a stage: fragments are loaded a step ahead, and on a barrier everybody arrives stages before anybody
+ * Nothing waits within a stage: fragments are loaded a step ahead, and on a barrier every thread arrives stages before any
  * waits. Every thread arrives for itself, which costs no more than one for its warp and which racecheck can follow. */
 template <int NT, int WARPS, int STAGES> struct stream_shape {
     static constexpr int chunk = 2; /* stages */
-    /* Chunks that are on their way, for as long as x is; one more has come, one is multiplied, and one may still be
-     * multiplied by others. */
+    /* Chunks in flight, as far ahead as x; one more has arrived, one is multiplied, and one may still be multiplied by
+     * other warps. */
     static constexpr int lead = (STAGES - 1 + chunk - 1) / chunk, buffers = lead + 3;
     static constexpr int stage_bytes = 16 * PROJECT_STAGE * 2, pieces = chunk * PROJECT_STAGE / 16 * NT * 32;
     static constexpr int x_bytes = WARPS * STAGES * stage_bytes, psi_bytes = buffers * pieces * 16;
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_stream_kernel(const pro
     auto high = [&](int level, int m, int q, int e) -> float & { return upper[level][m][q][e]; };
     uint32_t slot = 0, last_slot = (STAGES - 1) * STAGE_BYTES; /* in bytes: of this stage, of the one before */
     int index = r.leaf, leaf_end = first_leaf_end(stages, r, index);
-    ring_place<BUFFERS> now, next, later; /* chunks: multiplied, come, copied */
+    ring_place<BUFFERS> now, next, later; /* chunks: multiplied, arrived, copied */
     next.at = 1, later.at = LEAD + 1;
     int in_chunk = 0;
 #pragma unroll 1
@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_stream_kernel(const pro
                 copy_psi(later.at);
                 later.step();
             }
-            barrier_arrive(full + next.at * 8); /* this thread's part of the chunk has come */
+            barrier_arrive(full + next.at * 8); /* this thread's part of the chunk has arrived */
             next.step();
         }
         copy_commit();
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) project_stream_kernel(const pro
 }
 
 /* Adds the partial sums of a token in the order that one block would have added them. With many splits four lanes share a
- * sum, each with a quarter of the partial sums on its way at once. */
+ * sum, each with a quarter of the partial sums in flight at once. */
 template <int SPLITS> struct gather_shape {
     static constexpr int lanes = SPLITS > 4 ? 4 : 1;
 };

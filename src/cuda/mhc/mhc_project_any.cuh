@@ -47,7 +47,7 @@ struct any_tile {
     int mine, row0, rows;
 };
 
-/* x and psi in two columns; zeros behind the last token and row. */
+/* x and psi in two columns; zeros after the last token and row. */
 static __device__ __forceinline__ void any_load(float (&x)[2][ANY_TOKENS], float (&psi)[2][ANY_ROWS],
                                                 const any_operands &p, const any_tile &t, uint32_t column)
 {
@@ -92,8 +92,8 @@ struct any_totals {
 };
 
 /* A register tile, so that a load serves eight products. A thread takes two neighbouring columns at a time, with those of the
- * other threads between them and its next ones. In PAIRS all their loads are on their way at once; a dtype that is known at run
- * time is a branch in front of every load, and each waits for the one before. The rows of the first tile carry the squares with
+ * other threads between them and its next ones. In PAIRS all their loads are in flight at once; a dtype known at run time
+ * is a branch in front of every load, which serialises the loads. The rows of the first tile carry the squares with
  * them.
  *
  * room: ANY_THREADS floats of shared memory. give(token, row, sum) on one thread each, with row == w.rows for the squares; all

@@ -28,7 +28,7 @@ static inline finish_args finish_args_of(const weft_call *call, const weft_mhc_p
             view_of(&a->d_norm_weight)};
 }
 
-/* Every row stands for itself but where d_norm_weight is wanted, a sum over them. */
+/* Every row stands for itself but where d_norm_weight is requested, a sum over them. */
 static inline int32_t finish_rows(const finish_args *a)
 {
     return has(a->d_norm) ? 1 : a->w.rows;

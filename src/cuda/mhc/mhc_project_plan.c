@@ -33,7 +33,7 @@ weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns
             if (splits[k] > 1 && splits[k] > ceil_div(columns, PROJECT_STAGE)) continue;
             const int64_t blocks = ceil_div(tokens, tiles[i]) * splits[k];
             /* Bytes that a block moves, phi at half the cost since it comes from L2, at a quarter where it need not be
-             * taken apart; many small blocks fit a multiprocessor, but they read phi over and over. Getting going, and the
+             * split; many small blocks fit a multiprocessor, but they read phi over and over. Getting going, and the
              * sum over splits, cost as well; so does every further round of large tiles, which fills its rings anew, and
              * the launch that packs phi. */
             const int64_t at_once = tiles[i] == 32 ? 6 * (int64_t)sms : sms;
@@ -58,7 +58,7 @@ weft_project_fwd_plan weft_cuda_project_fwd_plan(int64_t tokens, int64_t columns
 }
 
 /* Candidates by the number of partial sums, each a copy of phi. The result depends on that number, so it is chosen for a
- * nominal GPU and not for the one at hand. */
+ * nominal GPU and not for the actual one. */
 weft_project_bwd_plan weft_cuda_project_bwd_plan(int64_t tokens, int64_t columns, int64_t rows,
                                                  int32_t block_columns)
 {

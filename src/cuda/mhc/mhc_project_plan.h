@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * How the projection is cut into blocks [M1]. Two kinds of numbers: those that decide the order of sums come from
+ * How the projection is split into blocks [M1]. Two kinds of numbers: those that decide the order of sums come from
  * streams * channels and, for sums over tokens, from tokens; those that only spread the work may look at the GPU. */
 #ifndef WEFT_CUDA_MHC_PROJECT_PLAN_H
 #define WEFT_CUDA_MHC_PROJECT_PLAN_H
@@ -36,7 +36,7 @@ typedef struct weft_project_fwd_plan {
     int32_t tile_tokens; /* tokens of a block: 32, 128, 192 or 256 */
     int32_t splits;      /* blocks that share the columns of a token: 1, 4, 16 or 64 */
     int64_t blocks;
-    bool packed; /* psi is taken apart by a launch of its own and not by every block */
+    bool packed; /* psi is split by a launch of its own and not by every block */
 } weft_project_fwd_plan;
 
 /* row_tiles: tiles of 8 rows of phi; large: a kernel with tiles of 256 tokens exists. */

@@ -10,7 +10,7 @@
 struct project_args {
     const void *x;
     const float *psi;    /* [rows], psi_stride apart */
-    const uint4 *packed; /* the same taken apart, or NULL */
+    const uint4 *packed; /* the same split, or NULL */
     float *partial;      /* [splits][tokens][rows + 1], or NULL: straight to h and ms */
     view h, ms;
     int64_t tokens, x_stride, psi_stride, columns;
@@ -21,7 +21,7 @@ struct project_args {
 };
 
 /* Squares on tensor cores: a fragment of x is also its own transpose, so x x^T costs two products and no arithmetic; its
- * diagonal is what we want. Token g has it in d[0] or d[1] of lane (g, g / 2), token g + 8 in d[2] or d[3]. */
+ * diagonal holds the squares. Token g has it in d[0] or d[1] of lane (g, g / 2), token g + 8 in d[2] or d[3]. */
 template <class T>
 static __device__ __forceinline__ void squares(float (&low)[4], float (&high)[4], const uint32_t (&a)[4])
 {
@@ -128,7 +128,7 @@ static __device__ __forceinline__ void end_leaf(low_sums<NT, MT> &s, int index, 
 
 /* A split holds its subtree at the level it is cut at; the other levels are empty. The sums go through shared memory, room
  * for MT * 16 * (rows + 1) numbers, so that there is one piece of code that stores: unrolled over the registers it is
- * kilobytes that nobody has fetched yet, and fetching them took longer than the stores. */
+ * kilobytes of instructions whose fetch takes longer than the stores. */
 template <int NT, int MT, class High>
 static __device__ __forceinline__ void store_sums(const project_args &p, const low_sums<NT, MT> &s, float *room,
                                                   int64_t token0, int split, int lane, const High &high)

@@ -2,10 +2,10 @@
  *
  * Multi-layer replay [M12]: a thread keeps its channels of all streams in registers from layer to layer, rounded as if
  * stored, with the arithmetic of the single operators (mhc_post.cuh). Bytes per token and layer, bf16: 2C for f, 2C for
- * u, 2nC for y where they are wanted; the streams themselves are read once per launch.
+ * u, 2nC for y where they are requested; the streams themselves are read once per launch.
  *
  * The layers of a launch travel as kernel parameters, because the caller's array lives on the host and only during the
- * call. v needs a sum over all channels, so it is left to the rmsnorm operator afterwards; where u is not wanted, u goes
+ * call. v needs a sum over all channels, so it is left to the rmsnorm operator afterwards; where u is not requested, u goes
  * to v and is normalised in place. */
 #include "core/status.h"
 #include "core/struct_size.h"
@@ -196,7 +196,7 @@ struct layer_at {
     }
 };
 
-/* Layers [from, end) go into one launch. It ends where the caller wants y, so that the next one can begin with that. */
+/* Layers [from, end) go into one launch. It ends where y is requested, so that the next one can begin with that. */
 static int32_t launch_end(const weft_mhc_replay_fwd_args *a, int32_t from)
 {
     const int32_t most = from + LAYERS < a->num_layers ? from + LAYERS : a->num_layers;
@@ -223,7 +223,7 @@ static weft_rmsnorm_fwd_args norm_of(const weft_mhc_replay_layer *l)
 }
 
 struct replay_room {
-    void *streams; /* of a layer between two launches, where y is not wanted */
+    void *streams; /* of a layer between two launches, where y is not requested */
     void *norm;    /* rmsnorm's own workspace */
 };
 

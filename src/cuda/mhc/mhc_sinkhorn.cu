@@ -38,7 +38,7 @@ template <int N> static __global__ void __launch_bounds__(COEF_THREADS) bwd_smal
     }
 }
 
-/* Any number of streams, histories of any length: correct, not fast. */
+/* Any number of streams, histories of any length: for correctness, not speed. */
 static __global__ void __launch_bounds__(COEF_THREADS) fwd_any(sinkhorn_params p)
 {
     const int n = p.streams;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * cuBLASLt, loaded when somebody asks for it. Its functions and constants are declared here as its ABI has them, so that
- * building needs no headers of it. For each shape the library is asked once which algorithm to use. */
+ * cuBLASLt, loaded on first use. Its functions and constants are declared here as its ABI has them, so that
+ * building needs no headers of it. For each shape the algorithm is chosen once. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -196,7 +196,7 @@ static __global__ void __launch_bounds__(BLOCK, 2) fwd_kernel(head_task p)
         const uint32_t keys = ring + (uint32_t)(j % 2) * 2 * TILE_BYTES,
                        next = ring + (uint32_t)((j + 1) % 2) * 2 * TILE_BYTES;
         copy_wait<0>();
-        __syncthreads(); /* this tile is there, and nobody reads the one before it any more */
+        __syncthreads(); /* this tile is there, and the previous one is no longer read */
         if (j + 1 < tiles) {
             load_rows(next, k, stride, (j + 1) * TILE, TILE, p.length);
             load_rows(next + TILE_BYTES, v, stride, (j + 1) * TILE, TILE, p.length);

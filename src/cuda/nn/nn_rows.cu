@@ -237,7 +237,7 @@ weft_status weft_cuda_nn_embed_fwd(weft_nn *nn, const weft_embed *a)
 }
 
 /* The rows of one token of the vocabulary in one chunk: a block looks for them, 256 tokens at a time, and adds them in the
- * order of the tokens. Nobody else has this sum, so no atomics. */
+ * order of the tokens. No other block has this sum, so there are no atomics. */
 template <class T>
 static __global__ void __launch_bounds__(BLOCK)
     embed_bwd_kernel(weft_embed a, int64_t chunk, int64_t spans, float *parts)

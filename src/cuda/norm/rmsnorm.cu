@@ -26,7 +26,7 @@ template <int K> static __host__ __device__ constexpr int boxes_of(int lanes)
 struct norm_task {
     view u, weight, v;  /* v: the result, or the gradient of it */
     view d_u, d_weight; /* backward */
-    float *partial;     /* [chunks][channels], NULL where d_weight is not wanted */
+    float *partial;     /* [chunks][channels], NULL where d_weight is not requested */
     int64_t tokens, channels, chunk;
     float eps;
     weft_rows_team team;
@@ -73,8 +73,8 @@ static __device__ __forceinline__ float row_squares(const float *boxes, int coun
 }
 
 /* v = u r weight, the row in registers. v may be u: a thread reads and writes the same elements. The bounds are not those of a
- * block: they leave room for the rows of 1280 threads, 640 of fp32, on a multiprocessor; left alone the compiler takes more
- * registers, and too few rows are on their way. */
+ * block: they leave room for the rows of 1280 threads, 640 of fp32, on a multiprocessor; without a bound the compiler takes
+ * more registers, and too few rows are in flight. */
 template <class T>
 static __global__ void __launch_bounds__(FWD_THREADS, sizeof(T) == 2 ? 2 : 1) fwd_kernel(norm_task a)
 {
@@ -158,8 +158,8 @@ static __device__ __forceinline__ norm_sums norm_sums_of(const float (&sums)[2],
     return {inverse, sums[1] / (float)a.channels * inverse * inverse};
 }
 
-/* G is the dtype of d_v, E the elements a thread holds of a row. While the block works on a row, the next one is on its
- * way: a block has a barrier per row, and there are only a few blocks on a multiprocessor. */
+/* G is the dtype of d_v, E the elements a thread holds of a row. While the block works on a row, the load of the next one
+ * is in flight: a block has a barrier per row, and there are only a few blocks on a multiprocessor. */
 template <class T, class G, int E> static __global__ void __launch_bounds__(MOST_BLOCK) bwd_kernel(norm_task a)
 {
     constexpr int W = number<T>::per_vector, K = E / W;

@@ -6,9 +6,10 @@
 
 #include "cuda/common/vec.cuh"
 
-/* The squares of a row are summed by several kernels, each of which deals channels to threads in its own way, and a row rebuilt shall
- * have the bits of the row: so the order follows from the channels alone. Pieces of 16 bytes, each in order; the eight pieces of a
- * box as a tree; boxes k, k + 32, .. in order; the 32 of these as a tree. A missing piece is a zero, which changes nothing. */
+/* The squares of a row are summed by several kernels, each of which assigns channels to threads in its own way, and a
+ * rebuilt row must have the bits of the row: so the order follows from the channels alone. Pieces of 16 bytes, each in
+ * order; the eight pieces of a box as a tree; boxes k, k + 32, .. in order; the 32 of these as a tree. A missing piece is a
+ * zero, which changes nothing. */
 enum { BOX_BITS = 3, BOX_PIECES = 1 << BOX_BITS };
 
 template <int W> static __device__ __forceinline__ float piece_squares(const float (&x)[W])
