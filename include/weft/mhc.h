@@ -348,7 +348,7 @@ WEFT_API weft_status weft_mhc_head_bwd_workspace(const weft_exec *exec, const we
 /* ---- pre: everything in front of a sub-layer in one call [M10] ------------------------------------------------------
  *     (h, ms) = project(x);  (pre, post, res) = coef(h, ms)
  *     u = aggregate(x, pre_in where present, else pre);  v = rmsnorm(u, sub_weight, sub_eps) where v is requested
- * v is computed from the rounded u. pre_in makes the shifted, single-pass form: u uses the coefficients that the
+ * v is computed from the rounded u. pre_in makes the shifted form (mhc_single_pass): u uses the coefficients that the
  * previous site predicted (one-hot on stream 0 at the first site; a token stride of 0 is fine).
  * Backward takes h and ms from forward and recomputes the rest; du = d_u + the norm's part stays in fp32, and so does
  * the sum of the aggregate's and the projection's part of d_x. */

@@ -327,7 +327,7 @@ static void trusted_calls_are_the_same(void **state)
 }
 
 /* What was asked of the device before, permits for shared memory and clusters among it, holds for the contexts that come later.
- * Kernels that need such permits: the projection, and the single pass of a wide pre. */
+ * Kernels that need such permits: the projection, and the fused kernel of a wide pre. */
 static void a_reset_of_the_device(void **state)
 {
     (void)state;

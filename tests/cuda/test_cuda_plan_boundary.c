@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Which backward of boundary the CUDA backend takes, and how its single pass is cut into blocks: every token and channel
+ * Which backward of boundary the CUDA backend takes, and how the fused kernel is split into blocks: every token and channel
  * has a block, shared memory and partial sums stay within their limits, the GPU decides nothing. */
 #include "cuda/site/bwd_plan.h"
 #include "support/suite.h"

@@ -77,7 +77,7 @@ static void nothing_decides_bits(void **state)
                     assert_int_equal(got.path, want.path);
                     assert_int_equal(got.cluster, want.cluster);
                     assert_int_equal(got.boxes, want.boxes);
-                    assert_int_equal(got.projectors, want.projectors);
+                    assert_int_equal(got.mma_warps, want.mma_warps);
                 }
     }
 }
@@ -91,9 +91,9 @@ static void one_plan(const weft_site_facts *f)
     assert_int_equal(1 << p.cluster_log, p.cluster);
     const bool wide = p.pairs == SITE_WIDE_PAIRS, apart = wide && f->post;
     assert_true(columns >= f->channels && (wide || p.pairs <= SITE_MANY_PAIRS));
-    assert_int_equal(p.projectors, wide ? SITE_WIDE_PROJECTORS : SITE_PROJECTORS);
-    assert_int_equal(p.pairs * p.projectors * 2 * 16, p.boxes * SITE_BOX * f->streams); /* all columns, each once */
-    if (f->streams != 4) assert_false(wide); /* there is no such kernel */
+    assert_int_equal(p.mma_warps, wide ? SITE_WIDE_MMA_WARPS : SITE_MMA_WARPS);
+    assert_int_equal(p.pairs * p.mma_warps * 2 * 16, p.boxes * SITE_BOX * f->streams); /* all columns, each once */
+    if (f->streams != 4) assert_false(wide);                                           /* there is no such kernel */
     assert_true(p.tiles * (int64_t)SITE_TILE >= f->tokens && (p.tiles - 1) * (int64_t)SITE_TILE < f->tokens);
     assert_true(p.clusters >= 1 && p.clusters <= p.tiles && p.clusters <= f->resident[p.cluster_log]);
     assert_true(p.stages >= 3); /* one comes, one is mixed, one waits for its coefficients */

@@ -43,7 +43,7 @@ static void expect_other_tokens(const problem *got, const problem *clean, int64_
     }
 }
 
-/* A backward in a single pass makes y again from x and f, as it may: a y that contradicts them is no poison. There a call
+/* The fused backward computes y again from x and f, as it may: a y that contradicts them is no poison. There a call
  * without y shows that what comes into y from x and f goes on from it. */
 static bool is_rebuilt(const problem *p, const arg *a, weft_exec exec)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Post of one sub-layer and pre of the next in one call [M11]. */
-#include "support/single_pass.h"
+#include "support/fused_site.h"
 #include "support/suite.h"
 
 static void reference_against_finite_differences(void **state)
@@ -40,7 +40,7 @@ static void backward_rounds_once(void **state)
     grid_rounding("mhc_boundary_bwd");
 }
 
-/* ---- the single pass of CUDA's backward -------------------------------------------------------------------------- */
+/* ---- the fused backward on CUDA -------------------------------------------------------------------------- */
 
 /* Without the norm of the sub-layer, in either form; with it; some without what may be missing. */
 static const char *const absent[] = {" d_v bias pre_in ",
@@ -56,7 +56,7 @@ static const char *const absent[] = {" d_v bias pre_in ",
                                      " y d_y bias d_u ",
                                      " d_post d_x d_sub_weight ",
                                      " d_f d_phi d_res d_post "};
-static const single_pass single = {"mhc_boundary_bwd", absent, sizeof absent / sizeof *absent, true};
+static const fused_site single = {"mhc_boundary_bwd", absent, sizeof absent / sizeof *absent, true};
 
 int main(void)
 {
@@ -67,8 +67,8 @@ int main(void)
         cmocka_unit_test(reference_against_its_chain),
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
-        SINGLE_PASS_TESTS(&single),
-        cmocka_unit_test_prestate(single_pass_of_any_width, "mhc_boundary_fwd"),
+        FUSED_SITE_TESTS(&single),
+        cmocka_unit_test_prestate(fused_site_of_any_width, "mhc_boundary_fwd"),
     };
     return suite_run("mhc_boundary", tests);
 }

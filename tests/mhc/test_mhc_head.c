@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Learned head contraction [M9]. */
-#include "support/single_pass.h"
+#include "support/fused_site.h"
 #include "support/suite.h"
 
 static void reference_against_finite_differences(void **state)
@@ -40,7 +40,7 @@ static void backward_rounds_once(void **state)
     grid_rounding("mhc_head_bwd");
 }
 
-/* ---- the single pass of CUDA's backward -------------------------------------------------------------------------- */
+/* ---- the fused backward on CUDA -------------------------------------------------------------------------- */
 
 static const char *const absent[] = {" ",
                                      " norm_weight ",
@@ -49,7 +49,7 @@ static const char *const absent[] = {" ",
                                      " d_alpha d_beta ",
                                      " norm_weight d_alpha ",
                                      " d_norm_weight d_x d_beta "};
-static const single_pass single = {"mhc_head_bwd", absent, sizeof absent / sizeof *absent, false};
+static const fused_site single = {"mhc_head_bwd", absent, sizeof absent / sizeof *absent, false};
 
 int main(void)
 {
@@ -60,8 +60,8 @@ int main(void)
         cmocka_unit_test(reference_against_its_chain),
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
-        SINGLE_PASS_TESTS(&single),
-        cmocka_unit_test_prestate(single_pass_of_any_width, "mhc_head_fwd"),
+        FUSED_SITE_TESTS(&single),
+        cmocka_unit_test_prestate(fused_site_of_any_width, "mhc_head_fwd"),
     };
     return suite_run("mhc_head", tests);
 }

@@ -3,7 +3,7 @@
  * Everything in front of a sub-layer in one call [M10]. */
 #include <string.h>
 
-#include "support/single_pass.h"
+#include "support/fused_site.h"
 #include "support/suite.h"
 
 static void reference_against_finite_differences(void **state)
@@ -42,7 +42,7 @@ static void backward_rounds_once(void **state)
     grid_rounding("mhc_pre_bwd");
 }
 
-/* ---- the single pass of CUDA's backward -------------------------------------------------------------------------- */
+/* ---- the fused backward on CUDA -------------------------------------------------------------------------- */
 
 static const char *const absent[] = {" d_v pre_in ",
                                      " d_v ",
@@ -55,7 +55,7 @@ static const char *const absent[] = {" d_v pre_in ",
                                      " d_x d_sub_weight ",
                                      " d_phi d_alpha d_pre ",
                                      " d_v pre_in d_x d_norm_weight "};
-static const single_pass single = {"mhc_pre_bwd", absent, sizeof absent / sizeof *absent, true};
+static const fused_site single = {"mhc_pre_bwd", absent, sizeof absent / sizeof *absent, true};
 
 /* ---- CUDA's forward of fp32 streams in one launch ---------------------------------------------------------------- */
 
@@ -114,8 +114,8 @@ int main(void)
         cmocka_unit_test(reference_against_its_chain),
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
-        SINGLE_PASS_TESTS(&single),
-        cmocka_unit_test_prestate(single_pass_of_any_width, "mhc_pre_fwd"),
+        FUSED_SITE_TESTS(&single),
+        cmocka_unit_test_prestate(fused_site_of_any_width, "mhc_pre_fwd"),
         cmocka_unit_test(one_launch_against_the_chain),
     };
     return suite_run("mhc_pre", tests);

@@ -111,7 +111,7 @@ static bool left_both(problem *own)
     return problem_arg(own, "h")->block && problem_arg(own, "ms")->block;
 }
 
-/* A single pass adds the products of a token in another order than the operator does. What follows must agree given equal
+/* The fused kernel adds the products of a token in another order than the operator does. What follows must agree given equal
  * h and ms, so there the chain takes those of the fused call; bounds tell whether they are right. */
 static void project(chain *c, const weft_tensor *x, const weft_tensor *phi, const weft_tensor *norm_weight,
                     const weft_tensor *h, const weft_tensor *ms)

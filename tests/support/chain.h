@@ -2,7 +2,7 @@
  *
  * Operators that are made of others, as the chain of those others: head, pre, boundary, replay. Forward, a fused
  * call and the chain round at the same points; backward they do where the chain's gradient buffers are fp32. So
- * the results must agree bit by bit on the same backend. Where a GPU takes a single pass, whose sums have another order,
+ * the results must agree bit by bit on the same backend. Where a GPU takes the fused kernel, whose sums have another order,
  * they agree given equal h and ms. */
 #ifndef WEFT_TESTS_CHAIN_H
 #define WEFT_TESTS_CHAIN_H

@@ -8,7 +8,7 @@ fp32. n is 1 to 32 and need not be a power of two, and a CPU is enough.
 allow_fp32 is ignored: fp32 activations are served, at fp32, in any case. (Liger raises for them where it is False.)
 
 The functions are single operators, as Liger's are: liger_mhc_coeffs reads x once, liger_mhc_pre again, and nothing here is
-the single pass of weft.torch.pre and weft.torch.boundary."""
+the fused kernels of weft.torch.pre and weft.torch.boundary."""
 
 import torch
 from torch import Tensor, nn

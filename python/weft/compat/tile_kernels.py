@@ -7,7 +7,7 @@ TileKernels' (post_mult_value 1, 10 iterations), which are not those of DeepSeek
 trailing axis of size 1. Activations may be bf16, fp16 or fp32, n is 1 to 32, C any.
 
 n_splits is ignored: sums have an order that depends on the shape only.
-On a GPU mhc_pre and mhc_head are a single pass over the residual, forward, and end with one, backward, where weft.torch.pre
+On a GPU mhc_pre and mhc_head are fused kernels over the residual, forward and backward, where weft.torch.pre
 is (docs/python.md): bf16, n 2 or 4, C a multiple of 8 up to 7168 (n = 4) or 14336 (n = 2), code for compute capability
 9.0. Everything else takes a chain of kernels; fp32 and fp16 are slower by more than their bytes.
 Gradients of a residual meet in autograd, each rounded by itself as in the original; weft.torch.GradX adds them

@@ -6,8 +6,8 @@ applied as x @ H_res; Sinkhorn in log space; the eps of the RMS norm is 2^-23, i
 sigmoid and H_post twice a sigmoid. TransformerEngine wants n = 4; here n is 1 to 32, and N = 2n + n*n.
 
 Speed on a GPU: with the streams as last axis the channels of a stream are not neighbours in memory, so nothing here is
-weft's single pass over the streams, forward or backward, whatever dtype and n are. mhc_generate_mix_and_aggregate is a
-chain of kernels, and its backward is the slow one of them (docs/python.md has figures). The single pass is
+weft's fused kernel over the streams, forward or backward, whatever dtype and n are. mhc_generate_mix_and_aggregate is a
+chain of kernels, and its backward is the slow one of them (docs/python.md has figures). The fused kernel is
 weft.torch.pre or weft.torch.boundary on bf16 memory of the order (..., n, C).
 
 Arguments without a meaning of their own in weft:

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * boundary's backward with a single pass over the streams at its end [M11]: who runs when. pre's and the head's are the same
+ * boundary's fused backward [M11]: who runs when. pre's and the head's are the same
  * without a post, the head's also without the rows and gates of post and res.
  *
  *     records        gates and Sinkhorn, without what waits for the next launch                  site/bwd_gates.cu

@@ -20,7 +20,7 @@
 template <int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ int arrivals(const site_args &p, int i)
 {
-    constexpr int mix_threads = MIX_WARPS * 32, mma_threads = site_cast<PAIRS>::mma_warps * 32;
+    constexpr int mix_threads = MIX_WARPS * 32, mma_threads = site_roles<PAIRS>::mma_warps * 32;
     const int s = p.stages,
               remaining = p.boxes % 4 * (SITE_TILE / 4) * 32; /* a warp has four rows of a remaining box */
     const int rest = i - 6 * s - 2 * p.slots;
@@ -31,7 +31,7 @@ static __device__ __forceinline__ int arrivals(const site_args &p, int i)
     if (rest < 0) return 1;
     if (rest < SITE_LOGITS_EMPTY) return SITE_TILE * 32;
     if (rest < SITE_PSI_EMPTY) return 32;
-    if (rest < SITE_LEFT_EMPTY) return mma_threads; /* and psi_empty */
+    if (rest < SITE_PARTIAL_EMPTY) return mma_threads; /* and psi_empty */
     if (rest < SITE_F_FULL) return 32;
     return rest == SITE_F_EMPTY ? mix_threads : 1;
 }
@@ -41,7 +41,7 @@ static __device__ __forceinline__ int arrivals(const site_args &p, int i)
 template <int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ void make_barriers(const site_args &p, const site_barriers &b, int warp)
 {
-    typedef site_cast<PAIRS> cast;
+    typedef site_roles<PAIRS> cast;
     const int sums = 6 * p.stages, squares = sums + p.slots, rest = squares + p.slots;
     const int count = rest + SITE_PSI_FULL + (site_once<N, KIND, PAIRS>() ? p.psi_boxes : 1);
 #pragma unroll 1
@@ -58,16 +58,16 @@ static __device__ __forceinline__ void make_barriers(const site_args &p, const s
 template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
 static __device__ __forceinline__ void site(const site_args &p)
 {
-    typedef site_cast<PAIRS> cast;
+    typedef site_roles<PAIRS> cast;
     extern __shared__ __align__(1024) char shared[];
     /* The shuffle makes the compiler keep the warp index in a register; the lane index is cheaper to read again than to spill. */
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = (int)threadIdx.x & 31;
-    const uint32_t at = shared_address(shared + p.at.barriers), s = p.stages * 8, sums = at + 6 * s,
+    const uint32_t at = shared_address(shared + p.offset.barriers), s = p.stages * 8, sums = at + 6 * s,
                    rest = sums + 16 * p.slots;
     site_block b = {shared,
                     {at, at + s, at + 2 * s, at + 3 * s, at + 4 * s, at + 5 * s, sums, sums + 8 * p.slots,
                      rest + SITE_LOGITS_FULL * 8, rest + SITE_LOGITS_EMPTY * 8, rest + SITE_PSI_EMPTY * 8,
-                     rest + SITE_LEFT_FULL * 8, rest + SITE_LEFT_EMPTY * 8, rest + SITE_F_FULL * 8,
+                     rest + SITE_PARTIAL_FULL * 8, rest + SITE_PARTIAL_EMPTY * 8, rest + SITE_F_FULL * 8,
                      rest + SITE_F_EMPTY * 8, rest + SITE_PSI_FULL * 8}};
     b.rank = cluster_rank(), b.cluster = cluster_index(), b.lane = lane;
     b.count = (p.tiles - (int)b.cluster + p.clusters - 1) / p.clusters;
@@ -110,7 +110,7 @@ static __device__ __forceinline__ void site(const site_args &p)
 #endif
 
 template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
-static __global__ void __launch_bounds__(site_cast<PAIRS>::warps * 32, 1)
+static __global__ void __launch_bounds__(site_roles<PAIRS>::warps * 32, 1)
     site_kernel(const __grid_constant__ site_args p)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
@@ -149,7 +149,7 @@ static uint64_t ask_device()
         int count = 0;
         attribute.id = cudaLaunchAttributeClusterDimension;
         attribute.val.clusterDim = {1u << log, 1, 1};
-        config.gridDim = dim3(1u << log), config.blockDim = dim3(site_cast<SITE_FEW_PAIRS>::warps * 32);
+        config.gridDim = dim3(1u << log), config.blockDim = dim3(site_roles<SITE_FEW_PAIRS>::warps * 32);
         config.attrs = &attribute, config.numAttrs = 1;
         if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) (void)cudaGetLastError();
         word |= (uint64_t)(count < 255 ? count : 255) << (8 * log);
@@ -225,8 +225,8 @@ template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
 static weft_status launch_site(const weft_call *call, const site_args &p)
 {
     const launch_shape shape = {.grid = dim3((unsigned)(p.clusters * p.cluster)),
-                                .block = site_cast<PAIRS>::warps * 32,
-                                .shared = (size_t)p.at.bytes,
+                                .block = site_roles<PAIRS>::warps * 32,
+                                .shared = (size_t)p.offset.bytes,
                                 .order = OVERLAP,
                                 .cluster = (unsigned)p.cluster};
     return launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, PAIRS>, shape, p);
@@ -307,7 +307,7 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
                    .tiles = plan->tiles,
                    .clusters = plan->clusters,
                    .norm = weft_has(&pre->v) != 0,
-                   .at = plan->room};
+                   .offset = plan->room};
     tma_tensor psi = {pre->phi.data,  rows_of(call),      call->streams,
                       call->channels, pre->phi.stride[0], pre->phi.stride[1]};
     if (!psi_is_phi(pre)) {

@@ -40,9 +40,9 @@ enum { MIX_WARPS = SITE_TILE, BOX_BYTES = SITE_TILE * TMA_ROW };
 /* Warp roles of a block in order of warp index, and registers per role: setmaxnreg moves them from the others to the MMA warps.
  * 640 threads have 61440 registers at launch; one more warp would be the sixth on a multiprocessor partition and limit every warp
  * to 80. 512 threads have all 65536, and four MMA warps spend fewer registers on values other than psi. */
-template <int PAIRS> struct site_cast {
+template <int PAIRS> struct site_roles {
     static constexpr bool wide = site_is_wide(PAIRS);
-    static constexpr int mma_warps = site_projectors(PAIRS), kept = site_kept(PAIRS), batches = site_batches(PAIRS);
+    static constexpr int mma_warps = site_mma_warps(PAIRS), kept = site_kept(PAIRS), batches = site_batches(PAIRS);
     static constexpr int first_mix = mma_warps, producer = first_mix + MIX_WARPS, owner = producer + 1,
                          reduction = owner + 1, sinkhorn = reduction + 1, warps = sinkhorn + 1;
     static constexpr int mma_registers = wide ? 256 : 128, mix_registers = wide ? 96 : 88,
@@ -73,7 +73,7 @@ struct site_args {
     bool rows, psi_rows; /* whole boxes: a tile of a block is one load, so is psi of 64 channels */
     bool norm, coef_lines,
         res_lines; /* norm: v is an output; lines: coefficients can be moved N floats at a time */
-    weft_site_room at;
+    weft_site_room offset;
 };
 
 /* Pairs of steps of an MMA warp; PAIRS 0: a number known at run time, up to the maximum. */
@@ -85,7 +85,7 @@ template <int PAIRS> static __host__ __device__ constexpr int site_most()
 /* Boxes of a block: their maximum and, where known at compile time, their number. Groups of four boxes are mixed first, and the MMA
  * warps begin with them: a warp's pairs are in the order of the boxes. */
 template <int N, int PAIRS> struct site_boxes {
-    static constexpr int mma_warps = site_cast<PAIRS>::mma_warps;
+    static constexpr int mma_warps = site_roles<PAIRS>::mma_warps;
     static constexpr int most = site_most<PAIRS>() * mma_warps / (2 * N), count = PAIRS ? most : 0;
     static constexpr int first_pairs = count / 4 * 8 * N / mma_warps; /* of an MMA warp, in groups of four boxes */
     static constexpr bool even = PAIRS && count % 4 == 0; /* no boxes remain beside the groups of four */
@@ -163,7 +163,7 @@ static __device__ __forceinline__ int64_t site_token(const site_args &p, const s
 /* Buffers of the MMA warps' partial sums of a tile: two in turn, or one. */
 template <int N, site_kind KIND, int PAIRS> struct site_partials {
     static constexpr int count = PAIRS == SITE_FEW_PAIRS ? 2 : 1, each = SITE_TILE * site_shape<N, KIND>::fours * 4;
-    static constexpr int floats = site_cast<PAIRS>::mma_warps * each;
+    static constexpr int floats = site_roles<PAIRS>::mma_warps * each;
     uint32_t buffer = 0, parity = 0; /* of this tile */
 
     __device__ __forceinline__ void next()

@@ -37,7 +37,7 @@ template <int N, int PAIRS> struct site_share {
             [most]; /* groups of four boxes; remaining boxes; tiles in which the own rows are inside the tensor */
 
     __device__ __forceinline__ site_share(const site_args &p, const site_block &b, int warp)
-        : own(rows_at<N, site_cast<PAIRS>::wide>(p, b, b.lane >> 3, warp)),
+        : own(rows_at<N, site_roles<PAIRS>::wide>(p, b, b.lane >> 3, warp)),
           times((PAIRS ? boxes::count : p.boxes) / 4), remaining((PAIRS ? boxes::count : p.boxes) % 4)
     {
         const int all = b.count - (site_token(p, b, b.count - 1, warp) >= p.tokens);
@@ -57,7 +57,7 @@ template <int N, int PAIRS> struct site_share {
                                                       int i) const
     {
         const int row = 4 * ((warp - 2 * remaining * i) & (SITE_TILE - 1)) + (b.lane >> 3);
-        return rows_at<N, site_cast<PAIRS>::wide>(p, b, 4 * times + (row >> 3), row & 7);
+        return rows_at<N, site_roles<PAIRS>::wide>(p, b, 4 * times + (row >> 3), row & 7);
     }
 };
 
@@ -83,7 +83,7 @@ template <int N, int PAIRS> struct site_f {
     __device__ __forceinline__ void load(const site_args &p, const site_block &b, const site_share<N, PAIRS> &share,
                                          int warp)
     {
-        const uint32_t from = shared_address(b.shared + p.at.f);
+        const uint32_t from = shared_address(b.shared + p.offset.f);
 #pragma unroll
         for (int t = 0; t < share.most; t++)
             if (share.has_own(t)) own[t] = load_piece(from + share.own.f + t * 4 * BOX_BYTES);
@@ -172,7 +172,7 @@ static __device__ __forceinline__ void send_squares(const site_args &p, const si
     const uint32_t number = (uint32_t)(i * SITE_TILE + token), owner = number & (uint32_t)(p.cluster - 1);
     const uint32_t slot = (number >> p.cluster_log) % (uint32_t)p.slots;
     const uint32_t to =
-        shared_address(b.shared + p.at.received) + (slot * p.cluster * SITE_ROW + b.rank * p.boxes + box) * 4;
+        shared_address(b.shared + p.offset.received) + (slot * p.cluster * SITE_ROW + b.rank * p.boxes + box) * 4;
     const float squares = box_sum(piece);
     if ((b.lane & (BOX_PIECES - 1)) == 0)
         cluster_send(cluster_address(to, owner), squares, cluster_address(b.barrier.squares + slot * 8, owner));
@@ -215,14 +215,14 @@ static __device__ __forceinline__ void mix_warp(const site_args &p, const site_b
 {
     typedef site_boxes<N, PAIRS> boxes;
     const site_share<N, PAIRS> share(p, b, warp);
-    const uint32_t tiles = shared_address(b.shared + p.at.tiles);
-    const coefs<N> *const coef = (const coefs<N> *)(b.shared + p.at.coef);
-    const site_pre<N> *const pre = (const site_pre<N> *)(b.shared + p.at.pre);
+    const uint32_t tiles = shared_address(b.shared + p.offset.tiles);
+    const coefs<N> *const coef = (const coefs<N> *)(b.shared + p.offset.coef);
+    const site_pre<N> *const pre = (const site_pre<N> *)(b.shared + p.offset.pre);
     const int64_t first = site_token(p, b, 0, warp);
     char *y = (char *)(p.y + first * p.y_token + share.own.channel);
     char *u = (char *)(p.u + first * p.u_token + share.own.channel);
     const bool wants_u = p.u != nullptr;
-    constexpr bool APART = KIND == SITE_BOUNDARY && site_cast<PAIRS>::wide;
+    constexpr bool APART = KIND == SITE_BOUNDARY && site_roles<PAIRS>::wide;
     int mixed = KIND == SITE_BOUNDARY ? 0 : b.count, aggregated = 0, normed = 0; /* tiles */
     ring_cursor mixing, aggregating, norming;
     site_f<N, PAIRS> f;
@@ -239,8 +239,8 @@ static __device__ __forceinline__ void mix_warp(const site_args &p, const site_b
                 f.load(p, b, share, warp);
         /* Epilogue: norm */
         if (p.norm && normed < aggregated && is_over(b.barrier.inverse + norming.stage * 8, norming.parity)) {
-            const uint32_t tile = tiles + norming.stage * p.at.stage;
-            const float *const inverse = (const float *)(b.shared + p.at.inverse) + norming.stage * SITE_TILE;
+            const uint32_t tile = tiles + norming.stage * p.offset.stage;
+            const float *const inverse = (const float *)(b.shared + p.offset.inverse) + norming.stage * SITE_TILE;
 #pragma unroll
             for (int t = 0; t < share.most; t++)
                 if (share.has_own(t) && normed < share.live_tiles[t])
@@ -256,7 +256,7 @@ static __device__ __forceinline__ void mix_warp(const site_args &p, const site_b
             barrier_arrive(b.barrier.empty + norming.stage * 8);
             norming.next(p.stages), normed++;
         } else if (aggregated < mixed && is_over(b.barrier.pre + aggregating.stage * 8, aggregating.parity)) {
-            const uint32_t tile = tiles + aggregating.stage * p.at.stage;
+            const uint32_t tile = tiles + aggregating.stage * p.offset.stage;
 #pragma unroll
             for (int t = 0; t < share.most; t++)
                 if (share.has_own(t)) {
@@ -281,7 +281,7 @@ static __device__ __forceinline__ void mix_warp(const site_args &p, const site_b
             u += p.u_step, aggregating.next(p.stages), aggregated++;
         } else if (KIND == SITE_BOUNDARY && mixed < (APART ? f.loaded : b.count) &&
                    is_over(b.barrier.full + mixing.stage * 8, mixing.parity)) {
-            const uint32_t tile = tiles + mixing.stage * p.at.stage;
+            const uint32_t tile = tiles + mixing.stage * p.offset.stage;
 #pragma unroll
             for (int t = 0; t < share.most; t++)
                 if (share.has_own(t))

@@ -97,7 +97,7 @@ store_partial_sums(float *to, const site_sums<site_shape<N, KIND>::tiles, APART>
  * known, the two kinds alternate, so that a shared-memory read overlaps the tensor cores. */
 template <int N, site_kind KIND, int PAIRS> struct site_psi {
     typedef site_shape<N, KIND> shape;
-    typedef site_cast<PAIRS> cast;
+    typedef site_roles<PAIRS> cast;
     static constexpr int P = cast::mma_warps, T = shape::tiles, most = site_most<PAIRS>(), all = most * 2 * T;
     static constexpr int count = all < cast::kept ? all : cast::kept, spare = all - count;
     uint4 kept[count];
@@ -120,7 +120,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
     /* Converts psi as it arrives. */
     __device__ __forceinline__ site_psi(const site_args &p, const site_block &b, int warp)
     {
-        rest = (const uint4 *)(b.shared + p.at.psi) + warp * 32 + b.lane;
+        rest = (const uint4 *)(b.shared + p.offset.psi) + warp * 32 + b.lane;
         if constexpr (site_once<N, KIND, PAIRS>())
             load_at_once(p, b, warp);
         else
@@ -148,7 +148,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
      * from memory as well. Operands for shared memory are held back until all warps have read theirs: the buffers overlap. */
     __device__ __forceinline__ void load_at_once(const site_args &p, const site_block &b, int warp)
     {
-        const uint32_t from = shared_address(b.shared) + p.at.first_psi;
+        const uint32_t from = shared_address(b.shared) + p.offset.first_psi;
         const uint32_t mine = from + warp * shape::psi_pair + b.lane * 16;
         uint4 *const more = (uint4 *)rest, aside[spare > 0 ? spare : 1];
 #pragma unroll 1
@@ -175,7 +175,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
     /* psi_boxes boxes at a time. */
     __device__ __forceinline__ void load_in_parts(const site_args &p, const site_block &b, int warp)
     {
-        const uint32_t from = shared_address(b.shared) + p.at.first_psi;
+        const uint32_t from = shared_address(b.shared) + p.offset.first_psi;
         const int pairs = PAIRS ? PAIRS : p.pairs, loaded = p.psi_boxes * 2 * N;
         uint4 *const more = (uint4 *)rest;
         uint32_t parity = 0;
@@ -228,15 +228,15 @@ template <int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ void mma_warp(const site_args &p, const site_block &b, int warp)
 {
     typedef site_partials<N, KIND, PAIRS> partials;
-    constexpr int T = site_shape<N, KIND>::tiles, P = site_cast<PAIRS>::mma_warps;
-    constexpr bool APART = site_cast<PAIRS>::wide;
+    constexpr int T = site_shape<N, KIND>::tiles, P = site_roles<PAIRS>::mma_warps;
+    constexpr bool APART = site_roles<PAIRS>::wide;
     typedef site_boxes<N, PAIRS> boxes;
     const site_psi<N, KIND, PAIRS> psi(p, b, warp);
-    const uint32_t tiles = shared_address(b.shared + p.at.tiles);
+    const uint32_t tiles = shared_address(b.shared + p.offset.tiles);
     /* A pair is half (warp & 1) of a box of one stream, pair >> 1; a step is two of its pieces, the second one three times. */
     const uint32_t piece =
         (warp >> 1) * BOX_BYTES + (b.lane & 7) * TMA_ROW + (((b.lane > 7) ^ (b.lane & 7) ^ (warp & 1) << 2) << 4);
-    float *const partial_sums = (float *)(b.shared + p.at.sums) + warp * partials::each;
+    float *const partial_sums = (float *)(b.shared + p.offset.sums) + warp * partials::each;
     partials partial;
     ring_cursor c;
     cluster_wait_for_all();
@@ -244,7 +244,7 @@ static __device__ __forceinline__ void mma_warp(const site_args &p, const site_b
     for (int i = 0; i < b.count; i++, c.next(p.stages), partial.next()) {
         /* MMA */
         site_sums<T, APART> s;
-        const uint32_t from = tiles + c.stage * p.at.stage + piece;
+        const uint32_t from = tiles + c.stage * p.offset.stage + piece;
         barrier_wait((KIND == SITE_BOUNDARY ? b.barrier.mixed : b.barrier.full) + c.stage * 8, c.parity);
 #pragma unroll
         for (int j = 0; j < site_most<PAIRS>(); j++) {

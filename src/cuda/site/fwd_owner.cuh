@@ -99,15 +99,16 @@ static __device__ __forceinline__ void owner_warp(const site_args &p, const site
     wait_for_previous();
     const float alpha = lane < R ? get(p.alpha, kind * p.alpha.stride[0]) : 0.0f;
     const float beta = lane < R ? get(p.beta, lane * p.beta.stride[0]) : 0.0f;
-    float *const logits = (float *)(b.shared + p.at.logits);
-    const uint32_t pre_at = shared_address(b.shared + p.at.pre), aside = shared_address(b.shared + p.at.aside);
+    float *const logits = (float *)(b.shared + p.offset.logits);
+    const uint32_t pre_at = shared_address(b.shared + p.offset.pre),
+                   aside = shared_address(b.shared + p.offset.aside);
     const int64_t live = site_live(p, b);
     const site_notes<N, R> notes(p, lane);
     site_owned at(p, b);
 #pragma unroll 1
     for (; at.tile < (uint32_t)b.count; at.next(p)) {
         const float *const from =
-            (const float *)(b.shared + p.at.received) + at.slot * p.cluster * SITE_ROW + column;
+            (const float *)(b.shared + p.offset.received) + at.slot * p.cluster * SITE_ROW + column;
         barrier_wait(b.barrier.sums + at.slot * 8, at.parity);
         const float h = add_slices(from, p.cluster);
         const float ms = __shfl_sync(0xffffffffu, h, R) * p.mean;
@@ -142,7 +143,7 @@ static __device__ __forceinline__ void sinkhorn_warp(const site_args &p, const s
 {
     constexpr int LOGITS = BATCHES * SITE_TILE;
     const int64_t live = site_live(p, b), mine = (live - (int64_t)b.rank + p.cluster - 1) >> p.cluster_log;
-    const float *const logits = (const float *)(b.shared + p.at.logits);
+    const float *const logits = (const float *)(b.shared + p.offset.logits);
     const view &to = p.res_out;
 #pragma unroll 1
     for (int64_t k0 = 0; k0 < mine; k0 += SITE_TILE) {

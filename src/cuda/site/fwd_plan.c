@@ -26,7 +26,7 @@ static void cut(weft_site_plan *p, int64_t streams, int64_t channels)
         p->boxes = (int32_t)boxes;
         p->pairs = (int32_t)pairs_of(boxes, streams);
         if (streams == 4 && p->pairs == SITE_MANY_PAIRS) p->pairs = SITE_WIDE_PAIRS;
-        p->projectors = site_projectors(p->pairs);
+        p->mma_warps = site_mma_warps(p->pairs);
         return;
     }
 }
@@ -49,7 +49,7 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     const int64_t n = f->streams, operands = 2 * p->pairs * (f->rows > 8 ? 3 : 1), tile = SITE_TILE;
     const bool once = p->pairs <= SITE_ONCE_PAIRS, apart = site_is_wide(p->pairs) && f->post;
     const int64_t kept = site_kept(p->pairs),
-                  spare = (operands > kept ? operands - kept : 0) * p->projectors * 32 * 16;
+                  spare = (operands > kept ? operands - kept : 0) * p->mma_warps * 32 * 16;
     const int64_t stream = p->boxes * tile * SITE_BOX * 2; /* bytes of one in a tile */
     weft_site_room *r = &p->room;
     int32_t at = 0, end;
@@ -68,8 +68,7 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     p->early = (r->first_psi - r->tiles) / r->stage;
     r->coef = take(&at, f->post ? p->stages * tile * (n + n * n) * 4 : 0);
     r->pre = take(&at, p->stages * tile * n * 4);
-    r->sums =
-        take(&at, (p->pairs == SITE_FEW_PAIRS ? 2 : 1) * p->projectors * tile * ceil_div(f->rows + 1, 4) * 16);
+    r->sums = take(&at, (p->pairs == SITE_FEW_PAIRS ? 2 : 1) * p->mma_warps * tile * ceil_div(f->rows + 1, 4) * 16);
     r->received = take(&at, (int64_t)p->slots * p->cluster * SITE_ROW * 4);
     r->inverse = take(&at, p->stages * tile * 4);
     r->aside = take(&at, n * 4);

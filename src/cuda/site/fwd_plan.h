@@ -24,12 +24,12 @@ enum {
     SITE_FEW_PAIRS = 4,  /* pairs of tensor-core steps of a warp; this many fit in registers */
     SITE_ONCE_PAIRS = 5, /* up to this many, a block has room for all of its psi at once */
     SITE_MANY_PAIRS = 7, /* maximum */
-    SITE_PROJECTORS = 8, /* MMA warps */
+    SITE_MMA_WARPS = 8,  /* MMA warps */
     SITE_KEPT = 24,      /* most operands of psi that a lane has in registers; the others are in shared memory */
     /* With four streams and the most pairs a block is wide: half as many MMA warps, which have more registers together; f has a
      * buffer of its own; one batch of logits has a buffer. This frees the room for a fifth tile. */
-    SITE_WIDE_PROJECTORS = 4,
-    SITE_WIDE_PAIRS = SITE_MANY_PAIRS * SITE_PROJECTORS / SITE_WIDE_PROJECTORS,
+    SITE_WIDE_MMA_WARPS = 4,
+    SITE_WIDE_PAIRS = SITE_MANY_PAIRS * SITE_MMA_WARPS / SITE_WIDE_MMA_WARPS,
     SITE_WIDE_KEPT = 51,
     SITE_ROW = 28,    /* floats for a token's partial sums */
     SITE_OLDEST = 90, /* compute capabilities with code, times ten */
@@ -46,9 +46,9 @@ SITE_FN bool site_is_wide(int32_t pairs)
 {
     return pairs == SITE_WIDE_PAIRS;
 }
-SITE_FN int32_t site_projectors(int32_t pairs)
+SITE_FN int32_t site_mma_warps(int32_t pairs)
 {
-    return site_is_wide(pairs) ? SITE_WIDE_PROJECTORS : SITE_PROJECTORS;
+    return site_is_wide(pairs) ? SITE_WIDE_MMA_WARPS : SITE_MMA_WARPS;
 }
 /* Operands of psi that a lane has in registers. */
 SITE_FN int32_t site_kept(int32_t pairs)
@@ -67,9 +67,9 @@ enum {
     SITE_LOGITS_FULL,
     SITE_LOGITS_EMPTY = SITE_LOGITS_FULL + 2,
     SITE_PSI_EMPTY = SITE_LOGITS_EMPTY + 2,
-    SITE_LEFT_FULL,
-    SITE_LEFT_EMPTY = SITE_LEFT_FULL + 2,
-    SITE_F_FULL = SITE_LEFT_EMPTY + 2,
+    SITE_PARTIAL_FULL,
+    SITE_PARTIAL_EMPTY = SITE_PARTIAL_FULL + 2,
+    SITE_F_FULL = SITE_PARTIAL_EMPTY + 2,
     SITE_F_EMPTY,
     SITE_PSI_FULL
 };
@@ -116,11 +116,11 @@ typedef struct weft_site_room {
 typedef struct weft_site_plan {
     weft_site_path path;
     int32_t cluster, cluster_log, boxes;
-    int32_t projectors, pairs; /* MMA warps, and the pairs of each */
-    int32_t stages;            /* tiles that a block holds */
-    int32_t psi_boxes;         /* boxes of 64 channels whose psi is loaded at a time */
-    int32_t early;             /* tiles that fit beside psi at start-up */
-    int32_t slots;             /* tokens whose sums a block can receive concurrently */
+    int32_t mma_warps, pairs; /* MMA warps, and the pairs of each */
+    int32_t stages;           /* tiles that a block holds */
+    int32_t psi_boxes;        /* boxes of 64 channels whose psi is loaded at a time */
+    int32_t early;            /* tiles that fit beside psi at start-up */
+    int32_t slots;            /* tokens whose sums a block can receive concurrently */
     int32_t tiles, clusters;
     weft_site_room room;
 } weft_site_plan;

@@ -92,7 +92,7 @@ static __device__ __forceinline__ void load_psi(const site_args &p, const site_b
 {
     typedef site_shape<N, KIND> shape;
     const int count = p.boxes - box < p.psi_boxes ? p.boxes - box : p.psi_boxes;
-    uint32_t to = shared_address(b.shared) + p.at.first_psi;
+    uint32_t to = shared_address(b.shared) + p.offset.first_psi;
     if (!ONCE) tma_expect(b.barrier.psi_full, (uint32_t)(count * shape::psi_box));
 #pragma unroll 1
     for (int k = 0; k < count; k++, to += shape::psi_box) {
@@ -135,7 +135,7 @@ static __device__ __forceinline__ void load_f(const site_args &p, const site_blo
     barrier_wait(b.barrier.f_empty, (i & 1) ^ 1);
     if (b.lane == 0) {
         tma_expect(b.barrier.f_full, (uint32_t)p.boxes * BOX_BYTES);
-        load_rows<1, true>(p, b, shared_address(b.shared + p.at.f), &p.f, (int)site_token(p, b, i, 0),
+        load_rows<1, true>(p, b, shared_address(b.shared + p.offset.f), &p.f, (int)site_token(p, b, i, 0),
                            b.barrier.f_full, false);
         if (p.rows && i + AHEAD < b.count)
             tma_prefetch4(&p.f, 0, (int)site_token(p, b, i + AHEAD, 0), 0, (int)b.rank * p.boxes);
@@ -168,10 +168,11 @@ template <int N> static __device__ __forceinline__ void release_streams(const si
 template <int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ void producer_warp(const site_args &p, const site_block &b)
 {
-    constexpr bool POST = KIND == SITE_BOUNDARY, APART = POST && site_cast<PAIRS>::wide;
+    constexpr bool POST = KIND == SITE_BOUNDARY, APART = POST && site_roles<PAIRS>::wide;
     constexpr bool ONCE = site_once<N, KIND, PAIRS>();
-    const uint32_t tiles = shared_address(b.shared + p.at.tiles), coef = shared_address(b.shared + p.at.coef);
-    const uint32_t pre = shared_address(b.shared + p.at.pre) + b.lane * 4;
+    const uint32_t tiles = shared_address(b.shared + p.offset.tiles),
+                   coef = shared_address(b.shared + p.offset.coef);
+    const uint32_t pre = shared_address(b.shared + p.offset.pre) + b.lane * 4;
     site_lines<N> lines;
     ring_cursor c;
 #pragma unroll 1
@@ -182,7 +183,7 @@ static __device__ __forceinline__ void producer_warp(const site_args &p, const s
         barrier_wait(b.barrier.empty + c.stage * 8, c.parity ^ 1);
         if (i == 0) wait_for_previous(); /* other warps access memory only after a load has arrived */
         if (b.lane == 0) {
-            const uint32_t to = tiles + c.stage * p.at.stage;
+            const uint32_t to = tiles + c.stage * p.offset.stage;
             tma_publish(); /* generic-proxy writes of the mix warps come before the TMA writes */
             tma_expect(barrier, (uint32_t)p.boxes * (N + (POST && !APART)) * BOX_BYTES);
             load_rows<N, POST>(p, b, to, &p.x, (int)token, barrier, keeps_in_l2(p, b, i));

@@ -34,14 +34,14 @@ template <int N, site_kind KIND, int PAIRS> struct site_reduction {
     /* Adds the next tile; its partial sums must have arrived. */
     __device__ __forceinline__ void add(const site_args &p, const site_block &b)
     {
-        const float4 *const partial_sums = (const float4 *)(b.shared + p.at.sums) +
+        const float4 *const partial_sums = (const float4 *)(b.shared + p.offset.sums) +
                                            partial.buffer * (partials::floats / 4) + (row < each ? b.lane : 0);
-        const uint32_t received = shared_address(b.shared + p.at.received) + (b.rank * SITE_ROW + four * 4) * 4;
+        const uint32_t received = shared_address(b.shared + p.offset.received) + (b.rank * SITE_ROW + four * 4) * 4;
         float sum[times][4] = {};
 #pragma unroll
         for (int k = 0; k < times; k++)
 #pragma unroll
-            for (int w = 0; w < site_cast<PAIRS>::mma_warps; w++) {
+            for (int w = 0; w < site_roles<PAIRS>::mma_warps; w++) {
                 const float4 v = partial_sums[w * (partials::each / 4) + k * each * fours];
                 sum[k][0] += v.x, sum[k][1] += v.y, sum[k][2] += v.z, sum[k][3] += v.w;
             }
@@ -61,8 +61,8 @@ template <int N, site_kind KIND, int PAIRS> struct site_reduction {
 /* Sends the norm's factor of a token that this block owns to all blocks. */
 static __device__ __forceinline__ void add_squares(const site_args &p, const site_block &b, const site_owned &at)
 {
-    const float *const from = (const float *)(b.shared + p.at.received) + at.slot * p.cluster * SITE_ROW;
-    const uint32_t to = shared_address(b.shared + p.at.inverse) + (at.stage * SITE_TILE + at.row) * 4;
+    const float *const from = (const float *)(b.shared + p.offset.received) + at.slot * p.cluster * SITE_ROW;
+    const uint32_t to = shared_address(b.shared + p.offset.inverse) + (at.stage * SITE_TILE + at.row) * 4;
     const int boxes = p.cluster * p.boxes;
     float squares = 0.0f;
 #pragma unroll 1

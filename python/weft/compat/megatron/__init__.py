@@ -18,7 +18,7 @@ The branches do not compute the same function. main mixes y[i] = sum_j H_res[i, 
 starts Sinkhorn with a softmax and adds 1e-6 to H_pre. The class follows main, the free functions follow dev.
 Both differ from Megatron in one point: coefficients are fp32 all the way, whatever the activations are.
 
-On a GPU, HyperConnectionModule.forward without a recompute manager and learned_output_contract are a single pass over the
+On a GPU, HyperConnectionModule.forward without a recompute manager and learned_output_contract are fused kernels over the
 streams under the conditions of weft.torch.pre (docs/python.md): bf16, 2 or 4 streams, up to 7168 or 14336 channels,
 code for compute capability 9.0. Everything else here is one operator after the other.
 

@@ -76,7 +76,7 @@ class HyperConnectionModule(_MegatronModule or _LocalModule):
     # Mapping
 
     def forward(self, hidden_states: Tensor, mhc_recompute_manager=None) -> tuple[Tensor, Tensor, Tensor]:
-        """The sub-layer's input [s, b, C], h_res and h_post. Without a manager this is weft.torch.pre, a single pass
+        """The sub-layer's input [s, b, C], h_res and h_post. Without a manager this is weft.torch.pre, a fused kernel
         over the streams where its conditions hold; with one the coefficients are kept and the aggregate is what is discarded."""
         if mhc_recompute_manager is None and not uses_native():
             x, weight, alpha, bias = self._arguments("forward", hidden_states)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "support/single_pass.h"
+#include "support/fused_site.h"
 
 #include <string.h>
 
@@ -11,7 +11,7 @@ static const int64_t shapes[][3] = {{16, 4, 128}, {1, 4, 8},    {17, 4, 136},  {
 enum { SHAPES = sizeof shapes / sizeof *shapes };
 
 /* bf16, dense rows, channels in vectors; `kind` draws what else there is. */
-static spec problem_of(const single_pass *of, int kind)
+static spec problem_of(const fused_site *of, int kind)
 {
     const int64_t *shape = shapes[kind % SHAPES];
     spec s = {.op = of->op,
@@ -29,14 +29,14 @@ static spec problem_of(const single_pass *of, int kind)
     return s;
 }
 
-static int kinds(const single_pass *of)
+static int kinds(const fused_site *of)
 {
     return SHAPES * of->num_absent;
 }
 
-void single_pass_against_the_chain(void **state)
+void fused_site_against_chain(void **state)
 {
-    const single_pass *of = *state;
+    const fused_site *of = *state;
     for (int kind = 0; kind < kinds(of); kind += test_quick() || !test_on_cuda() ? 10 : 1) {
         spec s = problem_of(of, kind);
         grid_compare(&s);
@@ -74,9 +74,9 @@ static const char *words_of_fitting(void)
 }
 
 /* What does not take it is told why. */
-void single_pass_is_taken(void **state)
+void fused_site_is_taken(void **state)
 {
-    const single_pass *of = *state;
+    const fused_site *of = *state;
     spec s = problem_of(of, 0);
     if (!test_on_cuda()) skip();
     for (int kind = 0; kind < kinds(of); kind++) expect_path(problem_of(of, kind), words_of_fitting());
@@ -105,9 +105,9 @@ static void expect_same(problem *p, weft_exec exec, const pack *want, const char
     pack_free(&got);
 }
 
-void single_pass_is_reproducible(void **state)
+void fused_site_is_reproducible(void **state)
 {
-    const single_pass *of = *state;
+    const fused_site *of = *state;
     if (!test_on_cuda()) skip();
     for (int kind = 0; kind < kinds(of); kind += test_quick() ? 30 : 9) {
         spec s = problem_of(of, kind);
@@ -132,7 +132,7 @@ static const int64_t widths[][2] = {{4, 72},   {4, 256},  {4, 512},  {4, 520},  
                                     {2, 1024}, {2, 1280}, {2, 2056}, {2, 8192}, {2, 9984}, {2, 14336}, {2, 14328}};
 
 /* More tiles than clusters, and one token that is alone in its tile; or a few tokens. */
-void single_pass_of_any_width(void **state)
+void fused_site_of_any_width(void **state)
 {
     const char *op = *state;
     if (!test_on_cuda()) skip();
