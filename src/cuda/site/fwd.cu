@@ -221,43 +221,35 @@ size_t weft_cuda_site_fwd_bytes(const weft_call *call, const weft_mhc_pre_fwd_ar
 
 /* ---- launch ------------------------------------------------------------------------------------------------------------- */
 
-template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS>
-static weft_status launch_site(const weft_call *call, const site_args &p)
+struct site_instance {
+    kernel_of<site_args> kernel;
+    unsigned block;
+};
+
+template <int N, site_kind KIND, post_mode MODE, bool IN_OUT, int PAIRS> static site_instance instance()
 {
-    const launch_shape shape = {.grid = dim3((unsigned)(p.clusters * p.cluster)),
-                                .block = site_roles<PAIRS>::warps * 32,
-                                .shared = (size_t)p.offset.bytes,
-                                .order = OVERLAP,
-                                .cluster = (unsigned)p.cluster};
-    return launch(call, "site", site_kernel<N, KIND, MODE, IN_OUT, PAIRS>, shape, p);
+    return {site_kernel<N, KIND, MODE, IN_OUT, PAIRS>, site_roles<PAIRS>::warps * 32};
 }
 
-template <int N, site_kind KIND, post_mode MODE, bool IN_OUT>
-static weft_status run_kernel(const weft_call *call, const site_args &p)
+template <int N, site_kind KIND, post_mode MODE, bool IN_OUT> static site_instance by_pairs(int pairs)
 {
-    if (p.pairs == SITE_FEW_PAIRS) return launch_site<N, KIND, MODE, IN_OUT, SITE_FEW_PAIRS>(call, p);
+    if (pairs == SITE_FEW_PAIRS) return instance<N, KIND, MODE, IN_OUT, SITE_FEW_PAIRS>();
     if constexpr (N == 4) { /* 320 and 448 channels a block: C = 2560, 5120 and 7168 */
-        if (p.pairs == 5) return launch_site<N, KIND, MODE, IN_OUT, 5>(call, p);
-        if (p.pairs == SITE_WIDE_PAIRS) return launch_site<N, KIND, MODE, IN_OUT, SITE_WIDE_PAIRS>(call, p);
+        if (pairs == 5) return instance<N, KIND, MODE, IN_OUT, 5>();
+        if (pairs == SITE_WIDE_PAIRS) return instance<N, KIND, MODE, IN_OUT, SITE_WIDE_PAIRS>();
     }
-    return launch_site<N, KIND, MODE, IN_OUT, 0>(call, p);
+    return instance<N, KIND, MODE, IN_OUT, 0>();
 }
 
-template <int N, post_mode MODE>
-static weft_status run_boundary(const weft_call *call, const site_args &p, bool in_out)
+template <int N> static site_instance by_kind(const weft_call *call, const weft_mhc_post_fwd_args *post, int pairs)
 {
-    return in_out ? run_kernel<N, SITE_BOUNDARY, MODE, true>(call, p)
-                  : run_kernel<N, SITE_BOUNDARY, MODE, false>(call, p);
-}
-
-template <int N>
-static weft_status run(const weft_call *call, const site_args &p, const weft_mhc_post_fwd_args *post)
-{
-    if (call->op == WEFT_OP_mhc_head_fwd) return run_kernel<N, SITE_HEAD, PLAIN, false>(call, p);
-    if (!post) return run_kernel<N, SITE_PRE, PLAIN, false>(call, p);
+    if (call->op == WEFT_OP_mhc_head_fwd) return by_pairs<N, SITE_HEAD, PLAIN, false>(pairs);
+    if (!post) return by_pairs<N, SITE_PRE, PLAIN, false>(pairs);
     const bool in_out = post->numerics.apply == WEFT_APPLY_IN_OUT;
-    return post_mode_of(&post->bias, &post->dropout) == PLAIN ? run_boundary<N, PLAIN>(call, p, in_out)
-                                                              : run_boundary<N, FULL>(call, p, in_out);
+    if (post_mode_of(&post->bias, &post->dropout) == PLAIN)
+        return in_out ? by_pairs<N, SITE_BOUNDARY, PLAIN, true>(pairs)
+                      : by_pairs<N, SITE_BOUNDARY, PLAIN, false>(pairs);
+    return in_out ? by_pairs<N, SITE_BOUNDARY, FULL, true>(pairs) : by_pairs<N, SITE_BOUNDARY, FULL, false>(pairs);
 }
 
 /* Streams that stay in the L2 (site/fwd_producer.cuh): more of them than it holds, in whole lines. */
@@ -336,5 +328,12 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
         p.y = (bf16 *)post->y.data, p.y_token = post->y.stride[0], p.y_step = step * p.y_token;
         for (int i = 0; i < call->streams; i++) p.y_at[i] = i * post->y.stride[1] * (int64_t)sizeof(bf16);
     }
-    return call->streams == 2 ? run<2>(call, p, post) : run<4>(call, p, post);
+    const site_instance of =
+        call->streams == 2 ? by_kind<2>(call, post, plan->pairs) : by_kind<4>(call, post, plan->pairs);
+    const launch_shape shape = {.grid = dim3((unsigned)(plan->clusters * plan->cluster)),
+                                .block = of.block,
+                                .shared = (size_t)plan->room.bytes,
+                                .order = OVERLAP,
+                                .cluster = (unsigned)plan->cluster};
+    return launch(call, "site", of.kernel, shape, p);
 }
