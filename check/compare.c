@@ -16,6 +16,14 @@ static int worse(const comparison *a, double error, double bound)
     return ratio > worst || (ratio == worst && bound > a->bound);
 }
 
+/* What lies beyond the largest number of the dtype, as far as rounding may take the value, becomes infinity. The bound
+ * holds one rounding of the store, which comes after that. */
+static int overflows(weft_dtype dtype, double value, double want, double bound)
+{
+    double reach = (fabs(want) + bound) / (1 + element_unit(dtype));
+    return isinf(value) && (value > 0) == (want > 0) && isinf(element_round(dtype, reach));
+}
+
 comparison compare(const weft_tensor *got, const double *want, const double *bound)
 {
     comparison c = {.count = tensor_count(got), .index = -1};
@@ -26,6 +34,8 @@ comparison compare(const weft_tensor *got, const double *want, const double *bou
             /* How a result leaves the numbers (NaN or an infinity) may depend on the order of operations. */
             error = isfinite(value) ? INFINITY : 0;
             limit = 0;
+        } else if (overflows(got->dtype, value, want[i], bound[i])) {
+            error = 0;
         }
         if (!(error <= limit)) c.failed++;
         if (c.index < 0 || worse(&c, error, limit)) {

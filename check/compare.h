@@ -13,7 +13,7 @@ typedef struct comparison {
 } comparison;
 
 /* Fails as !(error <= bound), so that NaN fails. Where the expectation is not finite the result must not be
- * either. */
+ * either; where it is too large for the dtype, infinity is right. */
 comparison compare(const weft_tensor *got, const double *want, const double *bound);
 
 /* Keeps the worse of two comparisons and adds up their counts; 1 where `more` is the worse one. */

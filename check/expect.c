@@ -152,51 +152,60 @@ void expect_values(expect_call *call)
 
 /* ---- polynomials --------------------------------------------------------------------------------------------- */
 
-/* Roundings on the longest path: base + streams * n + all channels of all streams / lanes * nc + channels / 16 * c
- * + tokens * t + rows * r. A sum over channels runs in at least 16 partial sums. A sum over tokens is bounded by
- * one partial sum of all of them, whatever its real order. `split` counts the float32 factors that may be split
- * into bf16; the other one of a single factor is x, which has a low part of its own, an exact one, where it is
- * f16. */
+/* Roundings on the longest path from an input to the result. A sum over channels runs in 16 lanes with the scope's tree
+ * at the end; one over tokens or rows is bounded by one partial sum of all of them, whatever its real order; one over
+ * streams is a chain of fused products. `split` counts the float32 factors that may be split into bf16; the other
+ * one of a single factor is x, which has a low part of its own, an exact one, where it is f16. */
 static const struct roundings {
     const char *op, *arg;
-    int base, n, nc, c, t, r, split;
+    int base, streams, lanes, all_lanes, tokens, rows, split;
 } roundings[] = {
-    {"mhc_project_fwd", "h", .base = 32, .nc = 1, .split = 1},
-    {"mhc_project_fwd", "ms", .base = 32, .nc = 1},
-    {"mhc_project_bwd", "d_x", .base = 8, .r = 1, .split = 2},
-    {"mhc_project_bwd", "d_phi", .base = 32, .t = 1, .split = 1},
-    {"mhc_project_bwd", "d_norm_weight", .base = 32, .t = 1, .r = 1, .split = 1},
-    {"mhc_aggregate_fwd", "u", .base = 4, .n = 1},
+    {"mhc_project_fwd", "h", .base = 2, .all_lanes = 1, .split = 1},
+    {"mhc_project_fwd", "ms", .base = 2, .all_lanes = 1},
+    {"mhc_project_bwd", "d_x", .base = 4, .rows = 1, .split = 2},
+    {"mhc_project_bwd", "d_phi", .base = 6, .tokens = 1, .split = 1},
+    {"mhc_project_bwd", "d_norm_weight", .base = 6, .tokens = 1, .rows = 1, .split = 1},
+    {"mhc_aggregate_fwd", "u", .base = 3, .streams = 1},
     {"mhc_aggregate_bwd", "d_x", .base = 4},
-    {"mhc_aggregate_bwd", "d_pre", .base = 32, .c = 1},
-    {"mhc_post_fwd", "y", .base = 8, .n = 1},
-    {"mhc_post_bwd", "d_x", .base = 4, .n = 1},
-    {"mhc_post_bwd", "d_f", .base = 8, .n = 1},
-    {"mhc_post_bwd", "d_bias", .base = 32, .n = 1, .t = 1},
-    {"mhc_post_bwd", "d_post", .base = 36, .c = 1},
-    {"mhc_post_bwd", "d_res", .base = 32, .c = 1},
+    {"mhc_aggregate_bwd", "d_pre", .base = 0, .lanes = 1},
+    {"mhc_post_fwd", "y", .base = 3, .streams = 1},
+    {"mhc_post_bwd", "d_x", .base = 3, .streams = 1},
+    {"mhc_post_bwd", "d_f", .base = 3, .streams = 1},
+    {"mhc_post_bwd", "d_bias", .base = 6, .streams = 1, .tokens = 1},
+    {"mhc_post_bwd", "d_post", .base = 2, .lanes = 1},
+    {"mhc_post_bwd", "d_res", .base = 0, .lanes = 1},
     {"mhc_expand_fwd", "x", .base = 0},
-    {"mhc_expand_bwd", "d_u", .base = 4, .n = 1},
-    {"mhc_contract_fwd", "u", .base = 4, .n = 1},
+    {"mhc_expand_bwd", "d_u", .base = 3, .streams = 1},
+    {"mhc_contract_fwd", "u", .base = 3, .streams = 1},
     {"mhc_contract_bwd", "d_x", .base = 4},
 };
+
+static const struct roundings *roundings_of(const char *op, const char *arg)
+{
+    for (size_t i = 0; i < sizeof roundings / sizeof roundings[0]; i++)
+        if (!strcmp(roundings[i].op, op) && (!arg || !strcmp(roundings[i].arg, arg))) return &roundings[i];
+    return NULL;
+}
+
+/* Tensor cores: units for each term, of one more lane and of 16 more tokens or rows, since they work in steps of 16. */
+static double roundings_on_tensor_cores(const expect_scope *s, const struct roundings *r, double lanes, double terms)
+{
+    if (r->all_lanes) return s->tensor * (double)s->streams * (lanes + 1) + 32;
+    return s->tensor * (terms + 16) + r->base;
+}
 
 /* Error of a result relative to the sum of its terms' magnitudes; negative where no bound is derived. */
 static double relative_error(const expect_call *call, const char *arg)
 {
     const expect_scope *s = call->scope;
-    for (size_t i = 0; i < sizeof roundings / sizeof roundings[0]; i++) {
-        const struct roundings *r = &roundings[i];
-        if (strcmp(r->op, call->op->name) || strcmp(r->arg, arg)) continue;
-        double per_term = strncmp(r->op, "mhc_project", 11) ? 1 : s->per_term;
-        double k = r->base + (double)r->n * (double)s->streams +
-                   (double)r->nc * (double)(s->streams * s->channels / s->lanes) +
-                   (double)r->c * (double)(s->channels / 16) +
-                   per_term * ((double)r->t * (double)s->tokens + (double)r->r * (double)call->rows);
-        if (!r->split || (!strcmp(arg, "h") && s->exact_phi)) return k * s->unit;
-        return k * s->unit + r->split * s->split + (r->split == 2 || s->act == WEFT_F16 ? s->low : 0);
-    }
-    return -1;
+    const struct roundings *r = roundings_of(call->op->name, arg);
+    if (!r) return -1;
+    double n = (double)s->streams, lanes = ceil((double)s->channels / 16);
+    double terms = r->tokens * (double)s->tokens + r->rows * (double)call->rows;
+    double k = r->base + r->streams * n + terms + r->lanes * (lanes + s->tree) + r->all_lanes * (n * lanes + s->tree);
+    if (s->tensor > 0 && !strncmp(r->op, "mhc_project", 11)) k = roundings_on_tensor_cores(s, r, lanes, terms);
+    if (!r->split || (!strcmp(arg, "h") && s->exact_phi)) return k * s->unit;
+    return k * s->unit + r->split * s->split + (r->split == 2 || s->act == WEFT_F16 ? s->low : 0);
 }
 
 static void polynomial(expect_call *call)
@@ -230,29 +239,49 @@ static void polynomial(expect_call *call)
     }
 }
 
+/* The operators that are no polynomials; `chain` marks those that are expected as the chain of their parts. */
+static const struct evaluator {
+    const char *op;
+    void (*eval)(expect_call *);
+    int chain;
+} evaluators[] = {
+    {"mhc_scale_fwd", expect_scale_fwd, 0},       {"mhc_scale_bwd", expect_scale_bwd, 0},
+    {"mhc_sinkhorn_fwd", expect_sinkhorn_fwd, 0}, {"mhc_sinkhorn_bwd", expect_sinkhorn_bwd, 0},
+    {"rmsnorm_fwd", expect_rmsnorm_fwd, 0},       {"rmsnorm_bwd", expect_rmsnorm_bwd, 0},
+    {"mhc_coef_fwd", expect_coef_fwd, 0},         {"mhc_coef_bwd", expect_coef_bwd, 0},
+    {"mhc_head_fwd", expect_head_fwd, 1},      {"mhc_head_bwd", expect_head_bwd, 1},
+    {"mhc_pre_fwd", expect_pre_fwd, 1},        {"mhc_pre_bwd", expect_pre_bwd, 1},
+    {"mhc_boundary_fwd", expect_boundary_fwd, 1}, {"mhc_boundary_bwd", expect_boundary_bwd, 1},
+    {"gdn_pre_fwd", expect_gdn_pre_fwd, 0},       {"gdn_pre_bwd", expect_gdn_pre_bwd, 0},
+    {"gdn_pre_step", expect_gdn_pre_step, 0},     {"gdn_rule_fwd", expect_gdn_rule_fwd, 0},
+    {"gdn_rule_bwd", expect_gdn_rule_bwd, 0},     {"mhc_replay_fwd", NULL, 1}, /* expect_head.c */
+};
+
+static const struct evaluator *evaluator_of(const char *op)
+{
+    for (size_t i = 0; i < sizeof evaluators / sizeof evaluators[0]; i++)
+        if (!strcmp(evaluators[i].op, op)) return &evaluators[i];
+    return NULL;
+}
+
+int expect_is_known(const char *op)
+{
+    return evaluator_of(op) || roundings_of(op, NULL);
+}
+
+int expect_is_single(const char *op)
+{
+    const struct evaluator *e = evaluator_of(op);
+    return e ? !e->chain : roundings_of(op, NULL) != NULL;
+}
+
 void expect_eval(expect_call *call)
 {
-    static const struct {
-        const char *op;
-        void (*eval)(expect_call *);
-    } table[] = {
-        {"mhc_scale_fwd", expect_scale_fwd},       {"mhc_scale_bwd", expect_scale_bwd},
-        {"mhc_sinkhorn_fwd", expect_sinkhorn_fwd}, {"mhc_sinkhorn_bwd", expect_sinkhorn_bwd},
-        {"rmsnorm_fwd", expect_rmsnorm_fwd},       {"rmsnorm_bwd", expect_rmsnorm_bwd},
-        {"mhc_coef_fwd", expect_coef_fwd},         {"mhc_coef_bwd", expect_coef_bwd},
-        {"mhc_head_fwd", expect_head_fwd},         {"mhc_head_bwd", expect_head_bwd},
-        {"mhc_pre_fwd", expect_pre_fwd},           {"mhc_pre_bwd", expect_pre_bwd},
-        {"mhc_boundary_fwd", expect_boundary_fwd}, {"mhc_boundary_bwd", expect_boundary_bwd},
-        {"gdn_pre_fwd", expect_gdn_pre_fwd},       {"gdn_pre_bwd", expect_gdn_pre_bwd},
-        {"gdn_pre_step", expect_gdn_pre_step},     {"gdn_rule_fwd", expect_gdn_rule_fwd},
-        {"gdn_rule_bwd", expect_gdn_rule_bwd},
-    };
-    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
-        if (!strcmp(table[i].op, call->op->name)) {
-            table[i].eval(call);
-            return;
-        }
-    polynomial(call);
+    const struct evaluator *e = evaluator_of(call->op->name);
+    if (e && e->eval)
+        e->eval(call);
+    else
+        polynomial(call);
 }
 
 quantity expect_stored(expect_scope *scope, weft_dtype dtype, quantity q, int64_t length)

@@ -6,8 +6,9 @@
  * on its error that follows from the arithmetic of the backend, u being half an ulp of float32:
  *   - polynomials in their inputs (project, aggregate, post, expand, contract and their gradients): k u times the
  *     sum of the magnitudes of all terms, which is what the reference computes from the inputs' absolute values; k
- *     counts the roundings on the longest path of the sum. Errors of the inputs pass through the same way.
+ *     counts the roundings on the longest path of the sum (expect.c). Errors of the inputs pass through the same way.
  *   - gates, Sinkhorn, RMSNorm: first-order bounds, derived where they are written (expect_gates.c).
+ *   - Gated DeltaNet: values and bounds from the equations themselves (expect_gdn.c, expect_rule.c).
  *   - fused operators: chains of the above (expect_fused.c). Where the backend hands out an intermediate result,
  *     the next stage starts from that very result, so that errors do not pile up and every stage is held to a tight
  *     bound.
@@ -26,6 +27,9 @@ typedef struct quantity {
     double *val, *err;
 } quantity;
 
+/* What a denormal on the way may cost the result, in float32. */
+#define EXPECT_UNDERFLOW 0x1p-140
+
 static inline double error_of(quantity q, int64_t i)
 {
     return q.err ? q.err[i] : 0;
@@ -40,8 +44,11 @@ typedef struct expect_scope {
     double split;      /* relative error of a factor split into two bf16 numbers; 0 where none is */
     double low;        /* what leaving out the product of two low parts costs where both factors are split */
     int exact_phi;     /* phi is bf16 already: nothing to take apart in forward */
-    int64_t lanes;     /* partial sums that a sum over all channels is spread over in the projection */
-    double per_term;   /* roundings for each term of the projection's sums over tokens and rows */
+    double tensor;     /* units for each term of the projection's sums on tensor cores; 0: one rounding each */
+    double tree;       /* additions at the end of a sum over channels */
+    double sigmoid;    /* roundings of exponential, sum and quotient */
+    double root;       /* roundings of an inverse root, the two products with it and the sum that follows */
+    double normalize;  /* roundings of a step of Sinkhorn beyond the n of its sum */
     char problem[256]; /* why nothing is expected; "" */
 } expect_scope;
 
@@ -101,6 +108,9 @@ void expect_gdn_rule_bwd(expect_call *call);
 /* The values after a store in that dtype. Where the error reaches across a rounding boundary, the backend may have
  * rounded the other way: the error becomes the distance to that value, and zero elsewhere. */
 quantity expect_stored(expect_scope *scope, weft_dtype dtype, quantity q, int64_t length);
+/* 1 where the operator has bounds of its own; 0 where it is held to those of its parts, or nobody has derived any. */
+int expect_is_single(const char *op);
+int expect_is_known(const char *op);
 /* a + b in float32; either may be absent. */
 quantity expect_sum(expect_scope *scope, quantity a, quantity b, int64_t length);
 

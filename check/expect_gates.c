@@ -16,7 +16,7 @@ _Static_assert(offsetof(weft_mhc_scale_fwd_args, numerics) == offsetof(weft_mhc_
 typedef struct gates {
     const weft_mhc_numerics *numerics;
     int64_t n, rows;
-    double u;
+    double u, root, sigmoid; /* of the scope */
     quantity h, ms, alpha, beta;
 } gates;
 
@@ -27,6 +27,8 @@ static gates gates_of(const expect_call *call)
                    .n = n,
                    .rows = 2 * n + n * n,
                    .u = call->scope->unit,
+                   .root = call->scope->root,
+                   .sigmoid = call->scope->sigmoid,
                    .h = expect_take(call, "h"),
                    .ms = expect_take(call, "ms"),
                    .alpha = expect_take(call, "alpha"),
@@ -38,7 +40,8 @@ static int group_of(const gates *g, int64_t j)
     return j < g->n ? 0 : j < 2 * g->n ? 1 : 2;
 }
 
-/* Inverse root of a token and its derivative by ms. */
+/* Inverse root of a token and its derivative by ms; of the scope's roundings three are not the root's own. e_slope is
+ * what ms hands on, d_ms counts the roundings. */
 typedef struct root {
     double inv, e_inv, slope, e_slope;
 } root;
@@ -54,8 +57,8 @@ static root root_at(const gates *g, int64_t t)
         r.inv = 1 / (sqrt(ms) + eps);
         r.slope = ms > 0 ? r.inv * r.inv / (2 * sqrt(ms)) : 0;
     }
-    r.e_inv = r.slope * e_ms + 4 * g->u * r.inv;
-    r.e_slope = r.slope * (3 * r.e_inv / r.inv + 8 * g->u + (ms > 0 ? e_ms / ms : 0));
+    r.e_inv = r.slope * e_ms + (g->root - 3) * g->u * r.inv;
+    r.e_slope = r.slope * (3 * r.slope * e_ms / r.inv + (ms > 0 ? e_ms / ms : 0));
     return r;
 }
 
@@ -69,12 +72,12 @@ static gate gate_at(const gates *g, const root *r, int64_t t, int64_t j)
     double h = g->h.val[t * g->rows + j], e_h = error_of(g->h, t * g->rows + j);
     double scaled = alpha * h * r->inv, z = scaled + beta, tail = exp(-fabs(z));
     gate a;
-    a.e_z = fabs(alpha) * (r->inv * e_h + fabs(h) * r->e_inv) + 4 * g->u * (fabs(scaled) + fabs(beta));
+    a.e_z = fabs(alpha) * (r->inv * e_h + fabs(h) * r->e_inv) + g->u * (3 * fabs(scaled) + fabs(z)) + 0x1p-148;
     a.s = z >= 0 ? 1 / (1 + tail) : tail / (1 + tail);
     a.slope = tail / ((1 + tail) * (1 + tail));
-    a.e_s = a.slope * a.e_z + 8 * g->u * a.s;
-    /* The slope's own derivative is no larger than the slope. 8us: s (1 - s) may be computed from a rounded s. */
-    a.e_slope = a.slope * (a.e_z + 8 * g->u) + 8 * g->u * a.s;
+    a.e_s = a.slope * a.e_z + g->sigmoid * g->u * a.s;
+    /* The slope's own derivative is no larger than the slope; two sigmoids and the products with them. */
+    a.e_slope = a.slope * (a.e_z + (2 * g->sigmoid + 2) * g->u);
     return a;
 }
 
@@ -112,7 +115,7 @@ static double gate_gradient(const gates *g, const gate *a, quantity d_pre, quant
         return d.val[k];
     }
     double value = factor * d.val[k] * a->slope;
-    *error = fabs(factor) * (fabs(d.val[k]) * a->e_slope + error_of(d, k) * a->slope) + 4 * g->u * fabs(value);
+    *error = fabs(factor) * (fabs(d.val[k]) * a->e_slope + error_of(d, k) * a->slope);
     return value;
 }
 
@@ -125,7 +128,9 @@ void expect_scale_bwd(expect_call *call)
     quantity d_h = expect_take(call, "d_h"), d_ms = expect_take(call, "d_ms");
     quantity d_alpha = expect_take(call, "d_alpha"), d_beta = expect_take(call, "d_beta");
     int64_t tokens = call->scope->tokens;
-    double over_row = (double)g.rows + 16, over_tokens = (double)tokens + (double)g.rows + 32;
+    /* Three powers of the inverse root, the products, and a sum over the row; a sum over the tokens. */
+    double over_row = (double)g.rows + 2 * g.root, over_tokens = (double)tokens + 4;
+    double over_all = over_tokens + (double)g.rows + 1;
     for (int64_t t = 0; t < tokens; t++) {
         root r = root_at(&g, t);
         double size = 0, error = 0; /* of sum_j alpha h dz */
@@ -136,10 +141,10 @@ void expect_scale_bwd(expect_call *call)
             double e_h = error_of(g.h, t * g.rows + j), e_dz;
             double dz = fabs(gate_gradient(&g, &a, d_pre, d_post, d_logits, t, j, &e_dz));
             if (d_h.val)
-                d_h.err[t * g.rows + j] = alpha * (r.inv * e_dz + dz * r.e_inv) + 4 * g.u * alpha * dz * r.inv;
+                d_h.err[t * g.rows + j] = alpha * (r.inv * e_dz + dz * r.e_inv) + 3 * g.u * alpha * dz * r.inv;
             if (d_alpha.val)
                 d_alpha.err[group] +=
-                    r.inv * (h * e_dz + dz * e_h) + dz * h * r.e_inv + over_tokens * g.u * dz * h * r.inv;
+                    r.inv * (h * e_dz + dz * e_h) + dz * h * r.e_inv + over_all * g.u * dz * h * r.inv;
             if (d_beta.val) d_beta.err[j] += e_dz + over_tokens * g.u * dz;
             size += alpha * h * dz;
             error += alpha * (h * e_dz + e_h * dz);
@@ -149,28 +154,38 @@ void expect_scale_bwd(expect_call *call)
 }
 
 /* ---- Sinkhorn ---------------------------------------------------------------------------------------------------
- * In log space each of the 2 iters half-steps is non-expansive: it divides by a weighted mean of its argument.
- * So errors add up and are not amplified. A step costs a sum of n terms, an exponential and a division,
- * n + 3 roundings; the exponents themselves, up to max |z|, are off by u max |z|. */
+ * In the projective metric each of the 2 iters half-steps is non-expansive, so errors add up and are not amplified. A
+ * step costs a sum of n terms and the scope's roundings. The shift by a row's maximum costs u times the distance from
+ * it, once in the linear rules; the log rule pays it for every sum of potentials that is still felt at the end. */
+
+/* Entries below it are lost in float32 where the step before them loses its last bits. */
+#define SMALLEST_ENTRY 1e-36
 
 typedef struct matrix_scale {
-    double steps, z, e_z, sum; /* 2 iters, max |logits|, their largest error, sum |d_res res| */
+    double steps, step, shift, e_z, sum; /* 2 iters, roundings of each, the shift's, max error of logits, sum |d_res res| */
 } matrix_scale;
 
-static matrix_scale scale_at(const weft_mhc_numerics *numerics, int64_t n, int64_t t, quantity logits)
+static matrix_scale scale_at(const expect_scope *s, const weft_mhc_numerics *numerics, int64_t t, quantity logits)
 {
-    matrix_scale m = {.steps = 2.0 * numerics->sinkhorn_iters};
-    for (int64_t k = t * n * n; k < (t + 1) * n * n; k++) {
-        m.z = fmax(m.z, fabs(logits.val[k]));
-        m.e_z = fmax(m.e_z, error_of(logits, k));
+    int64_t n = s->streams;
+    matrix_scale m = {.steps = 2.0 * numerics->sinkhorn_iters, .step = (double)n + s->normalize};
+    int from_zero = numerics->sinkhorn == WEFT_SINKHORN_THRESHOLD; /* it does not shift */
+    for (int64_t row = t * n * n; row < (t + 1) * n * n; row += n) {
+        double max = logits.val[row];
+        for (int64_t k = row; k < row + n; k++) max = fmax(max, logits.val[k]);
+        for (int64_t k = row; k < row + n; k++) {
+            m.shift = fmax(m.shift, from_zero ? fabs(logits.val[k]) : max - logits.val[k]);
+            m.e_z = fmax(m.e_z, error_of(logits, k));
+        }
     }
+    if (numerics->sinkhorn == WEFT_SINKHORN_LOG) m.shift *= 8;
     return m;
 }
 
-/* Relative to each entry: the entry itself and 2 iters potentials of which each sees the logits' error once. */
-static double sinkhorn_relative(const matrix_scale *m, int64_t n, double u)
+/* Of every entry. */
+static double sinkhorn_relative(const matrix_scale *m, double u)
 {
-    return 4 * u * (m->z + m->steps * ((double)n + 3)) + (m->steps + 1) * m->e_z;
+    return 2 * (u * (m->shift + m->steps * m->step + 8) + m->e_z);
 }
 
 void expect_sinkhorn_fwd(expect_call *call)
@@ -181,15 +196,17 @@ void expect_sinkhorn_fwd(expect_call *call)
     expect_values(call);
     quantity res = expect_take(call, "res");
     for (int64_t t = 0; t < call->scope->tokens; t++) {
-        matrix_scale m = scale_at(numerics, n, t, logits);
-        double relative = sinkhorn_relative(&m, n, call->scope->unit);
-        for (int64_t k = t * n * n; k < (t + 1) * n * n; k++) res.err[k] = relative * fabs(res.val[k]);
+        matrix_scale m = scale_at(call->scope, numerics, t, logits);
+        double relative = sinkhorn_relative(&m, call->scope->unit);
+        for (int64_t k = t * n * n; k < (t + 1) * n * n; k++)
+            res.err[k] = relative * fabs(res.val[k]) + SMALLEST_ENTRY;
     }
 }
 
-/* The gradient walks the 2 iters half-steps back. Each step adds a share of the remaining gradient, of which the
- * largest possible size is sum |d_res res|, weighted by intermediate entries that are themselves good to 2 iters
- * steps: hence the square. Errors of the upstream gradient are passed on by each step once. */
+/* The gradient walks the 2 iters half-steps back. Each subtracts from every entry its share of the line's sum of
+ * d_res res, so the terms are never larger than sum |d_res res|. What a step gets wrong (n + 1 roundings and the scope's,
+ * on a matrix with the forward error) the steps before it average out: the last ones count in full, all of them once.
+ * Errors of the upstream gradient are passed on by each step once. */
 void expect_sinkhorn_bwd(expect_call *call)
 {
     const weft_mhc_numerics *numerics = &((const weft_mhc_sinkhorn_bwd_args *)call->args)->numerics;
@@ -205,16 +222,15 @@ void expect_sinkhorn_bwd(expect_call *call)
     expect_values(call);
     quantity d_logits = expect_take(call, "d_logits");
     for (int64_t t = 0; t < s->tokens; t++) {
-        matrix_scale m = scale_at(numerics, n, t, logits);
+        matrix_scale m = scale_at(s, numerics, t, logits);
         double upstream = 0;
         for (int64_t k = t * n * n; k < (t + 1) * n * n; k++) {
             m.sum += fabs(d_res.val[k] * res.val[k]);
             upstream += error_of(d_res, k) * fabs(res.val[k]);
         }
-        double relative =
-            s->unit * (((double)n + 4) * m.steps * m.steps + 8 * m.steps * m.z) + 2 * m.steps * m.steps * m.e_z;
+        double relative = s->unit * (m.step + 1 + m.steps + 2 * m.shift) + 2 * m.e_z;
         for (int64_t k = t * n * n; k < (t + 1) * n * n; k++)
-            d_logits.err[k] = relative * m.sum + (m.steps + 1) * upstream;
+            d_logits.err[k] = relative * m.sum + (m.steps + 1) * upstream + SMALLEST_ENTRY;
     }
 }
 
@@ -224,13 +240,14 @@ typedef struct norm_row {
     double r, e_r;
 } norm_row;
 
-static double sum_roundings(int64_t channels)
+static double sum_roundings(const expect_scope *s)
 {
-    return (double)(channels / 16) + 32;
+    return ceil((double)s->channels / 16) + s->tree;
 }
 
-static norm_row norm_at(double eps, quantity u, int64_t t, int64_t channels, double unit)
+static norm_row norm_at(const expect_scope *s, double eps, quantity u, int64_t t)
 {
+    int64_t channels = s->channels;
     double square = 0, error = 0;
     for (int64_t k = t * channels; k < (t + 1) * channels; k++) {
         square += u.val[k] * u.val[k];
@@ -238,7 +255,7 @@ static norm_row norm_at(double eps, quantity u, int64_t t, int64_t channels, dou
     }
     norm_row row = {.r = 1 / sqrt(square / (double)channels + eps)};
     /* d r = -r^3 mean(u du); the sum's own error counts half, through the root. */
-    row.e_r = row.r * (row.r * row.r * error / (double)channels + unit * (sum_roundings(channels) / 2 + 4));
+    row.e_r = row.r * (row.r * row.r * error / (double)channels + s->unit * (sum_roundings(s) / 2 + 2));
     return row;
 }
 
@@ -250,7 +267,7 @@ void expect_rmsnorm_fwd(expect_call *call)
     expect_values(call);
     quantity v = expect_take(call, "v");
     for (int64_t t = 0; t < call->scope->tokens; t++) {
-        norm_row row = norm_at(eps, u, t, channels, unit);
+        norm_row row = norm_at(call->scope, eps, u, t);
         for (int64_t c = 0; c < channels; c++) {
             int64_t k = t * channels + c;
             double w = weight.val ? fabs(weight.val[c]) : 1;
@@ -268,7 +285,7 @@ void expect_rmsnorm_bwd(expect_call *call)
     expect_values(call);
     quantity d_u = expect_take(call, "d_u"), d_weight = expect_take(call, "d_weight");
     for (int64_t t = 0; t < tokens; t++) {
-        norm_row row = norm_at(eps, u, t, channels, unit);
+        norm_row row = norm_at(call->scope, eps, u, t);
         double r = row.r, e_r = row.e_r, mean = 0, size = 0, e_mean = 0;
         for (int64_t c = 0; c < channels; c++) {
             int64_t k = t * channels + c;
@@ -278,17 +295,17 @@ void expect_rmsnorm_bwd(expect_call *call)
             e_mean += (fabs(g) * error_of(u, k) + fabs(u.val[k] * w) * error_of(d_v, k)) / (double)channels;
         }
         mean = fabs(mean);
-        e_mean += (sum_roundings(channels) + 2) * unit * size;
+        e_mean += sum_roundings(call->scope) * unit * size;
         for (int64_t c = 0; c < channels; c++) {
             int64_t k = t * channels + c;
             double w = weight.val ? fabs(weight.val[c]) : 1, value = fabs(u.val[k]), up = fabs(d_v.val[k]);
             double e_value = error_of(u, k), e_up = error_of(d_v, k), g = up * w, cube = r * r * r;
             if (d_u.val)
                 d_u.err[k] = r * w * e_up + g * e_r + cube * (e_value * mean + value * e_mean) +
-                             3 * value * r * r * e_r * mean + 8 * unit * (r * g + value * cube * mean);
+                             3 * value * r * r * e_r * mean + unit * (4 * r * g + 2 * value * cube * mean);
             if (d_weight.val)
                 d_weight.err[c] += r * (value * e_up + up * e_value) + up * value * e_r +
-                                   ((double)tokens + 32) * unit * up * value * r;
+                                   ((double)tokens + 4) * unit * up * value * r;
         }
     }
 }

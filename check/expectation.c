@@ -40,33 +40,41 @@ static void read_sizes(expect_scope *s, const weft_op_info *op, const void *args
     }
 }
 
-/* Which arithmetic the backend may use. The projection of 16-bit streams may run on bf16 units: a float32 factor is
- * then two bf16 numbers, and an AMX tile adds up its products two at a time, all in one place. A tensor core adds 16
- * products and the sum so far in one go, each of the 17 cut off (not rounded) at 2^-23 of the largest: two units for
- * each, once for each of up to three products of high and low parts; over channels in 16 partial sums. */
+/* Which arithmetic the backend may use. On a GPU a sum over channels ends with a warp's tree and its warps one after the
+ * other, and exp, log and the inverse root are good to 2 ulp, four roundings each. The projection of 16-bit streams may
+ * run on bf16 units: a float32 factor is then two bf16 numbers. A tensor core adds 16 products and the sum so far in one
+ * go, each of the 17 cut off (not rounded) at 2^-23 of the largest: two units for each, once for each of up to three
+ * products of high and low parts. */
 static void read_arithmetic(expect_scope *s, const weft_exec *exec, const weft_op_info *op, const void *args)
 {
     weft_dtype phi = WEFT_NONE, gain = WEFT_NONE;
     weft_isa isa = exec->isa == WEFT_ISA_BEST ? weft_cpu_isa() : exec->isa;
     int cuda = exec->backend == WEFT_BACKEND_CUDA;
     s->unit = ldexp(1, exec->backend == WEFT_BACKEND_REF ? -52 : -24);
-    s->per_term = cuda ? 2.0 * 17 * 3 / 16 : 1;
-    s->lanes = cuda ? (int64_t)(16 / s->per_term) : 16;
+    s->tree = cuda ? 24 : 8;
+    s->sigmoid = cuda ? 8 : 4;
+    s->root = cuda ? 8 : 6;
+    s->normalize = cuda ? 11 : 3;
     if (exec->backend == WEFT_BACKEND_REF) return;
     for (int i = 0; i < op->num_args; i++) {
         if (!strcmp(op->args[i].name, "phi")) phi = expect_tensor(&op->args[i], args)->dtype;
         if (!strcmp(op->args[i].name, "norm_weight")) gain = expect_tensor(&op->args[i], args)->dtype;
     }
     if (phi == WEFT_NONE) return;
-    if (s->act == WEFT_BF16 || (s->act == WEFT_F16 && cuda)) {
+    const double term = 17 * 2 * 3 / 16.0;
+    /* A low part is at most half an ulp of the high one, and half an ulp of the low one is lost. */
+    const double half = ldexp(1, -17);
+    if (cuda && s->act != WEFT_F32) {
+        s->tensor = term;
         s->exact_phi = s->act == WEFT_BF16 && phi == WEFT_BF16 && gain == WEFT_NONE;
-        /* A low part is at most half an ulp of the high one, and half an ulp of the low one is lost. */
-        s->split = ldexp(1, -17);
-        s->low = ldexp(1, -16);
-        if (!cuda && isa == WEFT_ISA_AMX) s->lanes = 2;
+        s->split = half;
+        s->low = 2 * half;
+    } else if (cuda && exec->precision == WEFT_PRECISION_TF32) {
+        s->tensor = term;
+        s->split = ldexp(1, -10); /* both factors of a product may be rounded to 11 bits */
+    } else if (isa == WEFT_ISA_AMX && s->act == WEFT_BF16 && s->channels % 32 == 0 && !strcmp(op->name + strlen(op->name) - 3, "fwd")) {
+        s->split = half; /* tiles of 32 channels, forward only */
     }
-    /* Both factors of a product may be rounded to 11 bits. */
-    if (s->act == WEFT_F32 && cuda && exec->precision == WEFT_PRECISION_TF32) s->split = ldexp(1, -10);
 }
 
 void expect_begin(expectation *e, const weft_exec *exec, const weft_op_info *op, const void *args)
@@ -98,7 +106,8 @@ void expect_add_result(expectation *e, const char *name, const weft_tensor *tens
 {
     expect_scope *s = &e->scope;
     int64_t length = tensor_count(tensor);
-    double unit = element_unit(tensor->dtype), tiny = element_tiny(tensor->dtype);
+    /* Of the store, and of what may underflow on the way there. */
+    double unit = element_unit(tensor->dtype), tiny = element_tiny(tensor->dtype) / 2, lost = s->unit < 0x1p-40 ? 0 : EXPECT_UNDERFLOW;
     if (e->num_results % 16 == 0) {
         expect_result *list = expect_room(s, (size_t)(e->num_results + 16) * sizeof *list);
         if (e->num_results) memcpy(list, e->result, (size_t)e->num_results * sizeof *list);
@@ -112,6 +121,7 @@ void expect_add_result(expectation *e, const char *name, const weft_tensor *tens
             q.val[k] += old[k];
             error += s->unit * fabs(q.val[k]);
         }
+        error += lost;
         r->bound[k] = error + unit * (fabs(q.val[k]) + error) + tiny;
     }
 }

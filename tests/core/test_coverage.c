@@ -1,41 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The tests cover the library: every operator that a public header declares is in the list, and every operator in
- * the list has its finite differences, its backend comparison and its bad input. A new operator without them fails
- * here. */
+ * the list has its expectation, its finite differences, its backend comparison and its bad input. A new operator
+ * without them fails here, by name. */
+#include "check/expect.h"
 #include "support/suite.h"
 
 #include "core/kernel.h"
-
-/* The evidence for each operator. One line per operator, written by hand on purpose: adding an operator means
- * thinking about what shows that it is right. */
-typedef enum gradient { DIFFERENCES, FORWARD_ONLY } gradient;
-typedef enum comparison { BOUNDS, CHAIN, EXPECTED } comparison;
-
-static const struct {
-    const char *op;
-    gradient gradient; /* reference against finite differences, in test_<stem>.c */
-    comparison
-        comparison; /* backends against the reference within bounds, bitwise against the chain of the parts, or with the
-                     * reference against the expectation of `weft check` */
-} registry[] = {
-    {"mhc_project_fwd", DIFFERENCES, BOUNDS},   {"mhc_project_bwd", DIFFERENCES, BOUNDS},
-    {"mhc_scale_fwd", DIFFERENCES, BOUNDS},     {"mhc_scale_bwd", DIFFERENCES, BOUNDS},
-    {"mhc_sinkhorn_fwd", DIFFERENCES, BOUNDS},  {"mhc_sinkhorn_bwd", DIFFERENCES, BOUNDS},
-    {"mhc_coef_fwd", DIFFERENCES, BOUNDS},      {"mhc_coef_bwd", DIFFERENCES, BOUNDS},
-    {"mhc_aggregate_fwd", DIFFERENCES, BOUNDS}, {"mhc_aggregate_bwd", DIFFERENCES, BOUNDS},
-    {"mhc_post_fwd", DIFFERENCES, BOUNDS},      {"mhc_post_bwd", DIFFERENCES, BOUNDS},
-    {"mhc_expand_fwd", DIFFERENCES, BOUNDS},    {"mhc_expand_bwd", DIFFERENCES, BOUNDS},
-    {"mhc_contract_fwd", DIFFERENCES, BOUNDS},  {"mhc_contract_bwd", DIFFERENCES, BOUNDS},
-    {"mhc_head_fwd", DIFFERENCES, CHAIN},       {"mhc_head_bwd", DIFFERENCES, CHAIN},
-    {"mhc_pre_fwd", DIFFERENCES, CHAIN},        {"mhc_pre_bwd", DIFFERENCES, CHAIN},
-    {"mhc_boundary_fwd", DIFFERENCES, CHAIN},   {"mhc_boundary_bwd", DIFFERENCES, CHAIN},
-    {"mhc_replay_fwd", FORWARD_ONLY, CHAIN},    {"rmsnorm_fwd", DIFFERENCES, BOUNDS},
-    {"rmsnorm_bwd", DIFFERENCES, BOUNDS},       {"gdn_pre_fwd", DIFFERENCES, EXPECTED},
-    {"gdn_pre_bwd", DIFFERENCES, EXPECTED},     {"gdn_pre_step", FORWARD_ONLY, EXPECTED},
-    {"gdn_rule_fwd", DIFFERENCES, EXPECTED},    {"gdn_rule_bwd", DIFFERENCES, EXPECTED},
-};
-enum { REGISTERED = sizeof registry / sizeof *registry };
 
 static const char *const listed[] = {
 #define WEFT_OP(name) #name,
@@ -43,12 +14,11 @@ static const char *const listed[] = {
 #undef WEFT_OP
 };
 
-/* A file beside this one, or relative to it. NULL where the sources are not at hand. */
+/* A file of the source tree. NULL where there is none. */
 static char *source(const char *path)
 {
     char full[1024];
-    const char *slash = strrchr(__FILE__, '/');
-    snprintf(full, sizeof full, "%.*s%s", slash ? (int)(slash - __FILE__ + 1) : 0, __FILE__, path);
+    snprintf(full, sizeof full, "%s/%s", WEFT_SOURCE_DIR, path);
     FILE *file = fopen(full, "rb");
     if (!file) return NULL;
     char *text = calloc(1, 1 << 20);
@@ -59,6 +29,17 @@ static char *source(const char *path)
         return NULL;
     }
     return text;
+}
+
+/* A machine that only runs the tests has no sources. */
+static void need_sources(void)
+{
+    char *text = source("src/core/ops.def");
+    if (!text) {
+        fprintf(stderr, "  skipped: there are no sources in %s\n", WEFT_SOURCE_DIR);
+        skip();
+    }
+    free(text);
 }
 
 static void the_list_is_complete(void **state)
@@ -72,15 +53,12 @@ static void the_list_is_complete(void **state)
 static void headers_and_list_agree(void **state)
 {
     (void)state;
-    static const char *const headers[] = {"../include/weft/mhc.h", "../include/weft/norm.h",
-                                          "../include/weft/gdn.h"};
+    static const char *const headers[] = {"include/weft/mhc.h", "include/weft/norm.h", "include/weft/gdn.h"};
     bool seen[WEFT_OP_COUNT] = {false};
+    need_sources();
     for (int h = 0; h < 3; h++) {
         char *text = source(headers[h]);
-        if (!text) {
-            fprintf(stderr, "  %s is not at hand: skipped\n", headers[h]);
-            skip();
-        }
+        if (!text) fail_msg("there is no %s", headers[h]);
         static const char start[] = "WEFT_API weft_status weft_";
         for (const char *at = strstr(text, start); at; at = strstr(at + 1, start)) {
             const char *name = at + sizeof start - 1, *end = strchr(name, '(');
@@ -104,49 +82,59 @@ static void headers_and_list_agree(void **state)
     test_verdict();
 }
 
+/* Without one, neither `weft check` nor a test would compare anything. */
+static void every_operator_has_its_expectation(void **state)
+{
+    (void)state;
+    for (int32_t i = 0; i < weft_op_count(); i++) {
+        const char *op = weft_op_at(i)->name;
+        if (!expect_is_known(op)) test_failed("%s: check/expect.c has no bounds for it", op);
+        if (expect_is_known(op) && expect_is_single(op) == chain_knows(op))
+            test_failed("%s: check/expect.c and support/chain.c disagree whether it is made of others", op);
+    }
+    test_verdict();
+}
+
+/* tests/<family>/test_<stem>.c */
+static char *test_of(const char *stem)
+{
+    static const char *const families[] = {"mhc", "gdn", "core"};
+    char path[96];
+    for (int f = 0; f < 3; f++) {
+        snprintf(path, sizeof path, "tests/%s/test_%s.c", families[f], stem);
+        char *text = source(path);
+        if (text) return text;
+    }
+    return NULL;
+}
+
 static void every_operator_has_its_tests(void **state)
 {
     (void)state;
-    char *validate = source("support/refuse.h");
+    need_sources();
     for (int32_t i = 0; i < weft_op_count(); i++) {
         const char *op = weft_op_at(i)->name;
-        char stem[64], path[96], call[128];
-        int row = -1;
-        for (int k = 0; k < REGISTERED; k++)
-            if (strcmp(registry[k].op, op) == 0) row = k;
-        if (row < 0) {
-            test_failed("%s is not registered in test_coverage.c", op);
-            continue;
-        }
+        char stem[64], call[128];
         snprintf(stem, sizeof stem, "%.*s", (int)(strrchr(op, '_') - op), op);
-        /* the drivers must know the operator, or the suites would compare nothing */
-        bool bounds = registry[row].comparison == BOUNDS, expected = registry[row].comparison == EXPECTED;
-        if (expected) {
-            if (!grid_expected(op)) test_failed("%s: support/grid.c does not know that it is expected", op);
-        } else if (bounds ? !truth_knows(op) : !chain_knows(op))
-            test_failed("%s: %s does not know it", op, bounds ? "support/truth.c" : "support/chain.c");
-        snprintf(path, sizeof path, "test_%s.c", stem);
-        char *text = source(path);
+        char *text = test_of(stem);
         if (!text) {
-            if (validate) test_failed("%s: there is no tests/%s", op, path);
+            test_failed("%s: there is no tests/<family>/test_%s.c", op, stem);
             continue;
         }
         snprintf(call, sizeof call, "grid_suite(\"%s\")", op);
-        if (!strstr(text, call)) test_failed("%s: tests/%s does not compare the backends", op, path);
+        if (!strstr(text, call)) test_failed("%s: test_%s.c does not compare the backends", op, stem);
         snprintf(call, sizeof call, "grid_rounding(\"%s\")", op);
-        if (!strstr(text, call)) test_failed("%s: tests/%s does not check its rounding", op, path);
+        if (!strstr(text, call)) test_failed("%s: test_%s.c does not check its rounding", op, stem);
         snprintf(call, sizeof call, "fd_suite(\"%s\")", stem);
-        if (registry[row].gradient == DIFFERENCES && !strstr(text, call))
-            test_failed("%s: tests/%s has no finite differences", op, path);
+        if (strcmp(op + strlen(op) - 4, "_bwd") == 0 && !strstr(text, call))
+            test_failed("%s: test_%s.c has no finite differences", op, stem);
         free(text);
     }
     /* bad input is generated for the whole list */
-    if (validate && !strstr(validate, "for (int32_t i = 0; i < weft_op_count(); i++)"))
+    char *refuse = source("tests/support/refuse.h");
+    if (!refuse || !strstr(refuse, "for (int32_t i = 0; i < weft_op_count(); i++)"))
         test_failed("support/refuse.h does not go through all operators");
-    if (!validate) fprintf(stderr, "  the test sources are not at hand: only the registry was checked\n");
-    free(validate);
-    for (int k = 0; k < REGISTERED; k++)
-        if (!weft_op_find(registry[k].op)) test_failed("%s is registered, but is no operator", registry[k].op);
+    free(refuse);
     test_verdict();
 }
 
@@ -155,6 +143,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_list_is_complete),
         cmocka_unit_test(headers_and_list_agree),
+        cmocka_unit_test(every_operator_has_its_expectation),
         cmocka_unit_test(every_operator_has_its_tests),
     };
     return suite_run("coverage", tests);

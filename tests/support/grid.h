@@ -12,16 +12,17 @@ int grid_isas(weft_isa isas[4]);
 enum { GRID_EXECS = 5 };
 int grid_execs(weft_exec execs[GRID_EXECS], int threads);
 bool grid_uses(const char *op, int32_t dim);
-/* One problem on all of them: within the bounds of support/truth.h, or bitwise equal to the chain of
+/* One problem on all of them: within the bounds of check/expect.h, or bitwise equal to the chain of
  * support/chain.h; and AVX2 and AVX-512 bitwise equal to each other. Fused gradients on the GPU need not round where
- * the chain does: they are held to the bounds of the program's `weft check` (expect.h). */
+ * the chain does: they are held to bounds. */
 void grid_compare(const spec *s);
 /* The same for a problem of the caller's, from its sealed state. */
 void grid_compare_problem(problem *p);
-/* Operators whose bounds are those of `weft check` altogether (expect_gdn.c), on the reference too. */
-bool grid_expected(const char *op);
-/* A problem against those bounds on one backend, from its sealed state. */
+/* A problem against its bounds on one backend, from its sealed state. */
 void grid_compare_expectation(problem *p, weft_exec exec);
+/* The largest error/bound per operator and tensor seen by this process: near 1 is tight, far below 1 is a loose
+ * bound. */
+void grid_print_ratios(void);
 /* A problem drawn from the whole space of sizes, layouts, dtypes, options and absent arguments; `absent` is a
  * buffer. */
 spec grid_draw(const char *op, rng *r, char *absent, size_t size);

@@ -17,12 +17,11 @@
 #include "support/fields.h"
 #include "support/grid.h"
 #include "support/problem.h"
-#include "support/truth.h"
 
 static inline int suite_end(void **state)
 {
     (void)state;
-    truth_print_ratios();
+    grid_print_ratios();
     return 0;
 }
 
