@@ -27,8 +27,9 @@ static int overflows(weft_dtype dtype, double value, double want, double bound)
 comparison compare(const weft_tensor *got, const double *want, const double *bound)
 {
     comparison c = {.count = tensor_count(got), .index = -1};
-    for (int64_t i = 0; i < c.count; i++) {
-        double value = element_load(got->data, got->dtype, tensor_offset(got, i));
+    cursor at = cursor_open(got);
+    for (int64_t i = 0; i < c.count; i++, cursor_step(&at)) {
+        double value = value_load(cursor_data(&at, got->data), got->dtype);
         double error = fabs(value - want[i]), limit = bound[i];
         if (!isfinite(want[i])) {
             /* How a result leaves the numbers (NaN or an infinity) may depend on the order of operations. */

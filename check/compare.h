@@ -4,6 +4,8 @@
 #ifndef WEFT_CLI_COMPARE_H
 #define WEFT_CLI_COMPARE_H
 
+#include <math.h>
+
 #include <weft/weft.h>
 
 /* The element that comes closest to its bound, or exceeds it most. */
@@ -18,5 +20,11 @@ comparison compare(const weft_tensor *got, const double *want, const double *bou
 
 /* Keeps the worse of two comparisons and adds up their counts; 1 where `more` is the worse one. */
 int compare_merge(comparison *all, const comparison *more);
+
+/* The larger one of an error and the worst before it. What is no number stays the worst: fmax would forget it. */
+static inline double value_worst(double worst, double error)
+{
+    return isnan(worst) || error <= worst ? worst : error;
+}
 
 #endif

@@ -17,7 +17,8 @@ double *expect_read(expect_scope *scope, const weft_tensor *t)
 {
     int64_t count = tensor_count(t);
     double *values = expect_array(scope, count);
-    for (int64_t i = 0; i < count; i++) values[i] = element_load(t->data, t->dtype, tensor_offset(t, i));
+    cursor at = cursor_open(t);
+    for (int64_t i = 0; i < count; i++, cursor_step(&at)) values[i] = value_load(cursor_data(&at, t->data), t->dtype);
     return values;
 }
 

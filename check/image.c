@@ -7,21 +7,11 @@
 
 #include "check/device.h"
 #include "check/element.h"
+#include "check/scalars.h"
 
 static weft_dropout *dropout_of(const weft_op_info *op, void *args)
 {
-    static const struct {
-        const char *op;
-        size_t offset;
-    } table[] = {
-        {"mhc_post_fwd", offsetof(weft_mhc_post_fwd_args, dropout)},
-        {"mhc_post_bwd", offsetof(weft_mhc_post_bwd_args, dropout)},
-        {"mhc_boundary_fwd", offsetof(weft_mhc_boundary_fwd_args, dropout)},
-        {"mhc_boundary_bwd", offsetof(weft_mhc_boundary_bwd_args, dropout)},
-    };
-    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
-        if (!strcmp(op->name, table[i].op)) return (void *)((char *)args + table[i].offset);
-    return op == weft_mhc_replay_layer_info() ? &((weft_mhc_replay_layer *)args)->dropout : NULL;
+    return scalar_find(op, args, WEFT_SCALAR_DROPOUT, NULL);
 }
 
 static weft_tensor *tensor_of(const weft_arg_info *info, void *args)

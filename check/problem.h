@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Builds a random call of any operator from its description in weft/ops.h: shapes, strides, dtypes, values. What
- * the description does not hold (eps, numerics, dropout) is set from a table of field offsets, so a new operator
- * needs a line here at most. */
+ * Builds a random call of any operator from its description in weft/ops.h: tensors (shape.h), values, scalars
+ * (scalars.h). A new operator needs no line here. */
 #ifndef WEFT_CLI_PROBLEM_H
 #define WEFT_CLI_PROBLEM_H
 
@@ -66,8 +65,5 @@ void problem_fill_block(const problem *p, const problem_arg *arg, void *data, in
 int problem_is_normal(const problem *p, const problem_arg *arg);
 /* Changes the number of tokens of the call, in host memory; at most what it was made with. */
 void problem_slice(problem *p, int64_t tokens);
-
-/* Dtype of a class of arguments. */
-weft_dtype problem_dtype(const problem_spec *spec, weft_arg_type type);
 
 #endif

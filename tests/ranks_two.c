@@ -8,7 +8,7 @@
 
 #include "support/gpt.h"
 #include "support/memory.h"
-#include "support/rng.h"
+#include "check/random.h"
 #include "support/suite.h"
 #include "train/ranks.h"
 

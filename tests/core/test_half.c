@@ -2,6 +2,7 @@
  *
  * 16-bit floats: all 65536 patterns, every tie, denormals, NaN, and doubles that must be rounded once. The oracle
  * below works on the value of a pattern and knows nothing of shifts. */
+#include "core/half.h"
 #include "support/suite.h"
 
 typedef struct format {

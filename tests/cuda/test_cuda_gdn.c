@@ -4,7 +4,7 @@
  * caller should give. */
 #include "check/device.h"
 #include "support/device.h"
-#include "support/values.h"
+#include "check/element.h"
 
 #if WEFT_HAVE_CUDA
 

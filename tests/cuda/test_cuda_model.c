@@ -10,7 +10,7 @@
 #include "support/device.h"
 #include "support/gpt.h"
 #include "support/memory.h"
-#include "support/rng.h"
+#include "check/random.h"
 
 /* Odd: no vectors, 10 channels a head. Wide: vectors, tensor cores, 64 channels a head, no whole number of tiles. */
 static weft_model_config config_of(const gpt_variant *v, weft_dtype dtype, int wide)

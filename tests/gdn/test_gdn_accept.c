@@ -16,7 +16,7 @@ typedef struct accuracy {
 static double ulp_of(weft_dtype dtype, double x)
 {
     int exponent = x == 0 ? -200 : ilogb(x), low = dtype == WEFT_F16 ? -14 : -126;
-    return ldexp(2 * value_unit(dtype), exponent > low ? exponent : low);
+    return ldexp(2 * element_unit(dtype), exponent > low ? exponent : low);
 }
 
 /* Rows are the last dimension. Elements below 2^-20 of their row's largest count for the norm alone. */

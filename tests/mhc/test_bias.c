@@ -28,7 +28,7 @@ static bool drifts(const sum *s, double *mean, double *error)
 static void check(const problem *p, const arg *a, const arg *exact, weft_exec exec)
 {
     sum plain = {0}, outward = {0};
-    double mean, error, unit = 2 * value_unit(a->view->dtype);
+    double mean, error, unit = 2 * element_unit(a->view->dtype);
     for (int64_t k = 0; k < a->elements; k++) {
         int exponent;
         double want = arg_get(exact, k);

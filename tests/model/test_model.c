@@ -6,7 +6,7 @@
 
 #include "support/gpt.h"
 #include "support/memory.h"
-#include "support/rng.h"
+#include "check/random.h"
 
 /* ---- gradients ---------------------------------------------------------------------------------------------------------- */
 

@@ -6,7 +6,7 @@
 #include <weft/optim.h>
 
 #include "support/memory.h"
-#include "support/rng.h"
+#include "check/random.h"
 
 static void adamw_follows_its_equations(void **state)
 {

@@ -48,19 +48,7 @@ static weft_tensor or_temp(chain *c, const weft_tensor *t, weft_dtype dtype, int
 
 static char *element(const weft_tensor *t, int64_t index)
 {
-    int64_t offset = 0;
-    for (int d = t->ndim - 1; d >= 0; d--) {
-        offset += index % t->shape[d] * t->stride[d];
-        index /= t->shape[d];
-    }
-    return (char *)t->data + offset * (int64_t)weft_dtype_size(t->dtype);
-}
-
-static int64_t count(const weft_tensor *t)
-{
-    int64_t all = 1;
-    for (int d = 0; d < t->ndim; d++) all *= t->shape[d];
-    return all;
+    return (char *)t->data + tensor_offset(t, index) * (int64_t)weft_dtype_size(t->dtype);
 }
 
 static weft_dtype full(const chain *c)
@@ -73,7 +61,7 @@ static weft_tensor wide_copy(chain *c, const weft_tensor *t)
 {
     weft_dtype dtype = t->dtype == WEFT_F64 ? WEFT_F64 : WEFT_F32;
     weft_tensor copy = temp(c, dtype, t->ndim, t->shape[0], t->shape[1], t->shape[2]);
-    for (int64_t i = 0; i < count(t); i++)
+    for (int64_t i = 0; i < tensor_count(t); i++)
         value_store(element(&copy, i), dtype, value_load(element(t, i), t->dtype));
     return copy;
 }
@@ -82,7 +70,7 @@ static weft_tensor wide_copy(chain *c, const weft_tensor *t)
 static void deliver(const weft_grad *to, const weft_tensor *from)
 {
     if (!has(&to->to)) return;
-    for (int64_t i = 0; i < count(from); i++) {
+    for (int64_t i = 0; i < tensor_count(from); i++) {
         double value = value_load(element(from, i), from->dtype);
         if (to->add) {
             double sum = value_load(element(&to->to, i), to->to.dtype) + value;
@@ -123,7 +111,7 @@ static void project(chain *c, const weft_tensor *x, const weft_tensor *phi, cons
     if (!c->own || !left_both(c->own)) return;
     for (int i = 0; i < 2; i++) {
         const weft_tensor *from = problem_arg(c->own, i ? "ms" : "h")->view;
-        for (int64_t k = 0; k < count(from); k++)
+        for (int64_t k = 0; k < tensor_count(from); k++)
             memcpy(element(to[i], k), element(from, k), weft_dtype_size(from->dtype));
     }
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * One small function per kind of args struct. */
+ * The public functions by name, and fields that are not tensors through check/scalars.h. */
 #include "support/fields.h"
 
 #include <math.h>
@@ -9,6 +9,8 @@
 #include <stdlib.h>
 
 #include <cmocka.h>
+
+#include "check/scalars.h"
 
 /* The public functions take a typed pointer; these take any, so that they fit one table. */
 #define WEFT_OP(name)                                                                                              \
@@ -44,113 +46,46 @@ void fields_bind(problem *p)
     fail_msg("%s is not in core/ops.def", p->op->name);
 }
 
-static bool is(const problem *p, const char *op)
-{
-    return strcmp(p->op->name, op) == 0;
-}
-
 weft_mhc_numerics *fields_numerics(problem *p)
 {
-#define HAS(op)                                                                                                    \
-    if (is(p, #op)) return &((weft_##op##_args *)p->args)->numerics;
-    HAS(mhc_scale_fwd)
-    HAS(mhc_scale_bwd)
-    HAS(mhc_sinkhorn_fwd)
-    HAS(mhc_sinkhorn_bwd)
-    HAS(mhc_coef_fwd)
-    HAS(mhc_coef_bwd)
-    HAS(mhc_post_fwd)
-    HAS(mhc_post_bwd)
-    HAS(mhc_pre_fwd)
-    HAS(mhc_pre_bwd)
-    HAS(mhc_boundary_fwd)
-    HAS(mhc_boundary_bwd)
-    HAS(mhc_replay_fwd)
-#undef HAS
-    return NULL;
+    return scalar_find(p->op, p->args, WEFT_SCALAR_NUMERICS, NULL);
+}
+
+static bool has_layers(const problem *p)
+{
+    return strcmp(p->op->name, "mhc_replay_fwd") == 0;
 }
 
 weft_dropout *fields_dropout(problem *p)
 {
-#define HAS(op)                                                                                                    \
-    if (is(p, #op)) return &((weft_##op##_args *)p->args)->dropout;
-    HAS(mhc_post_fwd)
-    HAS(mhc_post_bwd)
-    HAS(mhc_boundary_fwd)
-    HAS(mhc_boundary_bwd)
-#undef HAS
-    if (is(p, "mhc_replay_fwd")) return &p->layers[0].dropout;
-    return NULL;
+    return has_layers(p) ? &p->layers[0].dropout : scalar_find(p->op, p->args, WEFT_SCALAR_DROPOUT, NULL);
 }
 
 void fields_token_base(problem *p, int64_t token)
 {
     weft_dropout *d = fields_dropout(p);
     if (d) d->token_base = token;
-    if (is(p, "mhc_replay_fwd"))
-        for (int l = 0; l < p->spec.layers; l++) p->layers[l].dropout.token_base = token;
-}
-
-static double *sub_eps(problem *p)
-{
-#define HAS(op, field)                                                                                             \
-    if (is(p, #op)) return &((weft_##op##_args *)p->args)->field;
-    HAS(mhc_pre_fwd, sub_eps)
-    HAS(mhc_pre_bwd, sub_eps)
-    HAS(mhc_boundary_fwd, sub_eps)
-    HAS(mhc_boundary_bwd, sub_eps)
-    HAS(rmsnorm_fwd, eps)
-    HAS(rmsnorm_bwd, eps)
-#undef HAS
-    return NULL;
+    for (int l = 0; has_layers(p) && l < p->spec.layers; l++) p->layers[l].dropout.token_base = token;
 }
 
 void fields_set(problem *p)
 {
     const spec *s = &p->spec;
-    weft_mhc_numerics *numerics = fields_numerics(p);
-    weft_dropout *dropout = fields_dropout(p);
-    double *eps = sub_eps(p);
-    if (numerics) *numerics = s->numerics;
-    if (dropout) *dropout = s->dropout;
-    if (eps) *eps = s->sub_eps;
-#define HEAD(op)                                                                                                   \
-    if (is(p, #op)) {                                                                                              \
-        weft_##op##_args *args = p->args;                                                                          \
-        args->rms_eps = s->numerics.rms_eps;                                                                       \
-        args->rms_eps_kind = s->numerics.rms_eps_kind;                                                             \
-        args->pre_eps = s->numerics.pre_eps;                                                                       \
-    }
-    HEAD(mhc_head_fwd)
-    HEAD(mhc_head_bwd)
-#undef HEAD
-#define OPTIONS(op)                                                                                                \
-    if (is(p, #op)) ((weft_##op##_args *)p->args)->options = s->gdn;
-    OPTIONS(gdn_pre_fwd)
-    OPTIONS(gdn_pre_bwd)
-    OPTIONS(gdn_pre_step)
-#undef OPTIONS
-#define RULE(op)                                                                                                   \
-    if (is(p, #op)) {                                                                                              \
-        weft_##op##_args *args = p->args;                                                                          \
-        args->scale = 1 / sqrt((double)s->key_dim);                                                                \
-        args->head_map = s->gdn.head_map;                                                                          \
-        args->chunk = s->rule_chunk;                                                                               \
-    }
-    RULE(gdn_rule_fwd)
-    RULE(gdn_rule_bwd)
-#undef RULE
-    if (is(p, "mhc_contract_fwd")) ((weft_mhc_contract_fwd_args *)p->args)->kind = s->contract;
-    if (is(p, "mhc_contract_bwd")) ((weft_mhc_contract_bwd_args *)p->args)->kind = s->contract;
-    if (is(p, "mhc_replay_fwd")) {
-        weft_mhc_replay_fwd_args *args = p->args;
-        args->layers = p->layers;
-        args->num_layers = s->layers;
-        for (int l = 0; l < s->layers; l++) {
-            p->layers[l].struct_size = sizeof p->layers[l];
-            p->layers[l].dropout = s->dropout;
-            p->layers[l].dropout.site += (uint64_t)l;
-            p->layers[l].sub_eps = s->sub_eps;
-        }
+    scalar_values values = {.numerics = s->numerics,
+                            .dropout = s->dropout,
+                            .gdn = s->gdn,
+                            .eps = s->sub_eps,
+                            .scale = 1 / sqrt((double)s->key_dim),
+                            .chunk = s->rule_chunk,
+                            .kind = (int32_t)s->contract};
+    scalars_set(p->op, p->args, &values);
+    if (!has_layers(p)) return;
+    weft_mhc_replay_fwd_args *args = p->args;
+    args->layers = p->layers;
+    args->num_layers = s->layers;
+    for (int l = 0; l < s->layers; l++) {
+        p->layers[l].struct_size = sizeof p->layers[l];
+        scalars_set(weft_mhc_replay_layer_info(), &p->layers[l], &values);
+        values.dropout.site++;
     }
 }

@@ -4,7 +4,7 @@
 #include "check/device.h"
 #include "support/gpt.h"
 #include "support/memory.h"
-#include "support/rng.h"
+#include "check/random.h"
 
 weft_model_config gpt_config(weft_residual residual, weft_dtype dtype)
 {

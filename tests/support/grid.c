@@ -438,7 +438,7 @@ static void rounding_case(const spec *s, weft_exec exec)
                 parts = 0x1p-14 * largest + 0x1p-22 * fabs(before[k]);
                 loose = true;
             }
-            if (loose && fabs(got[k] - sum) <= parts + value_unit(a->view->dtype) * (fabs(sum) + parts)) continue;
+            if (loose && fabs(got[k] - sum) <= parts + element_unit(a->view->dtype) * (fabs(sum) + parts)) continue;
             test_failed("%s on %s: %s%s: got %.9g, want %.9g = the rounded %s%.9g", problem_text(narrow),
                         exec_name(exec), a->name, arg_coordinate(a, k, where, sizeof where), got[k], want,
                         arg_adds(a) ? "sum with " : "", value[k]);

@@ -40,46 +40,4 @@ static inline void *must_alloc(size_t bytes)
     return p;
 }
 
-/* Row-major without gaps: most views, and then a walk is a loop. */
-static inline bool is_dense(const weft_tensor *t)
-{
-    int64_t step = 1;
-    for (int d = t->ndim - 1; d >= 0; d--) {
-        if (t->stride[d] != step) return false;
-        step *= t->shape[d];
-    }
-    return true;
-}
-
-/* Walks a view in logical order without dividing. */
-typedef struct cursor {
-    const weft_tensor *t;
-    bool dense;
-    int64_t size, at[WEFT_MAX_DIMS], offset;
-} cursor;
-
-static inline cursor cursor_open(const weft_tensor *t)
-{
-    return (cursor){.t = t, .dense = is_dense(t), .size = (int64_t)weft_dtype_size(t->dtype)};
-}
-
-static inline void cursor_step(cursor *c)
-{
-    if (c->dense) {
-        c->offset++;
-        return;
-    }
-    for (int d = c->t->ndim - 1; d >= 0; d--) {
-        c->offset += c->t->stride[d];
-        if (++c->at[d] < c->t->shape[d]) return;
-        c->offset -= c->t->stride[d] * c->t->shape[d];
-        c->at[d] = 0;
-    }
-}
-
-static inline char *cursor_data(const cursor *c, void *data)
-{
-    return (char *)data + c->offset * c->size;
-}
-
 #endif

@@ -60,13 +60,7 @@ const char *arg_coordinate(const arg *a, int64_t index, char *text, size_t size)
 
 void *arg_at(const arg *a, int64_t index)
 {
-    const weft_tensor *t = a->view;
-    int64_t offset = 0;
-    for (int d = t->ndim - 1; d >= 0; d--) {
-        offset += index % t->shape[d] * t->stride[d];
-        index /= t->shape[d];
-    }
-    return (char *)t->data + offset * (int64_t)weft_dtype_size(t->dtype);
+    return (char *)a->view->data + tensor_offset(a->view, index) * (int64_t)weft_dtype_size(a->view->dtype);
 }
 
 double arg_get(const arg *a, int64_t index)
@@ -120,30 +114,25 @@ static double index_value(const spec *s, const weft_arg_info *info, int64_t n)
     return n % 5 == 4 ? -1 : (double)(s->tokens + 1 - n);
 }
 
-static int64_t dim_size(const spec *s, int32_t dim)
+static shape_sizes sizes_of(const spec *s)
 {
-    switch (dim) {
-    case WEFT_DIM_TOKENS: return s->tokens;
-    case WEFT_DIM_STREAMS: return s->streams;
-    case WEFT_DIM_CHANNELS: return s->channels;
-    case WEFT_DIM_GATES: return 2 * s->streams + s->streams * s->streams;
-    case WEFT_DIM_ROWS: return s->rows;
-    case WEFT_DIM_BATCH: return s->packed ? 1 : s->tokens;
-    case WEFT_DIM_STEPS:
-        return s->packed ? packed_start(s, s->tokens) + (s->padding > 0 ? s->padding : 0) : s->steps;
-    case WEFT_DIM_KEY_HEADS: return s->key_heads;
-    case WEFT_DIM_VALUE_HEADS: return s->streams;
-    case WEFT_DIM_HEADS: return s->heads;
-    case WEFT_DIM_KEY_DIM: return s->key_dim;
-    case WEFT_DIM_VALUE_DIM: return s->value_dim;
-    case WEFT_DIM_CONV: return 2 * s->key_heads * s->key_dim + s->streams * s->value_dim;
-    case WEFT_DIM_WIDTH: return s->width;
-    case WEFT_DIM_HISTORY: return s->history;
-    case WEFT_DIM_SEQUENCES: return s->tokens;
-    case WEFT_DIM_OFFSETS: return s->tokens + 1;
-    case WEFT_DIM_CACHE: return s->tokens + 2;
-    default: return dim;
-    }
+    const bool packed = s->packed;
+    return (shape_sizes){
+        .tokens = s->tokens,
+        .streams = s->streams,
+        .channels = s->channels,
+        .rows = s->rows,
+        .batch = packed ? 1 : s->tokens,
+        .steps = packed ? packed_start(s, s->tokens) + (s->padding > 0 ? s->padding : 0) : s->steps,
+        .sequences = s->tokens,
+        .cache = s->tokens + 2,
+        .key_heads = s->key_heads,
+        .value_heads = s->streams,
+        .heads = s->heads,
+        .key_dim = s->key_dim,
+        .value_dim = s->value_dim,
+        .width = s->width,
+        .history = s->history};
 }
 
 /* What one argument is made of: the spec's choice, or with `mix` a draw of its own. */
@@ -164,62 +153,29 @@ static choice choose(const spec *s, const weft_arg_info *info, rng *r)
                 .misalign = s->misalign,
                 .add = s->add,
                 .broadcast = s->broadcast};
-    switch (info->type) {
-    case WEFT_TYPE_ACT: c.dtype = s->act; break;
-    case WEFT_TYPE_WIDE: c.dtype = s->wide; break;
-    case WEFT_TYPE_COEF: c.dtype = s->coef; break;
-    case WEFT_TYPE_PARAM: c.dtype = s->param; break;
-    case WEFT_TYPE_FULL: c.dtype = WEFT_F32; break;
-    case WEFT_TYPE_INDEX: c.dtype = s->seed % 2 ? WEFT_I64 : WEFT_I32; break;
-    }
+    shape_types types = {s->act, s->wide, s->coef, s->param, s->seed % 2 ? WEFT_I64 : WEFT_I32};
     if (s->mix) {
         uint64_t bits = rng_next(r);
-        if (info->type == WEFT_TYPE_WIDE) c.dtype = bits & 1 ? WEFT_F32 : s->act;
-        if (info->type == WEFT_TYPE_COEF || info->type == WEFT_TYPE_PARAM) c.dtype = any[bits % 3];
+        types.wide = bits & 1 ? WEFT_F32 : s->act;
+        types.coef = types.param = any[bits % 3];
         c.order = (layout)(bits >> 8 & 3) % LAYOUT_COUNT; /* NC twice as often */
         c.pad = bits >> 12 & 1 ? (int64_t)(bits >> 13 & 7) : 0;
         c.misalign = (int)(bits >> 16 & 3);
         c.add = bits >> 20 & 1;
         c.broadcast = (bits >> 24 & 7) == 0;
     }
-    if (s->act == WEFT_F64 && info->type != WEFT_TYPE_INDEX) c.dtype = WEFT_F64;
+    c.dtype = shape_dtype(&types, info->type);
     c.broadcast =
         c.broadcast && info->type == WEFT_TYPE_COEF && info->kind == WEFT_ARG_IN && info->dim[0] == WEFT_DIM_TOKENS;
     return c;
-}
-
-static void set_strides(weft_tensor *t, const weft_arg_info *info, const choice *c)
-{
-    int order[WEFT_MAX_DIMS], last = t->ndim - 1;
-    for (int d = 0; d < t->ndim; d++) order[d] = d;
-    if (c->order == LAYOUT_CN && t->ndim >= 3 && info->dim[last] == WEFT_DIM_CHANNELS) {
-        order[last] = last - 1;
-        order[last - 1] = last;
-    }
-    if (c->order == LAYOUT_CN && info->dim[0] == WEFT_DIM_BATCH) { /* steps outside the batch */
-        order[0] = 1;
-        order[1] = 0;
-    }
-    int64_t gap = c->order == LAYOUT_LOOSE, step = 1 + gap;
-    for (int k = last; k >= 0; k--) {
-        t->stride[order[k]] = step + (k == 0 && last > 0 ? c->pad : 0);
-        step = step * t->shape[order[k]] + gap;
-    }
-    if (c->broadcast) t->stride[0] = 0;
 }
 
 static void bind_buffer(arg *a, const choice *c)
 {
     weft_tensor *t = a->view;
     size_t size = weft_dtype_size(t->dtype);
-    int64_t span = 1;
-    a->elements = 1;
-    for (int d = 0; d < t->ndim; d++) {
-        a->elements *= t->shape[d];
-        span += (t->shape[d] - 1) * t->stride[d];
-    }
-    if (a->elements == 0) span = 0;
-    size_t bytes = (size_t)span * size, front = GUARD + (size_t)c->misalign * size;
+    a->elements = tensor_count(t);
+    size_t bytes = (size_t)tensor_span(t) * size, front = GUARD + (size_t)c->misalign * size;
     a->front = front;
     a->block_bytes = front + bytes + GUARD;
     a->block = must_alloc(a->block_bytes);
@@ -229,26 +185,6 @@ static void bind_buffer(arg *a, const choice *c)
     /* Makes AddressSanitizer see what the guards cannot show: reads outside of the data. */
     ASAN_POISON_MEMORY_REGION(a->block, front);
     ASAN_POISON_MEMORY_REGION(a->block + front + bytes, GUARD);
-}
-
-/* Typical values by name; an upstream gradient or anything unknown is N(0, 1). */
-static double draw(const spec *s, const arg *a, rng *r)
-{
-    const char *name = a->info->name;
-    double n = rng_normal(r), nc = (double)(s->streams * s->channels);
-    if (strncmp(s->op, "gdn_rule", 8) == 0) { /* as in a layer: keys of about unit length, gates that forget */
-        if (strcmp(name, "key") == 0) return n / sqrt((double)s->key_dim);
-        if (strcmp(name, "beta") == 0) return fabs(n) / 3.5;
-        if (strcmp(name, "g") == 0) return -0.3 * fabs(n);
-    }
-    if (strcmp(name, "phi") == 0) return n / sqrt(nc);
-    if (strcmp(name, "ms") == 0) return exp(0.5 * n);
-    if (strstr(name, "weight") && strncmp(name, "d_", 2) != 0) return 1 + 0.3 * n;
-    if (strcmp(name, "alpha") == 0) return 1 + 0.3 * n;
-    if (strcmp(name, "res") == 0) return (1 + n) / (double)s->streams;
-    if (strcmp(name, "logits") == 0) return 2 * n;
-    if (a->info->type == WEFT_TYPE_ACT || a->info->type == WEFT_TYPE_WIDE) return s->scale * n;
-    return n;
 }
 
 static bool listed(const char *names, const char *name)
@@ -293,16 +229,18 @@ static void make_arg(problem *p, arg *a)
     if (offsets ? !s->packed : left_out(s, a->info, a->name, a->layer)) return;
     /* "The last layer may lack f, post, res and y" */
     if (s->open_ended && a->layer == s->layers - 1 && listed(" f bias post res y ", a->info->name)) return;
-    a->view->dtype = c.dtype;
-    a->view->ndim = a->info->ndim;
-    for (int d = 0; d < a->info->ndim; d++) a->view->shape[d] = dim_size(s, a->info->dim[d]);
-    set_strides(a->view, a->info, &c);
+    const shape_sizes sizes = sizes_of(s);
+    *a->view = shape_tensor(&sizes, a->info, c.dtype, c.order, c.pad);
+    if (c.broadcast) a->view->stride[0] = 0;
     bind_buffer(a, &c);
     if (a->info->kind == WEFT_ARG_GRAD) ((weft_grad *)(void *)a->view)->add = c.add;
     if (arg_is_output(a) && !arg_adds(a)) return; /* stays NaN */
     double *values = must_alloc((size_t)a->elements * sizeof *values + 64);
+    const shape_values typical = shape_values_of(p->op, &sizes, a->info);
+    const bool scaled = a->info->type == WEFT_TYPE_ACT || a->info->type == WEFT_TYPE_WIDE;
     for (int64_t i = 0; i < a->elements; i++)
-        values[i] = a->info->type == WEFT_TYPE_INDEX ? index_value(s, a->info, i) : draw(s, a, &r);
+        values[i] = arg_is_index(a) ? index_value(s, a->info, i)
+                                    : shape_value(typical, rng_normal(&r)) * (scaled ? s->scale : 1);
     arg_fill(a, values);
     free(values);
 }
@@ -316,10 +254,10 @@ static void drop_without(problem *p, const char *what, const char *needs)
 
 void problem_settle(problem *p)
 {
-    drop_without(p, "sub_weight", p->op->args[p->op->num_args - 1].kind == WEFT_ARG_GRAD ? "d_v" : "v");
-    drop_without(p, "gate", "z");
-    for (int i = 0; i < p->num_args; i++)
-        if (p->arg[i].info->kind == WEFT_ARG_GRAD) drop_without(p, p->arg[i].name, p->arg[i].name + 2);
+    for (int i = 0; i < 2 * p->op->num_args; i++) { /* twice: what one takes away another may need */
+        const int k = i % p->op->num_args, partner = shape_partner(p->op, k);
+        if (partner >= 0) drop_without(p, p->op->args[k].name, p->op->args[partner].name);
+    }
     for (int l = 0; l < p->spec.layers && p->arg[p->num_args - 1].layer >= 0; l++) {
         static const char *const pairs[][2] = {{"u", "pre"},  {"v", "pre"},  {"sub_weight", "v"},
                                                {"f", "post"}, {"f", "res"},  {"post", "f"},
@@ -348,10 +286,8 @@ void arg_rebind(arg *a, weft_dtype dtype, bool add)
     weft_tensor old = *a->view;
     double *values = arg_values(a);
     arg_drop(a);
-    *a->view = old;
-    a->view->dtype = dtype;
     choice plain = {.dtype = dtype};
-    set_strides(a->view, a->info, &plain);
+    *a->view = weft_dense(NULL, dtype, old.ndim, old.shape);
     bind_buffer(a, &plain);
     if (a->info->kind == WEFT_ARG_GRAD) ((weft_grad *)(void *)a->view)->add = add;
     if (add) arg_fill(a, values);

@@ -12,23 +12,21 @@
 #ifndef WEFT_TESTS_PROBLEM_H
 #define WEFT_TESTS_PROBLEM_H
 
+#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
+
 #include <weft/gdn.h>
 #include <weft/mhc.h>
 #include <weft/norm.h>
 #include <weft/ops.h>
 
-#include "support/rng.h"
-#include "support/values.h"
-
-typedef enum layout {
-    LAYOUT_NC = 0, /* dense, streams outside channels */
-    LAYOUT_CN,     /* dense, channels outside streams */
-    LAYOUT_LOOSE,  /* no stride is 1 and every dimension has a gap */
-    LAYOUT_COUNT
-} layout;
+#include "check/compare.h"
+#include "check/element.h"
+#include "check/random.h"
+#include "check/shape.h"
 
 /* What to build. Zero means the plain choice everywhere, so that a test only writes down what it is about. */
 typedef struct spec {
