@@ -7,8 +7,7 @@
 #include <string.h>
 
 #include "check/device.h"
-
-enum { EDGE = 256, SENTINEL = 0xa5, UNTOUCHED = 0xff }; /* all bits set is NaN in every dtype */
+#include "check/guard.h"
 
 void mirror_open(mirror *m)
 {
@@ -54,8 +53,8 @@ const char *mirror_make(mirror *m)
     for (int i = 0; i < m->count; i++) {
         mirror_block *b = &m->block[i];
         size_t skew = b->host ? (uintptr_t)b->host % 64 : 1;
-        b->offset = m->bytes + EDGE + skew;
-        m->bytes = (b->offset + b->bytes + EDGE + 255) / 256 * 256;
+        b->offset = m->bytes + GUARD + skew;
+        m->bytes = (b->offset + b->bytes + GUARD + 255) / 256 * 256;
         if (!m->exact) continue;
         b->base = device_alloc(skew + b->bytes);
         if (!b->base) return "not enough memory on the device";
@@ -73,24 +72,15 @@ const char *mirror_make(mirror *m)
 const char *mirror_up(mirror *m)
 {
     const char *wrong = NULL;
-    if (!m->exact) memset(m->staging, SENTINEL, m->bytes);
+    if (!m->exact) guard_fill(m->staging, m->bytes);
     for (int i = 0; i < m->count && !wrong; i++) {
         const mirror_block *b = &m->block[i];
         if (m->exact && b->host)
             wrong = device_put(b->device, b->host, b->bytes);
         else if (!m->exact && b->host)
             memcpy(m->staging + b->offset, b->host, b->bytes);
-        else if (!m->exact)
-            memset(m->staging + b->offset, UNTOUCHED, b->bytes);
     }
     return wrong || m->exact ? wrong : device_put(m->device, m->staging, m->bytes);
-}
-
-static int intact(const char *p, size_t bytes)
-{
-    for (size_t i = 0; i < bytes; i++)
-        if ((unsigned char)p[i] != SENTINEL) return 0;
-    return 1;
 }
 
 /* Constants may lie where the host must not write: only what has changed is written. */
@@ -119,9 +109,10 @@ const char *mirror_down(mirror *m)
     const char *wrong = device_get(m->staging, m->device, m->bytes), *beside = NULL;
     for (int i = 0; i < m->count && !wrong; i++) {
         const mirror_block *b = &m->block[i];
-        const char *data = m->staging + b->offset;
-        if (b->host) put_back(b, data);
-        if (!intact(data - EDGE, EDGE) || !intact(data + b->bytes, EDGE)) beside = b->name;
+        const size_t end = b->offset + b->bytes;
+        if (b->host) put_back(b, m->staging + b->offset);
+        if (!guard_intact(m->staging, b->offset - GUARD, b->offset) || !guard_intact(m->staging, end, end + GUARD))
+            beside = b->name;
     }
     if (wrong || !beside) return wrong;
     snprintf(m->text, sizeof m->text, "memory around %s was written on the device", beside);

@@ -16,19 +16,31 @@ static const char *sentence(weft_status status)
     return text;
 }
 
-static const char *call_on_host(const weft_exec *exec, const weft_op_info *op, const void *args)
+weft_status run_guarded(const weft_exec *exec, const run_functions *f, const void *args, const char **wrong)
 {
     weft_exec with = *exec;
     guard workspace;
-    weft_status status = weft_op_workspace(op, exec, args, &with.workspace_bytes);
-    if (status != WEFT_OK) return sentence(status);
+    *wrong = NULL;
+    weft_status status = f->workspace ? f->workspace(exec, args, &with.workspace_bytes)
+                                      : weft_op_workspace(f->op, exec, args, &with.workspace_bytes);
+    if (status != WEFT_OK) return status;
     /* Any alignment will do: an odd one shows whether that is so. */
-    if (!guard_alloc(&workspace, with.workspace_bytes, 1)) return "not enough memory for the workspace";
-    with.workspace = workspace.data;
-    status = weft_op_call(op, &with, args);
-    const char *wrong = guard_input(&workspace);
+    if (!guard_alloc(&workspace, with.workspace_bytes, 1)) {
+        *wrong = "not enough memory for the workspace";
+        return WEFT_OK;
+    }
+    with.workspace = with.workspace_bytes ? guard_data(&workspace) : NULL;
+    status = f->call ? f->call(&with, args) : weft_op_call(f->op, &with, args);
+    if (guard_check(&workspace, NULL)) *wrong = "the workspace was overrun";
     guard_free(&workspace);
-    return wrong ? "the workspace was overrun" : sentence(status);
+    return status;
+}
+
+static const char *call_on_host(const weft_exec *exec, const weft_op_info *op, const void *args)
+{
+    const char *wrong;
+    weft_status status = run_guarded(exec, &(run_functions){.op = op}, args, &wrong);
+    return wrong ? wrong : sentence(status);
 }
 
 static const char *call_on_device(const weft_exec *exec, const weft_op_info *op, const void *args)
@@ -57,11 +69,11 @@ const char *run_resident(const weft_exec *exec, const weft_op_info *op, const vo
     return status == WEFT_OK ? wrong : sentence(status);
 }
 
-const char *run_prepare(const weft_exec *exec, const problem *p,
+const char *run_prepare(const weft_exec *exec, const weft_op_info *op, const void *args,
                         const char *(*call)(const weft_exec *, const weft_op_info *, const void *))
 {
-    if (strcmp(p->op->name, "mhc_boundary_bwd")) return NULL;
-    const weft_mhc_boundary_bwd_args *a = p->args;
+    if (strcmp(op->name, "mhc_boundary_bwd")) return NULL;
+    const weft_mhc_boundary_bwd_args *a = args;
     if (a->y.dtype == WEFT_NONE) return NULL;
     weft_mhc_post_fwd_args post = {.struct_size = sizeof post,
                                    .numerics = a->numerics,

@@ -6,7 +6,16 @@
 
 #include <weft/ops.h>
 
-#include "check/problem.h"
+/* An operator, or two functions that stand for it. */
+typedef struct run_functions {
+    const weft_op_info *op; /* where the others are NULL */
+    weft_status (*call)(const weft_exec *exec, const void *args);
+    weft_status (*workspace)(const weft_exec *exec, const void *args, size_t *bytes);
+} run_functions;
+
+/* A call on a backend of the host, with a guarded workspace full of NaN. *wrong: NULL, or what went wrong beside the
+ * call. */
+weft_status run_guarded(const weft_exec *exec, const run_functions *f, const void *args, const char **wrong);
 
 /* NULL, or what went wrong: the library's own sentence, or that the workspace was overrun. Valid until the next
  * call. The tensors are in host memory; for the CUDA backend they travel to the device and back. */
@@ -16,7 +25,7 @@ const char *run_resident(const weft_exec *exec, const weft_op_info *op, const vo
 
 /* Inputs that follow from others: boundary's backward must be given the y that its forward stored. `call` is one of
  * the functions above. */
-const char *run_prepare(const weft_exec *exec, const problem *p,
+const char *run_prepare(const weft_exec *exec, const weft_op_info *op, const void *args,
                         const char *(*call)(const weft_exec *, const weft_op_info *, const void *));
 
 /* 1 where `filter` is NULL, the operator's name, or its name without _fwd or _bwd. */

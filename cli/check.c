@@ -13,6 +13,7 @@
 #include "check/element.h"
 #include "check/expect.h"
 #include "check/guard.h"
+#include "check/problem.h"
 #include "check/random.h"
 #include "check/run.h"
 #include "commands.h"
@@ -161,7 +162,7 @@ static int fill(problem *p, const check_case *c, guard *guards)
         /* One element off the boundary where rows are padded: no vector of the call is aligned. */
         size_t skew = c->pad ? weft_dtype_size(arg->tensor->dtype) : 0;
         if (!guard_alloc(&guards[i], problem_bytes(arg), skew)) return 0;
-        arg->tensor->data = guards[i].data;
+        arg->tensor->data = guard_data(&guards[i]);
         if (arg->info->kind == WEFT_ARG_IN || arg->add) problem_fill(p, arg);
         if (poison && arg->info->kind == WEFT_ARG_IN && arg->info->dim[0] == WEFT_DIM_BATCH) {
             element_store(arg->tensor->data, arg->tensor->dtype, 2 * arg->tensor->stride[1], NAN);
@@ -180,8 +181,7 @@ static void check_memory(report *r, const problem *p, const guard *guards, const
 {
     for (int i = 0; i < p->num_args; i++) {
         const problem_arg *arg = &p->arg[i];
-        const char *wrong =
-            arg->info->kind == WEFT_ARG_IN ? guard_input(&guards[i]) : guard_output(&guards[i], arg->tensor);
+        const char *wrong = guard_check(&guards[i], arg->info->kind == WEFT_ARG_IN ? NULL : arg->tensor);
         if (wrong) fail(r, arg->info->name, wrong, where);
     }
 }
@@ -198,9 +198,9 @@ static void run_case(report *r, const weft_exec *exec, const check_case *c, uint
         fail(r, "memory", "not enough of it", where);
     } else {
         expectation e;
-        const char *wrong = run_prepare(exec, &p, run_call);
-        for (int i = 0; i < p.num_args; i++)
-            if (p.arg[i].info->kind == WEFT_ARG_IN) guard_remember(&guards[i]);
+        const char *wrong = run_prepare(exec, p.op, p.args, run_call);
+        for (int i = 0; i < p.num_args && !wrong; i++)
+            if (!guard_seal(&guards[i])) wrong = "not enough memory";
         expect_begin(&e, exec, r->op, p.args);
         if (!wrong) wrong = run_call(exec, r->op, p.args);
         if (!wrong && !expect_finish(&e)) wrong = e.scope.problem;

@@ -161,7 +161,7 @@ static const char *give_memory(bench *b, problem *p, timing *t)
 
 static const char *run_on_host(bench *b, problem *p, timing *t)
 {
-    const char *wrong = run_prepare(&b->exec, p, run_call);
+    const char *wrong = run_prepare(&b->exec, p->op, p->args, run_call);
     if (!wrong) wrong = check_first_tokens(b, p, t->problem, sizeof t->problem);
     return wrong ? wrong : measure(b, p, t);
 }

@@ -297,7 +297,7 @@ static const char *measure(bench *b, problem *p, timing *t)
 
 const char *bench_device_run(bench *b, problem *p, timing *t)
 {
-    const char *wrong = run_prepare(&b->exec, p, run_resident);
+    const char *wrong = run_prepare(&b->exec, p->op, p->args, run_resident);
     if (!wrong) wrong = check(b, p, t->problem, sizeof t->problem);
     return wrong ? wrong : measure(b, p, t);
 }

@@ -37,7 +37,7 @@ static void far_apart(const char *op, weft_dtype act, layout order, weft_exec ex
     for (int i = 0; i < p->num_args; i++) {
         arg *a = &p->arg[i];
         char *region;
-        if (!a->block || !arg_by_token(a)) continue;
+        if (!a->guard.block || !arg_by_token(a)) continue;
         weft_tensor keep = *a->view;
         size_t bytes = spread(a, &region);
         if (!bytes) {

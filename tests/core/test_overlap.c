@@ -196,7 +196,7 @@ static void interleaved_slices_are_taken(void **state)
                 for (int j = 0; j < p->num_args; j++) {
                     arg *out = &p->arg[i], *in = &p->arg[j];
                     if (i == j || !arg_is_output(out) || !arg_by_token(out) || !arg_by_token(in)) continue;
-                    if (!in->block || arg_is_index(in)) continue;
+                    if (!in->guard.block || arg_is_index(in)) continue;
                     problem_reset(p);
                     weft_tensor keep_out = *out->view, keep_in = *in->view;
                     double *values = arg_values(in), *before = arg_values(out);

@@ -72,7 +72,7 @@ static void whole_size(bench *b, weft_exec exec, int32_t dim, int64_t size, weft
     bool any = false;
     EACH_ARG(b, a)
     {
-        for (int d = 0; d < a->info->ndim && a->block; d++) {
+        for (int d = 0; d < a->info->ndim && a->guard.block; d++) {
             int64_t gates = dim == WEFT_DIM_STREAMS && a->info->dim[d] == WEFT_DIM_GATES;
             if (a->info->dim[d] != dim && !gates) continue;
             a->view->shape[d] = gates ? 2 * size + size * size : size;
@@ -158,7 +158,7 @@ static void pointers_one(bench *b, weft_exec exec)
 {
     EACH_ARG(b, a)
     {
-        if (!a->block) continue;
+        if (!a->guard.block) continue;
         a->view->data = NULL;
         refuses(b, WEFT_ERR_ARGUMENT, a->name, "NULL data");
         query_refuses(b, WEFT_OK, "NULL data"); /* "Tensor data is not looked at" */
@@ -177,7 +177,7 @@ static void strides_one(bench *b, weft_exec exec)
     static const int64_t bad[] = {-1, INT64_MIN, (int64_t)1 << 61, INT64_MAX};
     EACH_ARG(b, a)
     {
-        for (int d = 0; d < a->info->ndim && a->block; d++) {
+        for (int d = 0; d < a->info->ndim && a->guard.block; d++) {
             if (a->view->shape[d] < 2) continue;
             for (int k = 0; k < 4; k++) {
                 a->view->stride[d] = bad[k];

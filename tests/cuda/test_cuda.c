@@ -77,7 +77,7 @@ static void change(problem *p, uint64_t *step)
     *step += ((uint64_t)1 << 33) + 1;
     for (int i = 0; i < p->num_args; i++) {
         arg *a = &p->arg[i];
-        if (!a->block || (arg_is_output(a) && !arg_adds(a)) || a->elements == 0) continue;
+        if (!a->guard.block || (arg_is_output(a) && !arg_adds(a)) || a->elements == 0) continue;
         double *values = arg_values(a), first = values[0];
         for (int64_t k = 0; k + 1 < a->elements; k++) values[k] = values[k + 1];
         values[a->elements - 1] = first;

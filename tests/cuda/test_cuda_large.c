@@ -41,7 +41,7 @@ static const char *crowd_make(crowd *c, const spec *s, int64_t tokens)
     const char *wrong = NULL;
     for (int i = 0; i < c->p->num_args && !wrong; i++) {
         const arg *a = &c->p->arg[i];
-        if (!a->block) continue;
+        if (!a->guard.block) continue;
         size_t period =
             arg_by_token(a) ? PERIOD * row_bytes(a) : (size_t)a->elements * weft_dtype_size(a->view->dtype);
         size_t all = arg_by_token(a) ? (size_t)tokens * row_bytes(a) : period;
@@ -86,7 +86,7 @@ static void crowd_slice(crowd *c, int64_t first)
     memcpy(args, c->args, c->p->op->args_size);
     for (int i = 0; i < c->p->num_args; i++) {
         const arg *a = &c->p->arg[i];
-        if (!a->block) continue;
+        if (!a->guard.block) continue;
         weft_tensor *t = tensor_in(args, a);
         if (arg_by_token(a)) t->shape[0] = SLICE;
         if (arg_is_output(a))
@@ -100,7 +100,7 @@ static void crowd_slice(crowd *c, int64_t first)
     if (crowd_call(c, args))
         for (int i = 0; i < c->p->num_args; i++) {
             const arg *a = &c->p->arg[i];
-            if (!a->block || !arg_is_output(a) || !arg_by_token(a)) continue;
+            if (!a->guard.block || !arg_is_output(a) || !arg_by_token(a)) continue;
             size_t bytes = SLICE * row_bytes(a), size = weft_dtype_size(a->view->dtype);
             char *want = malloc(bytes), *got = malloc(bytes);
             const char *wrong = device_get(want, c->slice[i], bytes);

@@ -80,7 +80,7 @@ static void host_memory_is_refused(void **state)
         if (problem_image(p, on_cuda(0), im)) {
             for (int k = 0; k < p->num_args; k++) {
                 const arg *a = &p->arg[k];
-                if (!a->block || a->elements == 0) continue;
+                if (!a->guard.block || a->elements == 0) continue;
                 weft_tensor *t = image_tensor(im, a);
                 void *keep = t->data;
                 t->data = a->view->data;

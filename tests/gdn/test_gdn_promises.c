@@ -54,7 +54,7 @@ static void expect_same(const arg *got, const arg *want, int64_t got_at, int64_t
 
 static void copy_values(arg *to, const arg *from)
 {
-    if (!to->block || !from->block || to->elements != from->elements || arg_is_index(to)) return;
+    if (!to->guard.block || !from->guard.block || to->elements != from->elements || arg_is_index(to)) return;
     double *values = arg_values(from);
     arg_fill(to, values);
     free(values);
@@ -75,7 +75,7 @@ static void expect_all(const problem *got, const problem *want, weft_exec exec, 
     char text[800];
     snprintf(text, sizeof text, "%s on %s: %s", problem_text(got), exec_name(exec), what);
     for (int i = 0; i < got->num_args; i++)
-        if (arg_is_output(&got->arg[i]) && got->arg[i].block)
+        if (arg_is_output(&got->arg[i]) && got->arg[i].guard.block)
             expect_same(&got->arg[i], &want->arg[i], 0, 0, got->arg[i].elements, text);
 }
 
@@ -240,7 +240,7 @@ static void narrow(problem *p, int64_t from, int64_t to)
 {
     for (int i = 0; i < p->num_args; i++) {
         arg *a = &p->arg[i];
-        if (!a->block || a->info->ndim < 2 || a->info->dim[1] != WEFT_DIM_STEPS) continue;
+        if (!a->guard.block || a->info->ndim < 2 || a->info->dim[1] != WEFT_DIM_STEPS) continue;
         a->view->data =
             (char *)a->view->data + from * a->view->stride[1] * (int64_t)weft_dtype_size(a->view->dtype);
         a->elements = a->elements / a->view->shape[1] * (to - from);
@@ -253,7 +253,7 @@ static void expect_piece(const problem *piece, const problem *whole, int64_t fro
 {
     for (int i = 0; i < piece->num_args; i++) {
         const arg *a = &piece->arg[i];
-        if (!a->block || !arg_is_output(a) || a->info->ndim < 2 || a->info->dim[1] != WEFT_DIM_STEPS) continue;
+        if (!a->guard.block || !arg_is_output(a) || a->info->ndim < 2 || a->info->dim[1] != WEFT_DIM_STEPS) continue;
         const arg *b = problem_arg((problem *)(uintptr_t)whole, a->name);
         int64_t row = b->elements / b->view->shape[0] / b->view->shape[1];
         for (int64_t n = 0; n < b->view->shape[0]; n++)
@@ -348,7 +348,7 @@ static void decoding_agrees_with_the_whole(void **state)
             }
             for (int i = 0; i < p->num_args; i++) {
                 const arg *a = &p->arg[i], *b = problem_arg(whole, a->name);
-                if (!a->block || !arg_is_output(a) || !b) continue;
+                if (!a->guard.block || !arg_is_output(a) || !b) continue;
                 int64_t row = a->elements / s.tokens;
                 for (int64_t n = 0; n < s.tokens; n++) {
                     bool padding = arg_get(index, n) < 0;
@@ -399,7 +399,7 @@ static void neighbours_do_not_matter(void **state)
                     problem *bad = problem_make(&s);
                     for (int i = 0; i < bad->num_args; i++) {
                         arg *a = &bad->arg[i];
-                        if (!a->block || arg_is_output(a) || a->info->ndim < 2 || a->info->dim[1] != WEFT_DIM_STEPS)
+                        if (!a->guard.block || arg_is_output(a) || a->info->ndim < 2 || a->info->dim[1] != WEFT_DIM_STEPS)
                             continue;
                         int64_t row = a->elements / a->view->shape[1];
                         for (int64_t k = 0; k < a->elements; k++)
@@ -409,7 +409,7 @@ static void neighbours_do_not_matter(void **state)
                     problem_must_run(bad, execs[e]);
                     for (int i = 0; i < bad->num_args; i++) {
                         const arg *a = &bad->arg[i];
-                        if (!a->block || !arg_is_output(a) || a->info->ndim < 2 ||
+                        if (!a->guard.block || !arg_is_output(a) || a->info->ndim < 2 ||
                             a->info->dim[1] != WEFT_DIM_STEPS)
                             continue;
                         int64_t row = a->elements / a->view->shape[1];
@@ -478,7 +478,7 @@ static void unwanted_outputs_do_not_matter(void **state)
                 problem_must_run(all, execs[e]);
                 for (int i = 0; i < all->num_args; i++) {
                     const arg *out = &all->arg[i];
-                    if (!out->block || !out->info->optional || !arg_is_output(out)) continue;
+                    if (!out->guard.block || !out->info->optional || !arg_is_output(out)) continue;
                     problem *less = problem_make(&s);
                     char what[120];
                     arg_drop(&less->arg[i]);

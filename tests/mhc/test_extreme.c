@@ -15,7 +15,7 @@ static void expect_as_ref(const problem *got, const problem *ref, const char *wh
     char where[80];
     for (int i = 0; i < got->num_args; i++) {
         const arg *a = &got->arg[i];
-        if (!a->block || !arg_is_output(a)) continue;
+        if (!a->guard.block || !arg_is_output(a)) continue;
         for (int64_t k = 0; k < a->elements; k++)
             if (!isfinite(arg_get(&ref->arg[i], k)) && isfinite(arg_get(a, k))) {
                 test_failed("%s: %s: %s%s: got the number %g, want %g", problem_text(got), what, a->name,
@@ -30,7 +30,7 @@ static void expect_other_tokens(const problem *got, const problem *clean, int64_
     char where[80];
     for (int i = 0; i < got->num_args; i++) {
         const arg *a = &got->arg[i], *b = &clean->arg[i];
-        if (!a->block || !arg_is_output(a) || !arg_by_token(a)) continue;
+        if (!a->guard.block || !arg_is_output(a) || !arg_by_token(a)) continue;
         int64_t row = a->elements / got->spec.tokens;
         for (int64_t k = 0; k < a->elements; k++) {
             if (k / row == token) continue;
@@ -55,7 +55,7 @@ static void poison_case(const spec *s, weft_exec exec, rng *r)
     problem *clean = problem_make(s), *bad = problem_make(s), *ref = problem_make(s);
     problem_must_run(clean, exec);
     for (int i = 0; i < clean->num_args; i++) {
-        if (!clean->arg[i].block || arg_is_output(&clean->arg[i]) || !arg_by_token(&clean->arg[i])) continue;
+        if (!clean->arg[i].guard.block || arg_is_output(&clean->arg[i]) || !arg_by_token(&clean->arg[i])) continue;
         if (arg_is_index(&clean->arg[i]) || is_rebuilt(clean, &clean->arg[i], exec)) continue;
         for (int v = 0; v < 3; v++) {
             char what[80];
@@ -171,14 +171,14 @@ static void token_of_zeros(void **state)
             problem *p = problem_make(&s);
             for (int k = 0; k < p->num_args; k++) {
                 arg *a = &p->arg[k];
-                if (!a->block || arg_is_output(a) || !arg_by_token(a) || arg_is_index(a)) continue;
+                if (!a->guard.block || arg_is_output(a) || !arg_by_token(a) || arg_is_index(a)) continue;
                 int64_t row = a->elements / s.tokens;
                 for (int64_t m = row; m < 2 * row; m++) arg_set(a, m, 0);
             }
             compare_everywhere(p);
             problem_must_run(p, on_cpu(WEFT_ISA_BEST, 1));
             for (int k = 0; k < p->num_args; k++)
-                for (int64_t m = 0; p->arg[k].block && arg_is_output(&p->arg[k]) && m < p->arg[k].elements; m++)
+                for (int64_t m = 0; p->arg[k].guard.block && arg_is_output(&p->arg[k]) && m < p->arg[k].elements; m++)
                     if (!isfinite(arg_get(&p->arg[k], m)) &&
                         p->arg[k].info->dim[0] != WEFT_DIM_CACHE) { /* rows that nobody names are not written */
                         test_failed("%s: %s is not finite for a token of zeros", problem_text(p), p->arg[k].name);

@@ -144,7 +144,7 @@ static void narrow_to(problem *p, int64_t first, int64_t end)
 {
     for (int i = 0; i < p->num_args; i++) {
         arg *a = &p->arg[i];
-        if (!a->block || !arg_by_token(a)) continue;
+        if (!a->guard.block || !arg_by_token(a)) continue;
         a->view->data =
             (char *)a->view->data + first * a->view->stride[0] * (int64_t)weft_dtype_size(a->view->dtype);
         a->view->shape[0] = end - first;
@@ -165,7 +165,7 @@ static void expect_token(const problem *small, int64_t at, const problem *whole,
     char where[80];
     for (int i = 0; i < small->num_args; i++) {
         const arg *a = &small->arg[i], *b = &whole->arg[i];
-        if (!a->block || !arg_is_output(a) || !arg_by_token(a)) continue;
+        if (!a->guard.block || !arg_is_output(a) || !arg_by_token(a)) continue;
         int64_t row = b->elements / whole->spec.tokens;
         for (int64_t k = 0; k < row; k++)
             if (!same_bits(a, at * row + k, b, token * row + k)) {
@@ -216,7 +216,7 @@ static void batch_one(const spec *s)
         problem *turned = problem_make(s);
         for (int i = 0; i < turned->num_args; i++) {
             arg *a = &turned->arg[i];
-            if (!a->block || !arg_by_token(a) || (arg_is_output(a) && !arg_adds(a))) continue;
+            if (!a->guard.block || !arg_by_token(a) || (arg_is_output(a) && !arg_adds(a))) continue;
             int64_t row = a->elements / s->tokens;
             double *values = arg_values(&turned->arg[i]);
             for (int64_t t = 0; t < s->tokens; t++)
@@ -395,7 +395,7 @@ static void outputs_on(const spec *s, weft_exec exec)
         problem_must_run(less, exec);
         for (int k = 0; k < all->num_args; k++) {
             const arg *a = &less->arg[k], *b = &all->arg[k];
-            if (!a->block || !arg_is_output(a)) continue;
+            if (!a->guard.block || !arg_is_output(a)) continue;
             for (int64_t m = 0; m < a->elements; m++)
                 if (!same_bits(a, m, b, m)) {
                     test_failed("%s: without %s: %s%s: got %.9g, want %.9g", problem_text(all), all->arg[i].name,
@@ -491,7 +491,7 @@ static void no_tokens(void **state)
                     test_failed("%s: no tokens, yet something changed", problem_text(p));
                 for (int k = 0; k < p->num_args && !add; k++) {
                     const arg *a = &p->arg[k];
-                    if (!a->block || a->info->kind != WEFT_ARG_GRAD) continue;
+                    if (!a->guard.block || a->info->kind != WEFT_ARG_GRAD) continue;
                     for (int64_t m = 0; m < a->elements; m++)
                         if (arg_get(a, m) != 0) {
                             test_failed("%s: %s is not zero without tokens", problem_text(p), a->name);

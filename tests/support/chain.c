@@ -96,7 +96,7 @@ static void close_sum(const weft_grad *to, const weft_tensor *sum)
 
 static bool left_both(problem *own)
 {
-    return problem_arg(own, "h")->block && problem_arg(own, "ms")->block;
+    return problem_arg(own, "h")->guard.block && problem_arg(own, "ms")->guard.block;
 }
 
 /* The fused kernel adds the products of a token in another order than the operator does. What follows must agree given equal
@@ -372,11 +372,11 @@ static void forgive(problem *copy, problem *own)
                  {"res", false}, {"pre_out", false}, {"post_out", false}, {"res_out", false},
                  {"u", true},    {"v", true},        {NULL, false}};
     const arg *given = problem_arg(own, "pre_in");
-    const bool shifted = given && given->block;
+    const bool shifted = given && given->guard.block;
     if (left_both(own)) return; /* the chain went on from these */
     for (int i = 0; names[i].name; i++) {
         arg *to = problem_arg(copy, names[i].name), *from = problem_arg(own, names[i].name);
-        if (!to || !to->block || !arg_is_output(to) || (shifted && names[i].follows_pre)) continue;
+        if (!to || !to->guard.block || !arg_is_output(to) || (shifted && names[i].follows_pre)) continue;
         double *values = arg_values(from);
         arg_fill(to, values);
         free(values);
@@ -406,8 +406,8 @@ void chain_compare(problem *p, weft_exec exec)
     for (int i = 0; i < p->num_args; i++) {
         arg *to = &copy->arg[i];
         const arg *from = &p->arg[i];
-        if (!from->block && to->block) arg_drop(to);
-        if (!from->block || arg_is_output(from)) continue;
+        if (!from->guard.block && to->guard.block) arg_drop(to);
+        if (!from->guard.block || arg_is_output(from)) continue;
         double *values = arg_values(from);
         arg_fill(to, values);
         free(values);

@@ -33,7 +33,7 @@ static double loss(const pair *q)
     if (q->fwd->call(&q->exec, q->fwd->args) != WEFT_OK) test_failed("%s: %s", q->fwd->op->name, weft_last_error());
     for (int i = 0; i < q->fwd->num_args; i++) {
         const arg *out = &q->fwd->arg[i], *up = arg_is_output(out) ? upstream_of(q, out) : NULL;
-        if (!out->block || !up || !up->block) continue;
+        if (!out->guard.block || !up || !up->guard.block) continue;
         const double *a = out->view->data, *b = up->view->data; /* both dense float64 */
         for (int64_t k = 0; k < out->elements; k++) sum += a[k] * b[k];
     }
@@ -98,19 +98,19 @@ static bool wire(const pair *q)
 {
     for (int i = 0; i < q->bwd->num_args; i++) {
         arg *to = &q->bwd->arg[i];
-        if (to->info->kind == WEFT_ARG_GRAD && to->block) {
+        if (to->info->kind == WEFT_ARG_GRAD && to->guard.block) {
             const arg *of = problem_arg(q->fwd, to->name + 2);
-            if (of && !of->block) arg_drop(to); /* the gradient of what forward did without */
+            if (of && !of->guard.block) arg_drop(to); /* the gradient of what forward did without */
         }
-        if (to->info->kind != WEFT_ARG_IN || !to->block) continue;
+        if (to->info->kind != WEFT_ARG_IN || !to->guard.block) continue;
         const arg *same = problem_arg(q->fwd, to->name);
         const arg *out = strncmp(to->name, "d_", 2) == 0 ? problem_arg(q->fwd, to->name + 2) : NULL;
-        if (!same && out && !out->block) {
+        if (!same && out && !out->guard.block) {
             if (!to->info->optional) return false;
             arg_drop(to);
         }
         if (!same) continue;
-        if (!same->block) {
+        if (!same->guard.block) {
             if (!to->info->optional) return false;
             arg_drop(to);
             continue;
@@ -148,9 +148,9 @@ void fd_check(const spec *s)
         problem_must_run(q.bwd, on_ref());
         for (int i = 0; i < q.bwd->num_args; i++) {
             const arg *grad = &q.bwd->arg[i];
-            if (grad->info->kind != WEFT_ARG_GRAD || !grad->block) continue;
+            if (grad->info->kind != WEFT_ARG_GRAD || !grad->guard.block) continue;
             arg *input = problem_arg(q.fwd, grad->name + 2);
-            if (input && input->block && input->info->kind == WEFT_ARG_IN)
+            if (input && input->guard.block && input->info->kind == WEFT_ARG_IN)
                 check_input(&q, grad, input);
             else
                 test_failed("%s: %s: forward has no input of that name", bwd, grad->name);

@@ -137,7 +137,7 @@ void gpt_bind(gpt *g)
         fail_msg("%s", weft_last_error());
     size_t bytes = g->bytes.total + 2 * GUARD;
     char *pattern = must_alloc(bytes);
-    fill_pattern(pattern, bytes);
+    guard_fill(pattern, bytes);
     g->block = runs_on_cuda(g) ? must_device(bytes) : pattern;
     if (runs_on_cuda(g)) {
         well(device_put(g->block, pattern, bytes));
@@ -150,12 +150,12 @@ void gpt_bind(gpt *g)
 
 static void check_guard(const gpt *g, size_t from)
 {
-    unsigned char guard[GUARD];
+    unsigned char edge[GUARD];
     if (runs_on_cuda(g))
-        well(device_get(guard, g->block + from, GUARD));
+        well(device_get(edge, g->block + from, GUARD));
     else
-        memcpy(guard, g->block + from, GUARD);
-    for (size_t i = 0; i < GUARD; i++) assert_int_equal(guard[i], guard_pattern[(from + i) & 1]);
+        memcpy(edge, g->block + from, GUARD);
+    for (size_t i = 0; i < GUARD; i++) assert_int_equal(edge[i], guard_pattern[(from + i) & 1]);
 }
 
 void gpt_check_guards(const gpt *g)

@@ -14,7 +14,7 @@
 #include "check/compare.h"
 #include "check/element.h"
 #include "check/expect.h"
-#include "core/mhc_parts.h"
+#include "check/run.h"
 #include "support/chain.h"
 
 static const weft_dtype acts[] = {WEFT_F32, WEFT_BF16, WEFT_F16};
@@ -116,15 +116,11 @@ static void compare_results(const problem *p, weft_exec exec, const expectation 
     }
 }
 
-/* boundary's backward may read y or rebuild it: where it is given, it must be the one that this backend's forward made. */
+/* What follows from other inputs must be what this backend's forward made. */
 static void give_forward(problem *p, weft_exec exec)
 {
-    if (strcmp(p->op->name, "mhc_boundary_bwd") != 0) return;
-    const weft_mhc_boundary_bwd_args *a = p->args;
-    if (a->y.dtype == WEFT_NONE) return;
-    weft_mhc_post_fwd_args post = weft_boundary_rebuild(a);
-    post.struct_size = sizeof post, post.y = a->y;
-    run_plain("mhc_post_fwd", exec, &post);
+    const char *wrong = run_prepare(&exec, p->op, p->args, run_call);
+    if (wrong) test_failed("%s on %s: %s", problem_text(p), exec_name(exec), wrong);
     problem_seal(p);
 }
 
@@ -402,7 +398,7 @@ void grid_suite(const char *op)
 /* Outputs whose dtype is free: the activation type is fixed by the inputs. */
 static bool can_be_wide(const arg *a)
 {
-    return a->block && arg_is_output(a) && a->info->type != WEFT_TYPE_ACT &&
+    return a->guard.block && arg_is_output(a) && a->info->type != WEFT_TYPE_ACT &&
            !(a->info->in_place &&
              strstr(a->name, "state")); /* rows of a cache that nobody names stay as they are */
 }
@@ -460,7 +456,7 @@ static void rounding_on_ref(const spec *s)
     problem_must_run(exact, on_ref());
     for (int i = 0; i < p->num_args; i++) {
         const arg *a = &p->arg[i];
-        if (!a->block || !arg_is_output(a)) continue;
+        if (!a->guard.block || !arg_is_output(a)) continue;
         for (int64_t k = 0; k < a->elements; k++) {
             unsigned char cell[8];
             value_store(cell, a->view->dtype, arg_get(&exact->arg[i], k));

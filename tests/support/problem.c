@@ -175,16 +175,8 @@ static void bind_buffer(arg *a, const choice *c)
     weft_tensor *t = a->view;
     size_t size = weft_dtype_size(t->dtype);
     a->elements = tensor_count(t);
-    size_t bytes = (size_t)tensor_span(t) * size, front = GUARD + (size_t)c->misalign * size;
-    a->front = front;
-    a->block_bytes = front + bytes + GUARD;
-    a->block = must_alloc(a->block_bytes);
-    a->sealed = must_alloc(a->block_bytes);
-    fill_pattern(a->block, a->block_bytes);
-    t->data = a->elements ? a->block + front : NULL;
-    /* Makes AddressSanitizer see what the guards cannot show: reads outside of the data. */
-    ASAN_POISON_MEMORY_REGION(a->block, front);
-    ASAN_POISON_MEMORY_REGION(a->block + front + bytes, GUARD);
+    if (!guard_alloc(&a->guard, (size_t)tensor_span(t) * size, (size_t)c->misalign * size)) fail_msg("out of memory");
+    t->data = a->elements ? guard_data(&a->guard) : NULL;
 }
 
 static bool listed(const char *names, const char *name)
@@ -249,7 +241,7 @@ static void make_arg(problem *p, arg *a)
 static void drop_without(problem *p, const char *what, const char *needs)
 {
     arg *a = problem_arg(p, what), *b = problem_arg(p, needs);
-    if (a && b && a->block && !b->block) arg_drop(a);
+    if (a && b && a->guard.block && !b->guard.block) arg_drop(a);
 }
 
 void problem_settle(problem *p)
@@ -273,10 +265,7 @@ void problem_settle(problem *p)
 
 void arg_drop(arg *a)
 {
-    if (a->block) ASAN_UNPOISON_MEMORY_REGION(a->block, a->block_bytes);
-    free(a->block);
-    free(a->sealed);
-    a->block = a->sealed = NULL;
+    guard_free(&a->guard);
     a->elements = 0;
     memset(a->view, 0, a->info->kind == WEFT_ARG_GRAD ? sizeof(weft_grad) : sizeof(weft_tensor));
 }
@@ -354,7 +343,7 @@ void problem_free(problem *p)
 {
     if (!p) return;
     for (int i = 0; i < p->num_args; i++)
-        if (p->arg[i].block) arg_drop(&p->arg[i]);
+        if (p->arg[i].guard.block) arg_drop(&p->arg[i]);
     free(p->args);
     free(p);
 }
@@ -371,8 +360,8 @@ problem *problem_twin(const problem *p, bool magnitude)
     for (int i = 0; i < p->num_args; i++) {
         const arg *from = &p->arg[i];
         arg *to = &twin->arg[i];
-        if (!from->block) {
-            if (to->block) arg_drop(to);
+        if (!from->guard.block) {
+            if (to->guard.block) arg_drop(to);
             continue;
         }
         if (from->info->kind == WEFT_ARG_GRAD) ((weft_grad *)(void *)to->view)->add = arg_adds(from);

@@ -25,6 +25,7 @@
 
 #include "check/compare.h"
 #include "check/element.h"
+#include "check/guard.h"
 #include "check/random.h"
 #include "check/shape.h"
 
@@ -67,9 +68,7 @@ typedef struct arg {
     char name[40]; /* info->name, or "layers[2].f" */
     int layer;     /* -1: of the args struct itself */
     weft_tensor *view;
-    char *block;               /* guard, data, guard; NULL where the argument is absent */
-    char *sealed;              /* block as it was before the call */
-    size_t block_bytes, front; /* front: bytes of the block before the data */
+    guard guard; /* its block is NULL where the argument is absent */
     int64_t elements;
 } arg;
 

@@ -10,6 +10,7 @@
 #include <cmocka.h>
 
 #include "check/device.h"
+#include "check/run.h"
 #include "support/device.h"
 #include "support/memory.h"
 
@@ -88,74 +89,24 @@ bool test_on_cuda(void)
     return wanted("cuda") && weft_backend_available(WEFT_BACKEND_CUDA);
 }
 
-/* Guards are poisoned under AddressSanitizer, so looking at a whole block needs them open. */
-static void open_guards(const problem *p, bool open)
-{
-#ifdef WITH_ASAN
-    for (int i = 0; i < p->num_args; i++) {
-        const arg *a = &p->arg[i];
-        if (!a->block) continue;
-        ASAN_UNPOISON_MEMORY_REGION(a->block, a->block_bytes);
-        if (open) continue;
-        ASAN_POISON_MEMORY_REGION(a->block, a->front);
-        ASAN_POISON_MEMORY_REGION(a->block + a->block_bytes - GUARD, GUARD);
-    }
-#else
-    (void)p, (void)open;
-#endif
-}
-
 void problem_seal(problem *p)
 {
-    open_guards(p, true);
     for (int i = 0; i < p->num_args; i++)
-        if (p->arg[i].block) memcpy(p->arg[i].sealed, p->arg[i].block, p->arg[i].block_bytes);
-    open_guards(p, false);
+        if (p->arg[i].guard.block && !guard_seal(&p->arg[i].guard)) fail_msg("out of memory");
 }
 
 void problem_reset(problem *p)
 {
-    open_guards(p, true);
     for (int i = 0; i < p->num_args; i++)
-        if (p->arg[i].block) memcpy(p->arg[i].block, p->arg[i].sealed, p->arg[i].block_bytes);
-    open_guards(p, false);
+        if (p->arg[i].guard.block) guard_reset(&p->arg[i].guard);
 }
 
 bool problem_untouched(const problem *p)
 {
     bool same = true;
-    open_guards(p, true);
-    for (int i = 0; i < p->num_args && same; i++) {
-        const arg *a = &p->arg[i];
-        same = !a->block || memcmp(a->block, a->sealed, a->block_bytes) == 0;
-    }
-    open_guards(p, false);
+    for (int i = 0; i < p->num_args && same; i++)
+        same = !p->arg[i].guard.block || guard_untouched(&p->arg[i].guard);
     return same;
-}
-
-/* Everything but the elements of an output must be as it was. */
-static void check_surroundings(const problem *p, const arg *a)
-{
-    if (!arg_is_output(a)) {
-        if (memcmp(a->block, a->sealed, a->block_bytes) != 0)
-            test_failed("%s: input %s was written to", problem_text(p), a->name);
-        return;
-    }
-    char *copy = must_alloc(a->block_bytes);
-    size_t size = weft_dtype_size(a->view->dtype);
-    memcpy(copy, a->block, a->block_bytes);
-    cursor c = cursor_open(a->view);
-    ptrdiff_t start = a->elements ? (char *)a->view->data - a->block : 0;
-    if (c.dense) memcpy(copy + start, a->sealed + start, (size_t)a->elements * size);
-    for (int64_t i = 0; !c.dense && i < a->elements; i++, cursor_step(&c))
-        memcpy(cursor_data(&c, copy + start), cursor_data(&c, a->sealed + start), size);
-    if (memcmp(copy, a->sealed, a->block_bytes) != 0) {
-        size_t i = 0;
-        while (copy[i] == a->sealed[i]) i++;
-        test_failed("%s: %s: byte %lld relative to its data was written and is no element of it", problem_text(p),
-                    a->name, (long long)((ptrdiff_t)i - start));
-    }
-    free(copy);
 }
 
 /* From host memory to host memory on the device; what went wrong beside the call is a failure of the test. */
@@ -173,8 +124,8 @@ static int ranges_of(const problem *p, image_range *around)
 {
     int count = 0;
     for (int i = 0; i < p->num_args; i++)
-        if (p->arg[i].block)
-            around[count++] = (image_range){p->arg[i].name, p->arg[i].block, p->arg[i].block_bytes};
+        if (p->arg[i].guard.block)
+            around[count++] = (image_range){p->arg[i].name, p->arg[i].guard.block, p->arg[i].guard.block_bytes};
     return count;
 }
 
@@ -225,38 +176,24 @@ spec gpu_variant(const char *op, int variant)
     return s;
 }
 
-static weft_status run_on_host(problem *p, weft_exec exec)
+static weft_status run_between_guards(problem *p, weft_exec exec)
 {
-    size_t bytes = 0;
-    char *work = NULL;
-    weft_status status = p->workspace(&exec, p->args, &bytes);
-    if (status != WEFT_OK) return status;
-    work = must_alloc(bytes + 2 * GUARD);
-    fill_pattern(work, bytes + 2 * GUARD);
-    exec.workspace = bytes ? work + GUARD : NULL;
-    exec.workspace_bytes = bytes;
-    ASAN_POISON_MEMORY_REGION(work, GUARD);
-    ASAN_POISON_MEMORY_REGION(work + GUARD + bytes, GUARD);
-    status = p->call(&exec, p->args);
-    ASAN_UNPOISON_MEMORY_REGION(work, bytes + 2 * GUARD);
-    for (size_t i = 0; i < GUARD; i++)
-        if (work[i] != (char)guard_pattern[i & 1] ||
-            work[GUARD + bytes + i] != (char)guard_pattern[(bytes + i) & 1]) {
-            test_failed("%s: something was written outside of the workspace", problem_text(p));
-            break;
-        }
-    free(work);
+    const char *wrong;
+    const run_functions functions = {.call = p->call, .workspace = p->workspace};
+    weft_status status = run_guarded(&exec, &functions, p->args, &wrong);
+    if (wrong) test_failed("%s: %s", problem_text(p), wrong);
     return status;
 }
 
 weft_status problem_run(problem *p, weft_exec exec)
 {
     problem_reset(p);
-    weft_status status = exec.backend == WEFT_BACKEND_CUDA ? run_on_device(p, exec) : run_on_host(p, exec);
-    open_guards(p, true);
-    for (int i = 0; i < p->num_args; i++)
-        if (p->arg[i].block) check_surroundings(p, &p->arg[i]);
-    open_guards(p, false);
+    weft_status status = exec.backend == WEFT_BACKEND_CUDA ? run_on_device(p, exec) : run_between_guards(p, exec);
+    for (int i = 0; i < p->num_args; i++) {
+        const arg *a = &p->arg[i];
+        const char *wrong = a->guard.block ? guard_check(&a->guard, arg_is_output(a) ? a->view : NULL) : NULL;
+        if (wrong) test_failed("%s: %s: %s", problem_text(p), a->name, wrong);
+    }
     return status;
 }
 
@@ -277,7 +214,7 @@ static weft_status call_plain(const char *text, const weft_op_info *op, weft_exe
     weft_status status = weft_op_workspace(op, &exec, args, &bytes);
     exec.workspace = must_alloc(bytes + 1);
     exec.workspace_bytes = bytes;
-    fill_pattern(exec.workspace, bytes);
+    guard_fill(exec.workspace, bytes);
     if (status == WEFT_OK) status = weft_op_call(op, &exec, args);
     free(exec.workspace);
     return status;
@@ -300,13 +237,13 @@ pack problem_pack(const problem *p)
 {
     pack k = {0};
     for (int i = 0; i < p->num_args; i++)
-        if (p->arg[i].block && arg_is_output(&p->arg[i]))
+        if (p->arg[i].guard.block && arg_is_output(&p->arg[i]))
             k.size += (size_t)p->arg[i].elements * weft_dtype_size(p->arg[i].view->dtype);
     k.bytes = must_alloc(k.size + 64);
     char *at = k.bytes;
     for (int i = 0; i < p->num_args; i++) {
         const arg *a = &p->arg[i];
-        if (!a->block || !arg_is_output(a)) continue;
+        if (!a->guard.block || !arg_is_output(a)) continue;
         size_t size = weft_dtype_size(a->view->dtype);
         cursor c = cursor_open(a->view);
         for (int64_t e = 0; e < a->elements; e++, cursor_step(&c), at += size)
@@ -327,7 +264,7 @@ void pack_expect_same(const problem *p, const pack *got, const pack *want, const
     size_t at = 0;
     for (int i = 0; i < p->num_args; i++) {
         const arg *a = &p->arg[i];
-        if (!a->block || !arg_is_output(a)) continue;
+        if (!a->guard.block || !arg_is_output(a)) continue;
         size_t size = weft_dtype_size(a->view->dtype);
         for (int64_t e = 0; e < a->elements; e++, at += size) {
             if (memcmp(got->bytes + at, want->bytes + at, size) == 0) continue;
