@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * One comparison for everything: element by element against a bound of its own. */
-#ifndef WEFT_CLI_COMPARE_H
-#define WEFT_CLI_COMPARE_H
+#ifndef WEFT_CHECK_COMPARE_H
+#define WEFT_CHECK_COMPARE_H
 
 #include <math.h>
 

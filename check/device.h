@@ -3,8 +3,8 @@
  * All that the program and the tests know of the CUDA runtime: memory, copies, and the time that a call takes on the
  * device. A build without CUDA has the same functions and no device. Functions that return a string return NULL, or
  * what went wrong. */
-#ifndef WEFT_CLI_DEVICE_H
-#define WEFT_CLI_DEVICE_H
+#ifndef WEFT_CHECK_DEVICE_H
+#define WEFT_CHECK_DEVICE_H
 
 #include <stddef.h>
 

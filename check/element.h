@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Single elements of any dtype as double, and tensors as arrays of double. */
-#ifndef WEFT_CLI_ELEMENT_H
-#define WEFT_CLI_ELEMENT_H
+#ifndef WEFT_CHECK_ELEMENT_H
+#define WEFT_CHECK_ELEMENT_H
 
 #include <weft/weft.h>
 

@@ -188,7 +188,8 @@ static const struct roundings *roundings_of(const char *op, const char *arg)
 }
 
 /* Tensor cores: units for each term, of one more lane and of 16 more tokens or rows, since they work in steps of 16. */
-static double roundings_on_tensor_cores(const expect_scope *s, const struct roundings *r, double lanes, double terms)
+static double roundings_on_tensor_cores(const expect_scope *s, const struct roundings *r, double lanes,
+                                        double terms)
 {
     if (r->all_lanes) return s->tensor * (double)s->streams * (lanes + 1) + 32;
     return s->tensor * (terms + 16) + r->base;
@@ -202,7 +203,8 @@ static double relative_error(const expect_call *call, const char *arg)
     if (!r) return -1;
     double n = (double)s->streams, lanes = ceil((double)s->channels / 16);
     double terms = r->tokens * (double)s->tokens + r->rows * (double)call->rows;
-    double k = r->base + r->streams * n + terms + r->lanes * (lanes + s->tree) + r->all_lanes * (n * lanes + s->tree);
+    double k =
+        r->base + r->streams * n + terms + r->lanes * (lanes + s->tree) + r->all_lanes * (n * lanes + s->tree);
     if (s->tensor > 0 && !strncmp(r->op, "mhc_project", 11)) k = roundings_on_tensor_cores(s, r, lanes, terms);
     if (!r->split || (!strcmp(arg, "h") && s->exact_phi)) return k * s->unit;
     return k * s->unit + r->split * s->split + (r->split == 2 || s->act == WEFT_F16 ? s->low : 0);
@@ -249,8 +251,8 @@ static const struct evaluator {
     {"mhc_sinkhorn_fwd", expect_sinkhorn_fwd, 0}, {"mhc_sinkhorn_bwd", expect_sinkhorn_bwd, 0},
     {"rmsnorm_fwd", expect_rmsnorm_fwd, 0},       {"rmsnorm_bwd", expect_rmsnorm_bwd, 0},
     {"mhc_coef_fwd", expect_coef_fwd, 0},         {"mhc_coef_bwd", expect_coef_bwd, 0},
-    {"mhc_head_fwd", expect_head_fwd, 1},      {"mhc_head_bwd", expect_head_bwd, 1},
-    {"mhc_pre_fwd", expect_pre_fwd, 1},        {"mhc_pre_bwd", expect_pre_bwd, 1},
+    {"mhc_head_fwd", expect_head_fwd, 1},         {"mhc_head_bwd", expect_head_bwd, 1},
+    {"mhc_pre_fwd", expect_pre_fwd, 1},           {"mhc_pre_bwd", expect_pre_bwd, 1},
     {"mhc_boundary_fwd", expect_boundary_fwd, 1}, {"mhc_boundary_bwd", expect_boundary_bwd, 1},
     {"gdn_pre_fwd", expect_gdn_pre_fwd, 0},       {"gdn_pre_bwd", expect_gdn_pre_bwd, 0},
     {"gdn_pre_step", expect_gdn_pre_step, 0},     {"gdn_rule_fwd", expect_gdn_rule_fwd, 0},

@@ -13,8 +13,8 @@
  *     the next stage starts from that very result, so that errors do not pile up and every stage is held to a tight
  *     bound.
  * The result may then be rounded once to the dtype it is stored in. */
-#ifndef WEFT_CLI_EXPECT_H
-#define WEFT_CLI_EXPECT_H
+#ifndef WEFT_CHECK_EXPECT_H
+#define WEFT_CHECK_EXPECT_H
 
 #include <weft/mhc.h>
 #include <weft/norm.h>

@@ -162,7 +162,8 @@ void expect_scale_bwd(expect_call *call)
 #define SMALLEST_ENTRY 1e-36
 
 typedef struct matrix_scale {
-    double steps, step, shift, e_z, sum; /* 2 iters, roundings of each, the shift's, max error of logits, sum |d_res res| */
+    double steps, step, shift, e_z,
+        sum; /* 2 iters, roundings of each, the shift's, max error of logits, sum |d_res res| */
 } matrix_scale;
 
 static matrix_scale scale_at(const expect_scope *s, const weft_mhc_numerics *numerics, int64_t t, quantity logits)

@@ -2,8 +2,8 @@
  *
  * What the evaluators of weft/gdn.h share: numbers with a bound on their error, and tensors by sequence and token. The
  * values are computed here from the equations, not by the reference, so that the reference is checked as well. */
-#ifndef WEFT_CLI_EXPECT_GDN_H
-#define WEFT_CLI_EXPECT_GDN_H
+#ifndef WEFT_CHECK_EXPECT_GDN_H
+#define WEFT_CHECK_EXPECT_GDN_H
 
 #include <math.h>
 

@@ -18,7 +18,8 @@ double *expect_read(expect_scope *scope, const weft_tensor *t)
     int64_t count = tensor_count(t);
     double *values = expect_array(scope, count);
     cursor at = cursor_open(t);
-    for (int64_t i = 0; i < count; i++, cursor_step(&at)) values[i] = value_load(cursor_data(&at, t->data), t->dtype);
+    for (int64_t i = 0; i < count; i++, cursor_step(&at))
+        values[i] = value_load(cursor_data(&at, t->data), t->dtype);
     return values;
 }
 
@@ -73,7 +74,8 @@ static void read_arithmetic(expect_scope *s, const weft_exec *exec, const weft_o
     } else if (cuda && exec->precision == WEFT_PRECISION_TF32) {
         s->tensor = term;
         s->split = ldexp(1, -10); /* both factors of a product may be rounded to 11 bits */
-    } else if (isa == WEFT_ISA_AMX && s->act == WEFT_BF16 && s->channels % 32 == 0 && !strcmp(op->name + strlen(op->name) - 3, "fwd")) {
+    } else if (isa == WEFT_ISA_AMX && s->act == WEFT_BF16 && s->channels % 32 == 0 &&
+               !strcmp(op->name + strlen(op->name) - 3, "fwd")) {
         s->split = half; /* tiles of 32 channels, forward only */
     }
 }
@@ -108,7 +110,8 @@ void expect_add_result(expectation *e, const char *name, const weft_tensor *tens
     expect_scope *s = &e->scope;
     int64_t length = tensor_count(tensor);
     /* Of the store, and of what may underflow on the way there. */
-    double unit = element_unit(tensor->dtype), tiny = element_tiny(tensor->dtype) / 2, lost = s->unit < 0x1p-40 ? 0 : EXPECT_UNDERFLOW;
+    double unit = element_unit(tensor->dtype), tiny = element_tiny(tensor->dtype) / 2,
+           lost = s->unit < 0x1p-40 ? 0 : EXPECT_UNDERFLOW;
     if (e->num_results % 16 == 0) {
         expect_result *list = expect_room(s, (size_t)(e->num_results + 16) * sizeof *list);
         if (e->num_results) memcpy(list, e->result, (size_t)e->num_results * sizeof *list);

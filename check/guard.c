@@ -114,8 +114,8 @@ static const char *differences(const guard *g, const weft_tensor *output)
 {
     static _Thread_local char text[100];
     if (!g->sealed) {
-        int intact = guard_intact(g->block, 0, g->front) &&
-                     guard_intact(g->block, g->front + g->bytes, g->block_bytes);
+        int intact =
+            guard_intact(g->block, 0, g->front) && guard_intact(g->block, g->front + g->bytes, g->block_bytes);
         return intact ? NULL : "memory around it was written";
     }
     if (!output) return memcmp(g->block, g->sealed, g->block_bytes) ? "an input was written" : NULL;

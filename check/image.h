@@ -2,8 +2,8 @@
  *
  * A call whose tensors lie in host memory, made on the CUDA backend: a copy of the args struct whose tensors, dropout
  * step and workspace are on the device. */
-#ifndef WEFT_CLI_IMAGE_H
-#define WEFT_CLI_IMAGE_H
+#ifndef WEFT_CHECK_IMAGE_H
+#define WEFT_CHECK_IMAGE_H
 
 #include <weft/mhc.h>
 #include <weft/ops.h>

@@ -6,8 +6,8 @@
  *
  * With WEFT_DEVICE_EXACT=1 each block is an allocation of its own without sentinels, and scratch is left as the device
  * gives it: then compute-sanitizer sees an access one byte beyond, and a read of what nobody wrote. */
-#ifndef WEFT_CLI_MIRROR_H
-#define WEFT_CLI_MIRROR_H
+#ifndef WEFT_CHECK_MIRROR_H
+#define WEFT_CHECK_MIRROR_H
 
 #include <stddef.h>
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * OpenMP where the build has it. */
-#ifndef WEFT_CLI_PARALLEL_H
-#define WEFT_CLI_PARALLEL_H
+#ifndef WEFT_CHECK_PARALLEL_H
+#define WEFT_CHECK_PARALLEL_H
 
 #ifdef _OPENMP
 #include <omp.h>

@@ -2,8 +2,8 @@
  *
  * Builds a random call of any operator from its description in weft/ops.h: tensors (shape.h), values, scalars
  * (scalars.h). A new operator needs no line here. */
-#ifndef WEFT_CLI_PROBLEM_H
-#define WEFT_CLI_PROBLEM_H
+#ifndef WEFT_CHECK_PROBLEM_H
+#define WEFT_CHECK_PROBLEM_H
 
 #include <weft/gdn.h>
 #include <weft/mhc.h>

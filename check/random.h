@@ -2,8 +2,8 @@
  *
  * Random numbers by counter: element i of a stream is a pure function of its seed and i, so a tensor has the same
  * values however many threads fill it, and a failure is reproducible. */
-#ifndef WEFT_CLI_RANDOM_H
-#define WEFT_CLI_RANDOM_H
+#ifndef WEFT_CHECK_RANDOM_H
+#define WEFT_CHECK_RANDOM_H
 
 #include <stdint.h>
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Runs an operator with a workspace of exactly the size it asks for, and returns a sentence about a failure. */
-#ifndef WEFT_CLI_RUN_H
-#define WEFT_CLI_RUN_H
+#ifndef WEFT_CHECK_RUN_H
+#define WEFT_CHECK_RUN_H
 
 #include <weft/ops.h>
 

@@ -16,10 +16,10 @@ typedef struct scalar_values {
     weft_mhc_numerics numerics;
     weft_dropout dropout;
     weft_gdn_options gdn;
-    double eps;      /* of a norm, by any name */
-    double scale;    /* of a query */
-    int32_t chunk;   /* of the rule */
-    int32_t kind;    /* weft_contract */
+    double eps;    /* of a norm, by any name */
+    double scale;  /* of a query */
+    int32_t chunk; /* of the rule */
+    int32_t kind;  /* weft_contract */
 } scalar_values;
 
 /* Sets all of them. A field that none of the values stands for is 0 where it counts or chooses, and 1 where it is real. */

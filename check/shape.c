@@ -66,7 +66,8 @@ weft_tensor shape_tensor(const shape_sizes *sizes, const weft_arg_info *info, we
     weft_tensor t = {.dtype = dtype, .ndim = info->ndim};
     for (int d = 0; d <= last; d++) t.shape[d] = shape_dim(sizes, info->dim[d]);
     order_dimensions(info, order, dims);
-    if (info->dim[0] == WEFT_DIM_BATCH && last > 1 && dims[0] == 0) padded = 1; /* a token is a step of a sequence */
+    if (info->dim[0] == WEFT_DIM_BATCH && last > 1 && dims[0] == 0)
+        padded = 1; /* a token is a step of a sequence */
     for (int k = last; k >= 0; k--) {
         if (k == padded && last > 0) step += pad;
         t.stride[dims[k]] = step;

@@ -6,9 +6,9 @@
 #include <dlfcn.h>
 #include <string.h>
 
+#include "check/random.h"
 #include "support/gpt.h"
 #include "support/memory.h"
-#include "check/random.h"
 #include "support/suite.h"
 #include "train/ranks.h"
 

@@ -3,8 +3,8 @@
  * In front of the gated delta rule on a GPU: a projection of more than 2^32 elements, and offsets and rows of a cache that no
  * caller should give. */
 #include "check/device.h"
-#include "support/device.h"
 #include "check/element.h"
+#include "support/device.h"
 
 #if WEFT_HAVE_CUDA
 

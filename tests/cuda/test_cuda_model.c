@@ -7,10 +7,10 @@
 #include <weft/optim.h>
 
 #include "check/device.h"
+#include "check/random.h"
 #include "support/device.h"
 #include "support/gpt.h"
 #include "support/memory.h"
-#include "check/random.h"
 
 /* Odd: no vectors, 10 channels a head. Wide: vectors, tensor cores, 64 channels a head, no whole number of tiles. */
 static weft_model_config config_of(const gpt_variant *v, weft_dtype dtype, int wide)

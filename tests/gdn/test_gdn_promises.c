@@ -253,7 +253,8 @@ static void expect_piece(const problem *piece, const problem *whole, int64_t fro
 {
     for (int i = 0; i < piece->num_args; i++) {
         const arg *a = &piece->arg[i];
-        if (!a->guard.block || !arg_is_output(a) || a->info->ndim < 2 || a->info->dim[1] != WEFT_DIM_STEPS) continue;
+        if (!a->guard.block || !arg_is_output(a) || a->info->ndim < 2 || a->info->dim[1] != WEFT_DIM_STEPS)
+            continue;
         const arg *b = problem_arg((problem *)(uintptr_t)whole, a->name);
         int64_t row = b->elements / b->view->shape[0] / b->view->shape[1];
         for (int64_t n = 0; n < b->view->shape[0]; n++)
@@ -399,7 +400,8 @@ static void neighbours_do_not_matter(void **state)
                     problem *bad = problem_make(&s);
                     for (int i = 0; i < bad->num_args; i++) {
                         arg *a = &bad->arg[i];
-                        if (!a->guard.block || arg_is_output(a) || a->info->ndim < 2 || a->info->dim[1] != WEFT_DIM_STEPS)
+                        if (!a->guard.block || arg_is_output(a) || a->info->ndim < 2 ||
+                            a->info->dim[1] != WEFT_DIM_STEPS)
                             continue;
                         int64_t row = a->elements / a->view->shape[1];
                         for (int64_t k = 0; k < a->elements; k++)

@@ -178,7 +178,8 @@ static void token_of_zeros(void **state)
             compare_everywhere(p);
             problem_must_run(p, on_cpu(WEFT_ISA_BEST, 1));
             for (int k = 0; k < p->num_args; k++)
-                for (int64_t m = 0; p->arg[k].guard.block && arg_is_output(&p->arg[k]) && m < p->arg[k].elements; m++)
+                for (int64_t m = 0; p->arg[k].guard.block && arg_is_output(&p->arg[k]) && m < p->arg[k].elements;
+                     m++)
                     if (!isfinite(arg_get(&p->arg[k], m)) &&
                         p->arg[k].info->dim[0] != WEFT_DIM_CACHE) { /* rows that nobody names are not written */
                         test_failed("%s: %s is not finite for a token of zeros", problem_text(p), p->arg[k].name);

@@ -4,9 +4,9 @@
  * bad input. */
 #include "support/suite.h"
 
+#include "check/random.h"
 #include "support/gpt.h"
 #include "support/memory.h"
-#include "check/random.h"
 
 /* ---- gradients ---------------------------------------------------------------------------------------------------------- */
 

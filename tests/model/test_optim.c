@@ -5,8 +5,8 @@
 
 #include <weft/optim.h>
 
-#include "support/memory.h"
 #include "check/random.h"
+#include "support/memory.h"
 
 static void adamw_follows_its_equations(void **state)
 {

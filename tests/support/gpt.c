@@ -2,9 +2,9 @@
 #include "support/suite.h"
 
 #include "check/device.h"
+#include "check/random.h"
 #include "support/gpt.h"
 #include "support/memory.h"
-#include "check/random.h"
 
 weft_model_config gpt_config(weft_residual residual, weft_dtype dtype)
 {

@@ -117,22 +117,22 @@ static double index_value(const spec *s, const weft_arg_info *info, int64_t n)
 static shape_sizes sizes_of(const spec *s)
 {
     const bool packed = s->packed;
-    return (shape_sizes){
-        .tokens = s->tokens,
-        .streams = s->streams,
-        .channels = s->channels,
-        .rows = s->rows,
-        .batch = packed ? 1 : s->tokens,
-        .steps = packed ? packed_start(s, s->tokens) + (s->padding > 0 ? s->padding : 0) : s->steps,
-        .sequences = s->tokens,
-        .cache = s->tokens + 2,
-        .key_heads = s->key_heads,
-        .value_heads = s->streams,
-        .heads = s->heads,
-        .key_dim = s->key_dim,
-        .value_dim = s->value_dim,
-        .width = s->width,
-        .history = s->history};
+    return (shape_sizes){.tokens = s->tokens,
+                         .streams = s->streams,
+                         .channels = s->channels,
+                         .rows = s->rows,
+                         .batch = packed ? 1 : s->tokens,
+                         .steps =
+                             packed ? packed_start(s, s->tokens) + (s->padding > 0 ? s->padding : 0) : s->steps,
+                         .sequences = s->tokens,
+                         .cache = s->tokens + 2,
+                         .key_heads = s->key_heads,
+                         .value_heads = s->streams,
+                         .heads = s->heads,
+                         .key_dim = s->key_dim,
+                         .value_dim = s->value_dim,
+                         .width = s->width,
+                         .history = s->history};
 }
 
 /* What one argument is made of: the spec's choice, or with `mix` a draw of its own. */
@@ -175,7 +175,8 @@ static void bind_buffer(arg *a, const choice *c)
     weft_tensor *t = a->view;
     size_t size = weft_dtype_size(t->dtype);
     a->elements = tensor_count(t);
-    if (!guard_alloc(&a->guard, (size_t)tensor_span(t) * size, (size_t)c->misalign * size)) fail_msg("out of memory");
+    if (!guard_alloc(&a->guard, (size_t)tensor_span(t) * size, (size_t)c->misalign * size))
+        fail_msg("out of memory");
     t->data = a->elements ? guard_data(&a->guard) : NULL;
 }
 
