@@ -73,7 +73,7 @@ static void outputs_within_ulps(void **state)
             if (test_quick() && v % 5) continue;
             s.op = "gdn_pre_fwd";
             s.act = acts[half];
-            problem *p = problem_make(&s), *exact = problem_twin(p, false);
+            problem *p = problem_make(&s), *exact = problem_twin(p);
             problem_must_run(exact, on_ref());
             problem_must_run(p, on_cpu(WEFT_ISA_BEST, 2));
             for (int i = 0; i < 3; i++) {
@@ -109,7 +109,7 @@ static void gradients_within_norms(void **state)
             if (test_quick() && v % 5) continue;
             s.op = "gdn_pre_bwd";
             s.act = s.wide = narrow ? WEFT_BF16 : WEFT_F32;
-            problem *p = problem_make(&s), *exact = problem_twin(p, false);
+            problem *p = problem_make(&s), *exact = problem_twin(p);
             problem_must_run(exact, on_ref());
             problem_must_run(p, on_cpu(WEFT_ISA_BEST, 2));
             for (int i = 0; i < 5; i++)
@@ -130,7 +130,7 @@ static void parameter_gradients_by_their_terms(void **state)
         s.width = 1;
         s.absent = " state d_final_state ";
         s.act = v & 1 ? WEFT_BF16 : WEFT_F32;
-        problem *p = problem_make(&s), *exact = problem_twin(p, false);
+        problem *p = problem_make(&s), *exact = problem_twin(p);
         problem_must_run(exact, on_ref());
         problem_must_run(p, on_cpu(WEFT_ISA_BEST, 2));
         const arg *x = problem_arg(exact, "v"), *d_x = problem_arg(exact, "d_v"), *w = problem_arg(exact, "weight");

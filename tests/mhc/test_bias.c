@@ -66,7 +66,7 @@ static void rounding_has_no_drift(void **state)
                 if (arg_is_output(a) && a->info->type != WEFT_TYPE_FULL) arg_rebind(a, narrow, false);
             }
             problem_seal(p);
-            problem *exact = problem_twin(p, false);
+            problem *exact = problem_twin(p);
             problem_must_run(exact, on_ref());
             for (int e = -1; e < count; e++) {
                 weft_exec exec = e < 0 ? on_ref() : execs[e];

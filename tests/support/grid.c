@@ -451,7 +451,7 @@ static void rounding_case(const spec *s, weft_exec exec)
 static void rounding_on_ref(const spec *s)
 {
     char where[80];
-    problem *p = problem_make(s), *exact = problem_twin(p, false);
+    problem *p = problem_make(s), *exact = problem_twin(p);
     problem_must_run(p, on_ref());
     problem_must_run(exact, on_ref());
     for (int i = 0; i < p->num_args; i++) {

@@ -349,7 +349,7 @@ void problem_free(problem *p)
     free(p);
 }
 
-problem *problem_twin(const problem *p, bool magnitude)
+problem *problem_twin(const problem *p)
 {
     spec s = p->spec;
     s.act = s.wide = s.coef = s.param = WEFT_F64;
@@ -368,8 +368,6 @@ problem *problem_twin(const problem *p, bool magnitude)
         if (from->info->kind == WEFT_ARG_GRAD) ((weft_grad *)(void *)to->view)->add = arg_adds(from);
         if (arg_is_output(from) && !arg_adds(from)) continue;
         double *values = arg_values(from);
-        if (magnitude)
-            for (int64_t k = 0; k < from->elements; k++) values[k] = fabs(values[k]);
         arg_fill(to, values);
         free(values);
     }

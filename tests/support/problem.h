@@ -99,9 +99,8 @@ bool test_on_cpu(void);
 
 problem *problem_make(const spec *s);
 void problem_free(problem *p);
-/* The same call in float64 and dense, from the values the inputs have after rounding; magnitudes instead of values
- * where `magnitude` is set, so that the reference returns the sum of |terms| of every result. */
-problem *problem_twin(const problem *p, bool magnitude);
+/* The same call in float64 and dense, from the values the inputs have after rounding. */
+problem *problem_twin(const problem *p);
 
 arg *problem_arg(problem *p, const char *name);
 /* Makes an argument absent. */
