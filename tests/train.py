@@ -240,8 +240,8 @@ def processes():
         return
     # The MPI library keeps memory until the end, which is not the program's to free.
     two = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-x", "ASAN_OPTIONS=detect_leaks=0", "-np", "2"]
-    train("one", *options, "--micro", 2)
-    code, _, err = train("two", *options, "--micro", 1, before=two)
+    train("one", *options, "--micro-batches", 2)
+    code, _, err = train("two", *options, "--micro-batches", 1, before=two)
     ok = code == 0 and figures("one")[0]["loss"] == figures("two")[0]["loss"] and len(figures("one")) == 10
     say("two processes are one with two micro-batches", ok and apart("one", "two") < 1e-4, err)
     code, _, err = train("gone", "--steps", 5, "--rate", 1e30, before=two)
@@ -302,7 +302,7 @@ def disagreeing_ranks():
         print("skip disagreeing processes: no mpirun")
         return
     few = ["--steps", 3]
-    for option, one, other in (("channels", 32, 64), ("steps", 3, 5), ("seed", 1, 2), ("batch", 4, 3), ("micro", 1, 2), ("layers", 2, 1),
+    for option, one, other in (("channels", 32, 64), ("steps", 3, 5), ("seed", 1, 2), ("batch", 4, 3), ("micro-batches", 1, 2), ("layers", 2, 1),
                                ("residual", "mhc", "hc"), ("optimizer", "adamw", "muon"), ("backend", "cpu", "cuda"),
                                ("dropout", 0, 0.5), ("save-every", 100, 2)):
         ranks_differ(f"--{option} {other}", [f"--{option} is {one} (rank 0), {other} (rank 1)"], few, [*few, f"--{option}={other}"])
@@ -440,7 +440,7 @@ def recompute():
     options = ["--residual", "mhc", "--layers", 3, "--steps", 5, "--dropout", 0.2]
     train("kept", *options)
     for group in (1, 2, 3):
-        train(f"group{group}", *options, "--recompute", "--poison", "--group", group)
+        train(f"group{group}", *options, "--recompute", "--poison", "--recompute-group", group)
         say(f"recompute in groups of {group}, bit for bit", same_checkpoint("kept", f"group{group}", 5))
 
 
@@ -550,7 +550,7 @@ def bad_options():
         (["--alpha", "nan"], "--alpha"), (["--streams", 33], "--streams"), (["--residual", "mch"], "--residual: expected one of residual, hc, mhc, mhc_single_pass, got 'mch'"),
         (["--residual", "residual", "--streams", 4], "streams"), (["--residual", "residual", "--recompute"], "recompute"),
         (["--residual", "residual", "--sinkhorn", 5], "sinkhorn"), (["--residual", "hc", "--preset", "liger"], "--preset: rejected with --residual hc"),
-        (["--group", 2], "group"), (["--recompute", "--group", 9], "group"), (["--poison"], "poison"),
+        (["--recompute-group", 2], "group"), (["--recompute", "--recompute-group", 9], "group"), (["--poison"], "poison"),
         (["--exit", "mix"], "exit"), (["--residual", "mhc_single_pass", "--exit", "mean"], "exit"),
         (["--heads", 3], "heads"), (["--warmup", 300], "warmup"), (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--config", "nowhere.conf"], "nowhere.conf"), (["--dtype", "bf16"], "--backend cuda"), (["--backend", "gpu"], "--backend"),
@@ -874,7 +874,7 @@ def odd_files():
 
 
 def bad_luck():
-    code, _, err = train("nan", "--steps", 50, "--rate", 1e30, "--warmup", 0, "--save-every", 1, "--clip", 0, "--decay", 0)
+    code, _, err = train("nan", "--steps", 50, "--rate", 1e30, "--warmup", 0, "--save-every", 1, "--clip", 0, "--weight-decay", 0)
     say("a loss that is not a number", code == 1 and "step" in err and "not finite" in err, f"exit {code}: {err}")
     whole = {"log.jsonl", *(f"step-{line['step']:08d}" for line in figures("nan"))}
     say("and no checkpoint of it", set(visible("nan")) <= whole)
@@ -919,7 +919,7 @@ def gpu():
     for backend in ("cpu", "cuda"):
         code, out, err = weft("sample", "--from", "gpu", "--backend", backend, "--prompt", "the ", "--count", 20)
         say(f"a sample on {backend} of a run on a GPU", code == 0 and out.startswith("the ") and len(out) > 5, f"{out!r} {err}")
-    code, _, err = train("gpu_nan", *on, "--rate", 1e30, "--warmup", 0, "--clip", 0, "--decay", 0)
+    code, _, err = train("gpu_nan", *on, "--rate", 1e30, "--warmup", 0, "--clip", 0, "--weight-decay", 0)
     say("a loss on a GPU that is not a number", code == 1 and "not finite" in err, f"exit {code}: {err}")
     train("gpu_muon", *on, "--optimizer", "muon")
     train("cpu_muon", *on[2:], "--optimizer", "muon")
@@ -933,7 +933,7 @@ def gpu():
     say("one process under mpirun", code == 0 and same_checkpoint("gpu_one", "gpu", 8), err)
     if "NCCL" in err:
         print(f"     {err.strip()}")
-    train("gpu_micro", *on, "--micro", 2)
+    train("gpu_micro", *on, "--micro-batches", 2)
     code, _, err = train("gpu_two", *on, before=(*before, "2"))
     off = apart("gpu_two", "gpu_micro") if code == 0 else float("inf")
     say("two processes on GPUs", off < 0.01, f"exit {code}, off by {off}: {err}")

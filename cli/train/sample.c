@@ -95,7 +95,7 @@ int command_sample(int argc, char **argv)
          .help = "0: always the likeliest",
          .low = 0,
          .high = 1e6},
-        {.name = "top",
+        {.name = "top-k",
          .kind = OPTION_INT,
          .to = &o.top,
          .value = "N",
