@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 #
-# tests/records.sh <work folder>: the tools around GPU records, on a record made up here.
+# tests/records.sh <work folder>: the tools around records of GPUs and of fuzzing, on records made up here.
 set -eu
 tools=$(dirname "$0")/../tools
 mkdir -p "$1"
@@ -133,4 +133,5 @@ assert changes("python/weft/torch/ops.py", "added = 1\n") == (False, True)
 assert changes("python/weft/torch/ops.py", '# why\n\n"""More\nof it."""\n') == (False, False)
 END
 python3 "$(dirname "$0")/records.py" "$1/run"
+python3 "$(dirname "$0")/fuzz_records.py" "$1/fuzz"
 "$tools/gpu_record.py" --verify
