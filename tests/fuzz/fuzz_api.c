@@ -6,7 +6,8 @@
  *
  * Whatever the call is, it returns a status. An error comes with a sentence that begins with the operator's name and leaves every
  * byte as it was; success leaves the sentence empty and writes to outputs only. A call that has been told its workspace never asks
- * for more, and one byte less is an error. */
+ * for more, and one byte less is an error. What succeeds was right: ranks, strides and addresses, reserved fields, and outputs that
+ * share memory with nothing but what their table says. */
 #define _DEFAULT_SOURCE 1 /* MAP_ANONYMOUS */
 #include <stdbool.h>
 #include <stdio.h>
@@ -45,6 +46,9 @@ static int64_t next_number(void)
 
 /* Loops over elements: their branches say nothing about the library. */
 #define UNTRACED __attribute__((no_sanitize("coverage")))
+
+/* Something that no call takes, whatever else it is given. */
+static bool hopeless;
 
 #define PICK(table) ((table)[next() % (sizeof(table) / sizeof *(table))])
 
@@ -98,26 +102,48 @@ static void remember_all(void)
     for (int i = 0; i < used; i++) remember(&buffers[i]);
 }
 
-/* The elements of an output of a call that succeeded may have changed: they are remembered as they are now. */
-UNTRACED static void allow(const weft_tensor *t)
+/* Where in its slot a byte lies. */
+static size_t place_of(const void *byte)
 {
+    return (size_t)((const unsigned char *)byte - slots - PAGE) % (ROOM + PAGE);
+}
+
+static const buffer *buffer_of(const void *byte)
+{
+    return &buffers[(size_t)((const unsigned char *)byte - slots - PAGE) / (ROOM + PAGE)];
+}
+
+/* What to do with the bytes of each element: keep them as they are now, as a call that succeeded leaves its outputs; set or clear
+ * their marks; look whether one is marked. */
+typedef enum visit { KEEP, MARK, UNMARK, MEET } visit;
+
+/* The tensor is one that a call has taken, and has elements. */
+UNTRACED static bool walk(const weft_tensor *t, visit what)
+{
+    static unsigned char marks[ROOM];
     int64_t shape[WEFT_MAX_DIMS] = {1, 1, 1, 1}, stride[WEFT_MAX_DIMS] = {0};
-    const size_t element = weft_dtype_size(t->dtype), slot = (size_t)((unsigned char *)t->data - slots - PAGE);
+    const size_t element = weft_dtype_size(t->dtype);
     for (int i = 0, k = WEFT_MAX_DIMS - t->ndim; i < t->ndim; i++, k++) {
-        if (t->shape[i] == 0) return;
         shape[k] = t->shape[i];
         stride[k] = t->stride[i];
     }
-    const buffer *b = &buffers[slot / (ROOM + PAGE)];
-    const size_t begin = (size_t)((unsigned char *)t->data - b->begin);
+    unsigned char *of_marks = marks + place_of(t->data), *of_kept = buffer_of(t->data)->kept;
+    of_kept += (unsigned char *)t->data - buffer_of(t->data)->begin;
+    bool met = false;
     for (int64_t i = 0; i < shape[0]; i++)
         for (int64_t j = 0; j < shape[1]; j++)
             for (int64_t k = 0; k < shape[2]; k++)
                 for (int64_t l = 0; l < shape[3]; l++) {
-                    const int64_t index = i * stride[0] + j * stride[1] + k * stride[2] + l * stride[3];
-                    const size_t at_byte = begin + (size_t)index * element;
-                    memcpy(b->kept + at_byte, b->begin + at_byte, element);
+                    const size_t index = (size_t)(i * stride[0] + j * stride[1] + k * stride[2] + l * stride[3]);
+                    const size_t byte = index * element;
+                    if (what == KEEP)
+                        memcpy(of_kept + byte, (unsigned char *)t->data + byte, element);
+                    else if (what != MEET)
+                        memset(of_marks + byte, what == MARK, element);
+                    else
+                        for (size_t m = 0; m < element; m++) met |= of_marks[byte + m];
                 }
+    return met;
 }
 
 static void compare(const char *what)
@@ -290,6 +316,24 @@ static size_t bytes_of(const weft_tensor *t)
     return (size_t)(last + 1) * weft_dtype_size(t->dtype);
 }
 
+/* Puts a tensor over another, a few elements further on, or so that it begins with the other's last elements, or behind them. */
+static bool lay_over(weft_tensor *t, const weft_tensor *o, unsigned shift)
+{
+    const size_t element = weft_dtype_size(t->dtype), mine = bytes_of(t), its = bytes_of(o);
+    if (its == 0 || its > ROOM) return false;
+    const size_t from =
+        shift < 0x80 ? shift * element : its - (shift % 4 * element < its ? shift % 4 * element : its);
+    buffer *b = &buffers[buffer_of(o->data) - buffers];
+    if (mine + from > its && (shift < 0x80 || place_of(o->data) + from + mine > ROOM)) return false;
+    t->data = (char *)o->data + from;
+    if ((unsigned char *)t->data + mine > b->begin + b->bytes) {
+        const size_t bytes = (size_t)((unsigned char *)t->data + mine - b->begin);
+        memset(b->begin + b->bytes, 0, bytes - b->bytes);
+        b->bytes = bytes;
+    }
+    return true;
+}
+
 /* Bits of how: 0-2 layout, 3 in front of its guard page, 4-7 something wrong with data, dtype or rank. */
 static void make_tensor(const weft_arg_info *info, void *args, weft_tensor *const *others, int count)
 {
@@ -308,14 +352,11 @@ static void make_tensor(const weft_arg_info *info, void *args, weft_tensor *cons
         ((weft_grad *)(void *)t)->add = wrong == 11 ? (int32_t)next() - 1 : there >> 1 & 1;
     const size_t element = t->dtype >= WEFT_F32 && t->dtype <= WEFT_I64 ? weft_dtype_size(t->dtype) : 0;
     const bool sound = element && t->ndim >= 0 && t->ndim <= WEFT_MAX_DIMS;
-    if (wrong == 12) return;    /* at NULL */
-    if (wrong == 13 && count) { /* over another argument, or a few elements further on */
+    if (wrong == 12) return; /* at NULL */
+    if (wrong == 13 && count) {
         const weft_tensor *o = others[next() % (unsigned)count];
         const unsigned shift = next();
-        if (o->data && sound && o->dtype == t->dtype && bytes_of(t) + shift * element <= bytes_of(o)) {
-            t->data = (char *)o->data + shift * element;
-            return;
-        }
+        if (o->data && sound && o->dtype == t->dtype && lay_over(t, o, shift)) return;
     }
     if (!sound) {
         t->data = slots + PAGE;
@@ -324,7 +365,7 @@ static void make_tensor(const weft_arg_info *info, void *args, weft_tensor *cons
     const size_t bytes = bytes_of(t);
     t->data = take(bytes, how & 8, element);
     if (!t->data) return;
-    if (info->type != WEFT_TYPE_INDEX)
+    if (t->dtype != WEFT_I32 && t->dtype != WEFT_I64)
         fill(t->data, bytes, t->dtype, there >> 2 & 3);
     else if (bytes && t->ndim == 1)
         fill_index(t, info->dim[0] == WEFT_DIM_OFFSETS ? sizes[WEFT_DIM_STEPS] : sizes[WEFT_DIM_CACHE] - 1);
@@ -350,7 +391,9 @@ static int32_t odd_int(int32_t usual)
 static void make_reserved(uint64_t *reserved)
 {
     memset(reserved, 0, 6 * sizeof *reserved);
-    if (next() == 0xff) reserved[next() % 6] = 1;
+    if (next() != 0xff) return;
+    reserved[next() % 6] = 1;
+    hopeless = true;
 }
 
 static void make_numerics(weft_mhc_numerics *n)
@@ -419,25 +462,43 @@ static void make_scalars(const weft_op_info *op, void *args)
 
 /* ---- structs ----------------------------------------------------------------------------------------------------------- */
 
-/* A struct of `size` bytes with its struct_size, at a guard page. What is behind the fields of a longer one is zero, or not. */
-static void *take_struct(size_t size)
+/* A struct as it is made, and the bytes of it that a call sees, which end at a guard page: fewer than there are fields, as an older
+ * caller has, or more. */
+typedef struct block {
+    uint64_t fields[512];
+    unsigned char *given;
+    size_t bytes;
+} block;
+
+/* The bytes, with their struct_size: a right one or not. What is behind the fields of a longer one is zero, or not. */
+static bool take_block(block *s, size_t size)
 {
     const unsigned how = next();
-    size_t given = size, longer = 0;
-    if (how >= 0xf8) longer = 8 * (1 + next() % 8), given += longer;
-    unsigned char *p = take(size + longer, false, 8);
-    if (!p) return NULL;
-    memset(p, 0, size + longer);
-    if (longer && how == 0xff) p[size + next() % longer] = 1;
-    if (how >= 0xf0 && how < 0xf8) given = (size_t)odd_number();
+    s->bytes = size;
+    if (how >= 0xf8) s->bytes += 8 * (1 + next() % 8);
+    if (how >= 0xe8 && how < 0xf0) s->bytes -= 8 * (1 + next() % 4);
+    size_t told = s->bytes;
+    s->given = take(s->bytes, false, 8);
+    require(size <= sizeof s->fields, "a struct of more than 4096 bytes");
+    if (!s->given) return false;
+    memset(s->fields, 0, size);
+    memset(s->given, 0, s->bytes);
+    if (s->bytes > size && how == 0xff) s->given[size + next() % (s->bytes - size)] = 1, hopeless = true;
+    if (how >= 0xf0 && how < 0xf8) told = (size_t)odd_number();
     /* a size that is believed must be there */
-    if (given > size + longer && given < (size_t)1 << 40) given = 0;
-    memcpy(p, &given, sizeof given);
-    return p;
+    if (told > s->bytes && told < (size_t)1 << 40) told = 0;
+    memcpy(s->fields, &told, sizeof told);
+    return true;
+}
+
+static void give(const block *s, size_t size)
+{
+    memcpy(s->given, s->fields, s->bytes < size ? s->bytes : size);
 }
 
 static weft_tensor *made[SLOTS];
-static bool is_output[SLOTS];
+static const weft_arg_info *info_of[SLOTS];
+static const void *struct_of[SLOTS]; /* that they are in */
 static int num_made;
 
 static void make_args(const weft_op_info *op, void *args)
@@ -445,7 +506,8 @@ static void make_args(const weft_op_info *op, void *args)
     make_scalars(op, args);
     for (int32_t i = 0; i < op->num_args && num_made < SLOTS; i++) {
         make_tensor(&op->args[i], args, made, num_made);
-        is_output[num_made] = op->args[i].kind != WEFT_ARG_IN;
+        info_of[num_made] = &op->args[i];
+        struct_of[num_made] = args;
         made[num_made++] = (weft_tensor *)(void *)((char *)args + op->args[i].offset);
     }
 }
@@ -495,8 +557,73 @@ static void said(const weft_op_info *op, weft_status status)
         require(strncmp(sentence, op->name, strlen(op->name)) == 0, "an error whose sentence names no operator");
 }
 
-static void call(const weft_op_info *op, weft_exec *exec, void *args)
+static bool same_place(const weft_tensor *a, const weft_tensor *b)
 {
+    bool same = a->data == b->data && a->dtype == b->dtype && a->ndim == b->ndim;
+    for (int i = 0; same && i < a->ndim; i++)
+        same = a->shape[i] == b->shape[i] && (a->shape[i] == 1 || a->stride[i] == b->stride[i]);
+    return same;
+}
+
+/* No output shares a byte with another tensor, unless it takes its very place and may. */
+static void require_apart(int output)
+{
+    const weft_tensor *t = made[output];
+    const char *over = info_of[output]->in_place;
+    bool marked = false;
+    for (int i = 0; i < num_made; i++) {
+        const weft_tensor *o = made[i];
+        if (i == output || !o->dtype || !bytes_of(o) || buffer_of(o->data) != buffer_of(t->data)) continue;
+        if (!marked) walk(t, MARK);
+        marked = true;
+        if (walk(o, MEET))
+            require(over && struct_of[i] == struct_of[output] && !strcmp(over, info_of[i]->name) &&
+                        same_place(t, o),
+                    "an output over another argument");
+    }
+    if (marked) walk(t, UNMARK);
+}
+
+/* What a query or a call that succeeded was given: tensors of the table's rank whose elements lie within 2^48 of the first. */
+static void require_right(void)
+{
+    require(!hopeless, "a field that is set and not known");
+    for (int i = 0; i < num_made; i++) {
+        const weft_tensor *t = made[i];
+        const weft_arg_info *info = info_of[i];
+        __int128 last = 0;
+        bool empty = false;
+        require(t->dtype || info->optional, "a tensor that is not there");
+        if (!t->dtype) continue;
+        require(t->ndim == info->ndim, "a rank that is not the argument's");
+        for (int k = 0; k < t->ndim; k++) {
+            require(t->shape[k] >= 0 && t->stride[k] >= 0, "a size or a stride below zero");
+            empty |= t->shape[k] == 0;
+            last += (__int128)(t->shape[k] - 1) * t->stride[k];
+        }
+        require(empty || last < (__int128)1 << 48, "a tensor of more than 2^48 elements");
+    }
+}
+
+/* What a call that succeeded was given besides: memory. The outputs are kept as they are now. */
+static void require_memory(void)
+{
+    for (int i = 0; i < num_made; i++) {
+        const weft_tensor *t = made[i];
+        const size_t bytes = t->dtype ? bytes_of(t) : 0;
+        if (bytes == 0) continue;
+        require(bytes <= ROOM && t->data, "a tensor without memory");
+        require((uintptr_t)t->data % weft_dtype_size(t->dtype) == 0, "an address that is not aligned");
+        if (info_of[i]->kind == WEFT_ARG_IN) continue;
+        require_apart(i);
+        walk(t, KEEP);
+    }
+}
+
+static void call(const weft_op_info *op, block *exec_block, const void *args)
+{
+    weft_exec *fields = (weft_exec *)(void *)exec_block->fields;
+    const weft_exec *exec = (const weft_exec *)(const void *)exec_block->given;
     const char *path = NULL;
     size_t need = 0;
     const unsigned room = next();
@@ -508,38 +635,42 @@ static void call(const weft_op_info *op, weft_exec *exec, void *args)
     if (asked != WEFT_OK) need = 256;
     unsigned char *workspace = take(need, room & 1, 1);
     const bool lacks = need && (!workspace || (room & 6) == 6);
-    exec->workspace = workspace;
-    exec->workspace_bytes = workspace ? need - ((room & 6) == 6 && need) : 0;
+    fields->workspace = workspace;
+    fields->workspace_bytes = workspace ? need - ((room & 6) == 6 && need) : 0;
     if (workspace) buffers[used - 1].bytes = 0; /* its contents are undefined behind the call */
     const weft_tensor *under = room >= 0xf0 && num_made ? made[next() % (unsigned)num_made] : NULL;
-    if (under && bytes_of(under)) exec->workspace = under->data;
+    if (under && bytes_of(under)) fields->workspace = under->data;
+    give(exec_block, sizeof *fields);
     remember(&buffers[0]); /* exec */
     const weft_status status = weft_op_call(op, exec, args);
     said(op, status);
-    for (int i = 0; i < num_made && status == WEFT_OK; i++)
-        if (is_output[i] && made[i]->dtype) allow(made[i]);
+    if (asked == WEFT_OK || status == WEFT_OK) require_right();
+    if (status == WEFT_OK) require_memory();
     compare(status == WEFT_OK ? "a write beside the outputs" : "an error that writes");
     if (status == WEFT_OK) require(asked == WEFT_OK, "a call that runs where its query fails");
-    if (asked == WEFT_OK && status == WEFT_OK && room < 0xf0)
-        require(!lacks, "a workspace that is too small and is taken");
+    if (status == WEFT_OK && need)
+        require(fields->workspace == workspace && !lacks,
+                "a workspace that is too small, or an argument's, and is taken");
     if (status == WEFT_ERR_WORKSPACE && room < 0xf0)
         require(lacks, "a workspace of the size asked for and rejected");
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
+    static block exec, args;
     open_slots();
     at = data, end = data + size;
     used = num_made = 0;
+    hopeless = false;
     const weft_op_info *op = weft_op_at((int32_t)(next() % (unsigned)weft_op_count()));
     seed = next();
     take_sizes();
-    weft_exec *exec = take_struct(sizeof *exec);
-    void *args = take_struct(op->args_size);
-    if (!exec || !args) return 0;
-    make_exec(exec);
-    make_args(op, args);
-    if (!strcmp(op->name, "mhc_replay_fwd")) make_layers(args);
-    call(op, exec, args);
+    if (!take_block(&exec, sizeof(weft_exec)) || !take_block(&args, op->args_size)) return 0;
+    make_exec((weft_exec *)(void *)exec.fields);
+    make_args(op, args.fields);
+    if (!strcmp(op->name, "mhc_replay_fwd")) make_layers((weft_mhc_replay_fwd_args *)(void *)args.fields);
+    give(&exec, sizeof(weft_exec));
+    give(&args, op->args_size);
+    call(op, &exec, args.given);
     return 0;
 }
