@@ -2,27 +2,27 @@
  *
  * A framework's operator that is one call of the library, as a callable:
  *
- *     kernel = _C.Kernel(tensors, needs, prepare, outputs, otherwise)
+ *     kernel = _C.Kernel(op, tensors, scalars, results, rows, needs, writes, sections, outputs, record, otherwise)
  *     results = kernel(tensor ..., scalar ...)
+ *     kernel.fill(add, result ..., tensor ..., scalar ...)
  *
- * The first `tensors` arguments are tensors or None. prepare(scalar ...) returns (call, precision, step, order): a Call,
- * the argument that is the dropout's step or -1, and for every tensor of the library's table the argument k that it is,
- * ~j for result j, or None. outputs(argument ...) makes the empty results. Where argument `needs` (-1: none) is None,
- * prepare does not apply.
+ * `op` is the library's name of it. `tensors`, `scalars` and `results` are the names of the operator's arguments, tensors or
+ * None first, and of its results. `rows` says which argument or result each row of the library's table is, and the scalar
+ * that decides whether it is there: (row, name, scalar or None, item). Names become offsets when the kernel is made
+ * (bind.c). outputs(argument ...) makes the empty results. A call without one of the arguments in `needs` is not one call
+ * of the library; those in `writes` are written. `sections` are arguments that may be views of one row of columns.
  *
- * To do this in Python takes longer than the call itself. So what prepare says is kept for these scalars, and what
- * outputs made is kept for these shapes: the next call with both makes the like of it by the framework's short way.
- * Neither changes a result. Calls that somebody else may want to see (autograd, subclasses, dispatch modes), and calls
- * that look wrong, go to otherwise(argument ...), which does the same in Python and has the words for what is wrong. */
+ * fill writes into results that exist; bit k of `add` has it add to result k. A call makes them. To do that in Python takes
+ * longer than the call itself, so what the scalars came to is kept for the next call with the same ones, and what outputs
+ * made for the same shapes: the next call makes the like of it by the framework's short way. Neither changes a result.
+ * Calls that autograd records go to record(argument ...). Those that somebody else may want to see (subclasses, dispatch
+ * modes), and those that look wrong, go to otherwise(argument ...). */
 #include "ext.h"
 
 enum {
-    MAX_TENSORS = 32, /* arguments that are tensors */
-    MAX_ROWS = 64,    /* of the library's table */
-    MAX_RANK = 8,     /* of a tensor whose shape is remembered */
-    SHAPES = 4,       /* remembered for each tuple of scalars, the oldest forgotten first */
-    MOST_PLANS = 512, /* tuples of scalars, all forgotten together */
-    ABSENT = INT8_MAX
+    MAX_RANK = 8, /* of a tensor whose shape is remembered */
+    SHAPES = 4,   /* for each tuple of scalars, the oldest forgotten first */
+    PLANS = 16    /* tuples of scalars, likewise */
 };
 
 /* What results depend on of an argument; rank -1 where it is None. */
@@ -39,150 +39,126 @@ typedef struct remembered {
     bool single;       /* outputs returned one tensor and not a tuple */
 } remembered;
 
-/* An operator with its scalars. */
+/* A scalar of a call, or an item of a list of them; a list itself is an object NULL and the number of its items. */
+typedef struct kept_scalar {
+    PyObject *object;
+    bool is_float;
+    double number;
+} kept_scalar;
+
+/* The scalars of a call and what they came to. Another thread may replace it in its kernel while a call uses it, so it
+ * counts who has it. */
 typedef struct plan {
-    PyObject *scalars;
-    call_object *call;
-    int precision, step;
-    int8_t order[MAX_ROWS]; /* argument, ~result or ABSENT */
+    int users, kept;
+    kept_scalar *scalars;
     remembered shapes[SHAPES];
     int oldest;
+    last_run last;
+    prepared p; /* the last, since only the front of its args struct is allocated */
 } plan;
 
 typedef struct kernel_object {
-    PyObject_HEAD int tensors, needs;
+    PyObject_HEAD binding b;
     module_state *state;
-    PyObject *module, *prepare, *outputs, *otherwise;
-    PyObject *plans;  /* {scalars: capsule of a plan} */
-    PyObject *recent; /* the capsule that was found last, or NULL */
+    PyObject *module, *outputs, *record, *otherwise;
+    plan *plans[PLANS];
+    int recent; /* the plan that was found last */
+    int oldest;
 } kernel_object;
-
-static const char *const PLAN = "weft._C.plan";
 
 /* ---- plans ------------------------------------------------------------------------------------------------------------ */
 
-static void plan_free(plan *p)
+static void plan_release(plan *p)
 {
+    if (!p || --p->users > 0) return;
     for (int i = 0; i < SHAPES; i++) {
         free(p->shapes[i].arguments);
         Py_XDECREF(p->shapes[i].results);
     }
-    Py_XDECREF(p->call);
-    Py_XDECREF(p->scalars);
+    for (int i = 0; i < p->kept; i++) Py_XDECREF(p->scalars[i].object);
+    free(p->scalars);
+    free(p->last.args);
     free(p);
 }
 
-static void capsule_free(PyObject *capsule)
+/* Items of a list are kept one by one, for whoever has the list may change it. */
+static bool keep_scalars(plan *p, PyObject *const *objects, int count)
 {
-    plan_free(PyCapsule_GetPointer(capsule, PLAN));
-}
-
-static bool read_order(const kernel_object *k, PyObject *order, plan *p)
-{
-    const int32_t rows = p->call->op->num_args;
-    if (PyTuple_Size(order) != rows || rows > MAX_ROWS) {
-        PyErr_Format(PyExc_TypeError, "%s: order: expected %d items", p->call->op->name, (int)rows);
-        return false;
-    }
-    for (int32_t r = 0; r < rows; r++) {
-        PyObject *item = PyTuple_GetItem(order, r);
-        long at = Py_IsNone(item) ? ABSENT : PyLong_AsLong(item);
-        if (PyErr_Occurred()) return false;
-        if (at != ABSENT && (at >= k->tensors || at < -MAX_ROWS)) {
-            PyErr_Format(PyExc_ValueError, "%s: order: expected arguments or results, got %ld", p->call->op->name,
-                         at);
-            return false;
+    size_t total = 0;
+    for (int i = 0; i < count; i++) total += 1 + (PyList_Check(objects[i]) ? (size_t)PyList_Size(objects[i]) : 0);
+    p->scalars = calloc(total ? total : 1, sizeof *p->scalars);
+    if (!p->scalars) return false;
+    for (int i = 0; i < count; i++) {
+        const bool list = PyList_Check(objects[i]);
+        const Py_ssize_t items = list ? PyList_Size(objects[i]) : 1;
+        if (list) p->scalars[p->kept++] = (kept_scalar){NULL, false, (double)items};
+        for (Py_ssize_t k = 0; k < items; k++) {
+            PyObject *item = list ? PyList_GetItem(objects[i], k) : objects[i];
+            const bool is_float = PyFloat_CheckExact(item);
+            Py_INCREF(item);
+            p->scalars[p->kept++] = (kept_scalar){item, is_float, is_float ? PyFloat_AsDouble(item) : 0};
         }
-        p->order[r] = (int8_t)at;
     }
     return true;
 }
 
-static PyObject *make_plan(kernel_object *k, PyObject *scalars)
+static plan *make_plan(const kernel_object *k, PyObject *const *objects)
 {
-    PyObject *order, *call, *said = PyObject_CallObject(k->prepare, scalars), *capsule = NULL;
-    plan *p = said ? calloc(1, sizeof *p) : NULL;
-    if (p && PyTuple_Check(said) &&
-        PyArg_ParseTuple(said, "O!iiO!:prepare", k->state->call_type, &call, &p->precision, &p->step, &PyTuple_Type,
-                         &order)) {
-        Py_INCREF(call);
-        Py_INCREF(scalars);
-        p->call = (call_object *)call;
-        p->scalars = scalars;
-        if (read_order(k, order, p) && p->step < k->tensors) capsule = PyCapsule_New(p, PLAN, capsule_free);
-    }
-    if (p && !capsule) plan_free(p);
-    Py_XDECREF(said);
-    return capsule;
-}
-
-/* The scalars of a call as a key: lists, which have no hash, as tuples. */
-static PyObject *scalars_of(const kernel_object *k, PyObject *args)
-{
-    const Py_ssize_t count = PyTuple_Size(args) - k->tensors;
-    PyObject *key = PyTuple_New(count);
-    for (Py_ssize_t i = 0; key && i < count; i++) {
-        PyObject *item = PyTuple_GetItem(args, k->tensors + i);
-        if (PyList_Check(item))
-            item = PyList_AsTuple(item);
-        else
-            Py_INCREF(item);
-        if (!item || PyTuple_SetItem(key, i, item) != 0) Py_CLEAR(key);
-    }
-    return key;
+    plan *p = calloc(1, offsetof(plan, p.args) + k->b.op->args_size);
+    if (p) p->users = 1;
+    if (!p || !keep_scalars(p, objects, k->b.scalars))
+        PyErr_NoMemory();
+    else if (ext_prepare(&k->b, objects, &p->p))
+        return p;
+    plan_release(p);
+    return NULL;
 }
 
 /* False also where it would take longer to tell. */
-static bool is_same(PyObject *a, PyObject *b)
+static inline bool is_same(const kept_scalar *kept, PyObject *now)
 {
-    return a == b || (PyFloat_CheckExact(a) && PyFloat_CheckExact(b) && PyFloat_AsDouble(a) == PyFloat_AsDouble(b));
+    if (kept->object == now) return true;
+    if (kept->is_float) return PyFloat_CheckExact(now) && PyFloat_AsDouble(now) == kept->number;
+    return kept->object && PyLong_CheckExact(kept->object) && PyLong_CheckExact(now) &&
+           PyObject_RichCompareBool(kept->object, now, Py_EQ) == 1;
 }
 
-static bool are_same(PyObject *list, PyObject *tuple)
+static bool is_plan_of(const kernel_object *k, const plan *p, PyObject *const *objects)
 {
-    const Py_ssize_t count = PyList_Size(list);
-    if (!PyTuple_CheckExact(tuple) || PyTuple_Size(tuple) != count) return false;
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (!is_same(PyList_GetItem(list, i), PyTuple_GetItem(tuple, i))) return false;
+    if (!p) return false;
+    const kept_scalar *kept = p->scalars;
+    for (int i = 0; i < k->b.scalars; i++) {
+        if (PyList_Check(objects[i])) {
+            const Py_ssize_t items = PyList_Size(objects[i]);
+            if (kept->object || kept->number != (double)items) return false;
+            kept++;
+            for (Py_ssize_t j = 0; j < items; j++)
+                if (!is_same(kept++, PyList_GetItem(objects[i], j))) return false;
+        } else if (!is_same(kept++, objects[i])) {
+            return false;
+        }
+    }
     return true;
 }
 
-/* The scalars of a call are those that a key was made of. */
-static bool is_key(const kernel_object *k, PyObject *args, PyObject *key)
+/* The plan of a call, to be released; NULL where Python has an error. */
+static plan *find_plan(kernel_object *k, PyObject *const *objects)
 {
-    const Py_ssize_t count = PyTuple_Size(key);
-    if (PyTuple_Size(args) - k->tensors != count) return false;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *item = PyTuple_GetItem(args, k->tensors + i), *kept = PyTuple_GetItem(key, i);
-        if (!(PyList_CheckExact(item) ? are_same(item, kept) : is_same(item, kept))) return false;
+    for (int i = 0; i < PLANS; i++) { /* the one that was found last, and then those before it */
+        const int place = (k->recent + PLANS - i) % PLANS;
+        if (!is_plan_of(k, k->plans[place], objects)) continue;
+        k->recent = place;
+        k->plans[place]->users++;
+        return k->plans[place];
     }
-    return true;
-}
-
-/* A new reference to the capsule of the plan, which another thread may drop from the table meanwhile; or NULL. */
-static PyObject *find_plan(kernel_object *k, PyObject *args)
-{
-    if (k->recent && is_key(k, args, ((plan *)PyCapsule_GetPointer(k->recent, PLAN))->scalars)) {
-        Py_INCREF(k->recent);
-        return k->recent;
-    }
-    PyObject *key = scalars_of(k, args), *capsule = NULL;
-    if (!key) return NULL;
-    capsule = PyDict_GetItemWithError(k->plans, key);
-    Py_XINCREF(capsule);
-    if (!capsule && !PyErr_Occurred()) {
-        capsule = make_plan(k, key);
-        if (capsule && PyDict_Size(k->plans) >= MOST_PLANS) PyDict_Clear(k->plans);
-        if (capsule && PyDict_SetItem(k->plans, key, capsule) != 0) Py_CLEAR(capsule);
-    }
-    Py_DECREF(key);
-    if (capsule) {
-        PyObject *before = k->recent;
-        Py_INCREF(capsule);
-        k->recent = capsule;
-        Py_XDECREF(before);
-    }
-    return capsule;
+    plan *p = make_plan(k, objects), *forgotten = k->plans[k->oldest];
+    if (!p) return NULL;
+    k->plans[k->oldest] = p;
+    k->recent = k->oldest;
+    k->oldest = (k->oldest + 1) % PLANS;
+    p->users++;
+    plan_release(forgotten);
+    return p;
 }
 
 /* ---- results ---------------------------------------------------------------------------------------------------------- */
@@ -211,9 +187,9 @@ static const remembered *find_shapes(const plan *p, const dl_tensor *views, int 
 /* Remembers what outputs made of these arguments. Nothing is lost where that fails. */
 static void remember(const kernel_object *k, plan *p, const dl_tensor *views, PyObject *results, bool single)
 {
-    remembered r = {malloc((size_t)k->tensors * sizeof *r.arguments), PyTuple_New(PyTuple_Size(results)), single};
+    remembered r = {malloc((size_t)k->b.tensors * sizeof *r.arguments), PyTuple_New(PyTuple_Size(results)), single};
     bool ok = r.arguments && r.results;
-    for (int i = 0; ok && i < k->tensors; i++) {
+    for (int i = 0; ok && i < k->b.tensors; i++) {
         seen *s = &r.arguments[i];
         s->rank = views[i].ndim;
         if (s->rank < 0) continue;
@@ -269,7 +245,7 @@ static PyObject *make_results(PyObject *empty, PyObject *shapes)
 static PyObject *results_of(const kernel_object *k, plan *p, PyObject *args, const gathered *g,
                             const dl_tensor *views, bool *single)
 {
-    const remembered *r = find_shapes(p, views, k->tensors);
+    const remembered *r = find_shapes(p, views, k->b.tensors);
     PyObject *empty = r ? short_way(k, g->device) : NULL, *results;
     if (empty) {
         PyObject *shapes = r->results;
@@ -291,65 +267,44 @@ static PyObject *results_of(const kernel_object *k, plan *p, PyObject *args, con
 
 /* ---- the call --------------------------------------------------------------------------------------------------------- */
 
-/* Nobody else wants to see the call: tensors are plain ones, no dispatch mode is on, autograd has nothing to record. */
-static bool is_plain(const kernel_object *k, PyObject *args)
+enum { CALL_PLAIN, CALL_RECORDED, CALL_OTHER };
+
+/* Plain: nobody else wants to see the call, since tensors are plain ones, no dispatch mode is on, and autograd has nothing
+ * to record. */
+static int kind_of(const kernel_object *k, PyObject *const *objects)
 {
     PyObject *const *hook = k->state->hook;
-    if (!hook[HOOK_COUNT - 1] || PyTuple_Size(args) < k->tensors) return false;
-    if (k->needs >= 0 && Py_IsNone(PyTuple_GetItem(args, k->needs))) return false;
-    for (int i = 0; i < k->tensors; i++) {
-        PyObject *a = PyTuple_GetItem(args, i), *type = (PyObject *)Py_TYPE(a);
-        if (!Py_IsNone(a) && type != hook[HOOK_TENSOR] && type != hook[HOOK_PARAMETER]) return false;
+    if (!hook[HOOK_COUNT - 1]) return CALL_OTHER;
+    for (int i = 0; i < k->b.tensors; i++) {
+        PyObject *a = objects[i], *type = (PyObject *)Py_TYPE(a);
+        if (Py_IsNone(a) ? k->b.needs >> i & 1 : type != hook[HOOK_TENSOR] && type != hook[HOOK_PARAMETER])
+            return CALL_OTHER;
     }
     PyObject *modes = PyObject_CallNoArgs(hook[HOOK_MODES]);
     const bool none = modes && PyLong_AsLong(modes) == 0;
     Py_XDECREF(modes);
-    if (!none) return false;
+    if (!none) return CALL_OTHER;
     PyObject *grad = PyObject_CallNoArgs(hook[HOOK_GRAD_ENABLED]);
-    bool plain = grad != NULL;
-    const bool enabled = plain && Py_IsTrue(grad);
-    Py_XDECREF(grad);
-    for (int i = 0; enabled && plain && i < k->tensors; i++) {
-        PyObject *a = PyTuple_GetItem(args, i);
-        if (Py_IsNone(a)) continue;
-        PyObject *needs = PyObject_GetAttr(a, k->state->requires_grad);
-        plain = needs && !Py_IsTrue(needs);
+    if (!grad) return CALL_OTHER;
+    const bool enabled = Py_IsTrue(grad);
+    Py_DECREF(grad);
+    int kind = CALL_PLAIN;
+    for (int i = 0; enabled && kind == CALL_PLAIN && i < k->b.tensors; i++) {
+        if (Py_IsNone(objects[i])) continue;
+        PyObject *needs = PyObject_GetAttr(objects[i], k->state->requires_grad);
+        kind = !needs ? CALL_OTHER : Py_IsTrue(needs) ? CALL_RECORDED : CALL_PLAIN;
         Py_XDECREF(needs);
     }
-    return plain;
+    return kind;
 }
 
-static bool view_arguments(const kernel_object *k, PyObject *args, gathered *g, dl_tensor *views)
+static bool view_arguments(const kernel_object *k, PyObject *const *objects, gathered *g, dl_tensor *views)
 {
-    for (int i = 0; i < k->tensors; i++) {
-        PyObject *a = PyTuple_GetItem(args, i);
-        if (Py_IsNone(a))
-            views[i].ndim = -1;
-        else if (!ext_view_tensor(g, "argument", a, &views[i]))
-            return false;
+    for (int i = 0; i < k->b.tensors; i++) {
+        views[i].ndim = -1;
+        if (!Py_IsNone(objects[i]) && !ext_view_tensor(g, k->b.name[i], objects[i], &views[i])) return false;
     }
-    return g->any;
-}
-
-/* Fills the args struct from arguments and results; false where Python has an error. */
-static bool place_all(const plan *p, gathered *g, const dl_tensor *views, PyObject *results, char *args)
-{
-    const weft_op_info *op = p->call->op;
-    for (int32_t r = 0; r < op->num_args; r++) {
-        const weft_arg_info *arg = &op->args[r];
-        const int at = p->order[r];
-        dl_tensor result;
-        if (at == ABSENT) continue;
-        if (at < 0) {
-            PyObject *one = PyTuple_GetItem(results, ~at);
-            if (!one || !ext_view_tensor(g, arg->name, one, &result)) return false;
-        }
-        const dl_tensor *v = at < 0 ? &result : &views[at];
-        /* weft_grad begins with its tensor, and is to be overwritten: the Call's own says so */
-        if (v->ndim >= 0 && !ext_place_tensor(g, arg, v, (weft_tensor *)(args + arg->offset))) return false;
-    }
-    if (!p->call->dropout || p->step < 0 || views[p->step].ndim < 0) return true;
-    return ext_place_step(g, &views[p->step], &((weft_dropout *)(args + p->call->dropout))->step);
+    return true;
 }
 
 static int threads_of(const kernel_object *k, const gathered *g)
@@ -361,78 +316,120 @@ static int threads_of(const kernel_object *k, const gathered *g)
     return count;
 }
 
-static PyObject *run_plan(kernel_object *k, plan *p, PyObject *arguments, gathered *g, const dl_tensor *views)
+/* Autograd must know that an argument was written. */
+static bool tell_written(const kernel_object *k, PyObject *const *objects)
 {
-    const weft_op_info *op = p->call->op;
-    size_t args[MAX_ARGS_SIZE / sizeof(size_t)];
-    bool single = false;
-    g->op = op->name;
-    memcpy(args, p->call->args, op->args_size);
-    PyObject *results = results_of(k, p, arguments, g, views, &single);
-    if (!results) return NULL;
-    const int threads = threads_of(k, g);
-    if (PyErr_Occurred() || !place_all(p, g, views, results, (char *)args) ||
-        !ext_run_call(g, op, args, p->precision, threads, &p->call->last)) {
-        Py_DECREF(results);
-        return NULL;
+    for (int i = 0; k->b.writes >> i; i++) {
+        if (!(k->b.writes >> i & 1) || Py_IsNone(objects[i])) continue;
+        PyObject *done = PyObject_CallFunctionObjArgs(k->state->hook[HOOK_WROTE], objects[i], NULL);
+        if (!done) return false;
+        Py_DECREF(done);
     }
-    if (!single) return results;
-    PyObject *one = PyTuple_GetItem(results, 0);
-    Py_INCREF(one);
-    Py_DECREF(results);
-    return one;
+    return true;
+}
+
+static bool run_plan(const kernel_object *k, plan *p, gathered *g, const dl_tensor *views, PyObject *const *results,
+                     PyObject *const *objects, uint64_t add)
+{
+    const weft_op_info *op = k->b.op;
+    size_t args[MAX_ARGS_SIZE / sizeof(size_t)];
+    memcpy(args, p->p.args, op->args_size);
+    if (!ext_place(&k->b, &p->p, g, objects, views, results, add, (char *)args)) return false;
+    const int threads = threads_of(k, g);
+    return !PyErr_Occurred() && ext_run_call(g, op, args, p->p.precision, threads, &p->last) &&
+           tell_written(k, objects);
+}
+
+/* The results of a plain call whose arguments have been looked at. */
+static PyObject *make_and_fill(kernel_object *k, PyObject *args, PyObject *const *objects, gathered *g,
+                               const dl_tensor *views)
+{
+    PyObject *items[MAX_RESULTS], *made = NULL, *one = NULL;
+    bool single = false;
+    plan *p = find_plan(k, objects + k->b.tensors);
+    PyObject *results = p ? results_of(k, p, args, g, views, &single) : NULL;
+    if (results && PyTuple_Size(results) != k->b.results) {
+        PyErr_Format(PyExc_TypeError, "%s: outputs: expected %d results, got %zd", g->op, k->b.results,
+                     PyTuple_Size(results));
+        Py_CLEAR(results);
+    }
+    for (int i = 0; results && i < k->b.results; i++) items[i] = PyTuple_GetItem(results, i);
+    if (results && run_plan(k, p, g, views, items, objects, 0)) {
+        one = single ? items[0] : results;
+        Py_INCREF(one);
+        made = one;
+    }
+    Py_XDECREF(results);
+    plan_release(p);
+    return made;
 }
 
 static PyObject *kernel_call(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     kernel_object *k = (kernel_object *)self;
-    gathered g = {.state = k->state, .op = "Kernel"};
+    gathered g = {.state = k->state, .op = k->b.op->name};
+    PyObject *objects[MAX_TENSORS + MAX_SCALARS];
     dl_tensor views[MAX_TENSORS];
-    if (!(kwargs && PyDict_Size(kwargs)) && is_plain(k, args) && view_arguments(k, args, &g, views)) {
-        PyObject *capsule = find_plan(k, args);
-        if (capsule) {
-            PyObject *results = run_plan(k, PyCapsule_GetPointer(capsule, PLAN), args, &g, views);
-            Py_DECREF(capsule);
-            return results;
-        }
+    const int count = k->b.tensors + k->b.scalars;
+    if (!(kwargs && PyDict_Size(kwargs)) && PyTuple_Size(args) == count) {
+        for (int i = 0; i < count; i++) objects[i] = PyTuple_GetItem(args, i);
+        const int kind = kind_of(k, objects);
+        if (kind == CALL_RECORDED) return PyObject_Call(k->record, args, NULL);
+        if (kind == CALL_PLAIN && view_arguments(k, objects, &g, views) && g.any)
+            return make_and_fill(k, args, objects, &g, views);
     }
     PyErr_Clear();
     return PyObject_Call(k->otherwise, args, kwargs);
+}
+
+static PyObject *kernel_fill(PyObject *self, PyObject *const *objects, Py_ssize_t count)
+{
+    kernel_object *k = (kernel_object *)self;
+    gathered g = {.state = k->state, .op = k->b.op->name};
+    dl_tensor views[MAX_TENSORS];
+    const int expected = 1 + k->b.results + k->b.tensors + k->b.scalars;
+    if (count != expected) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: fill: expected (add, %d results, %d tensors, %d scalars), got %zd arguments", g.op,
+                     k->b.results, k->b.tensors, k->b.scalars, count);
+        return NULL;
+    }
+    PyObject *const *results = objects + 1, *const *arguments = results + k->b.results;
+    const uint64_t add = PyLong_AsUnsignedLongLong(objects[0]);
+    if (PyErr_Occurred() || (k->b.sections && !view_arguments(k, arguments, &g, views))) return NULL;
+    plan *p = find_plan(k, arguments + k->b.tensors);
+    const bool ok = p && run_plan(k, p, &g, k->b.sections ? views : NULL, results, arguments, add);
+    plan_release(p);
+    if (!ok) return NULL;
+    Py_RETURN_NONE;
 }
 
 /* ---- the type --------------------------------------------------------------------------------------------------------- */
 
 static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    int tensors, needs;
-    PyObject *prepare, *outputs, *otherwise, *module = PyType_GetModule(type);
+    const char *op;
+    PyObject *tensors, *scalars, *results, *rows, *needs, *writes, *sections, *outputs, *record, *otherwise;
+    PyObject *module = PyType_GetModule(type);
     if (!module) return NULL;
     if (kwargs && PyDict_Size(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "Kernel takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "iiOOO:Kernel", &tensors, &needs, &prepare, &outputs, &otherwise)) return NULL;
-    if (tensors < 1 || tensors > MAX_TENSORS) {
-        PyErr_Format(PyExc_ValueError, "Kernel: tensors: expected 1 to %d, got %d", MAX_TENSORS, tensors);
+    if (!PyArg_ParseTuple(args, "sOOOOOOOOOO:Kernel", &op, &tensors, &scalars, &results, &rows, &needs, &writes,
+                          &sections, &outputs, &record, &otherwise))
         return NULL;
-    }
-    if (needs < -1 || needs >= tensors) {
-        PyErr_Format(PyExc_ValueError, "Kernel: needs: expected -1 to %d, got %d", tensors - 1, needs);
-        return NULL;
-    }
     kernel_object *k = (kernel_object *)PyType_GenericAlloc(type, 0);
     if (!k) return NULL;
-    k->tensors = tensors;
-    k->needs = needs;
+    const bool bound = ext_bind(&k->b, op, tensors, scalars, results, rows, needs, writes, sections);
     k->state = PyModule_GetState(module);
-    PyObject **kept[] = {&k->module, &k->prepare, &k->outputs, &k->otherwise};
-    PyObject *given[] = {module, prepare, outputs, otherwise};
-    for (int i = 0; i < 4; i++) {
+    PyObject **kept[] = {&k->b.names, &k->module, &k->outputs, &k->record, &k->otherwise};
+    PyObject *given[] = {tensors, module, outputs, record, otherwise};
+    for (int i = 0; i < 5; i++) {
         Py_INCREF(given[i]);
         *kept[i] = given[i];
     }
-    k->plans = PyDict_New();
-    if (!k->plans) Py_CLEAR(k);
+    if (!bound) Py_CLEAR(k);
     return (PyObject *)k;
 }
 
@@ -440,17 +437,25 @@ static void kernel_dealloc(PyObject *object)
 {
     kernel_object *k = (kernel_object *)object;
     PyTypeObject *type = Py_TYPE(object);
-    PyObject *held[] = {k->recent, k->plans, k->otherwise, k->outputs, k->prepare, k->module};
-    for (int i = 0; i < 6; i++) Py_XDECREF(held[i]);
+    PyObject *held[] = {k->b.names, k->module, k->outputs, k->record, k->otherwise};
+    for (int i = 0; i < PLANS; i++) plan_release(k->plans[i]);
+    for (int i = 0; i < 5; i++) Py_XDECREF(held[i]);
     PyObject_Free(object);
     Py_DECREF(type);
 }
+
+static PyMethodDef kernel_methods[] = {
+    {"fill", (PyCFunction)(void (*)(void))kernel_fill, METH_FASTCALL,
+     "fill(add, result ..., tensor ..., scalar ...): one call of the library into results that exist"},
+    {NULL, NULL, 0, NULL}};
 
 static PyType_Slot slots[] = {
     {Py_tp_new, kernel_new},
     {Py_tp_dealloc, kernel_dealloc},
     {Py_tp_call, kernel_call},
+    {Py_tp_methods, kernel_methods},
     {Py_tp_doc,
-     "Kernel(tensors, needs, prepare, outputs, otherwise): a framework's operator as one call of the library"},
+     "Kernel(op, tensors, scalars, results, rows, needs, writes, sections, outputs, record, otherwise): a "
+     "framework's operator as one call of the library"},
     {0, NULL}};
 PyType_Spec ext_kernel_spec = {"weft._C.Kernel", sizeof(kernel_object), 0, Py_TPFLAGS_DEFAULT, slots};

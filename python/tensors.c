@@ -171,6 +171,11 @@ static bool place_folded(gathered *g, const weft_arg_info *arg, const dl_tensor 
         if (!collapse(v, lead, &t->shape[0], &t->stride[0]))
             return wrong_shape(g, arg, v, "leading dimensions that are one run of tokens (call contiguous())");
     }
+    if (arg->dim[0] == WEFT_DIM_CONV && arg->dim[1] == WEFT_DIM_WIDTH && v->ndim == 3 && v->shape[1] == 1) {
+        t->shape[0] = v->shape[0], t->stride[0] = v->strides[0]; /* [C, 1, W] of a depthwise convolution */
+        t->shape[1] = v->shape[2], t->stride[1] = v->strides[2];
+        return true;
+    }
     int rest = v->ndim - lead, want = arg->ndim - first;
     bool weight = first == 0 && want >= 2 && arg->dim[want - 2] == WEFT_DIM_STREAMS &&
                   arg->dim[want - 1] == WEFT_DIM_CHANNELS;
@@ -209,21 +214,10 @@ bool ext_place_tensor(gathered *g, const weft_arg_info *arg, const dl_tensor *v,
     return place_tensor(g, arg, v, t);
 }
 
-bool ext_read_tensors(gathered *g, const weft_op_info *info, char *args, PyObject *const *objects, uint64_t add)
+bool ext_read_tensor(gathered *g, const weft_arg_info *arg, PyObject *object, weft_tensor *t)
 {
-    for (int32_t k = 0; k < info->num_args; k++) {
-        const weft_arg_info *arg = &info->args[k];
-        if (Py_IsNone(objects[k])) continue; /* a missing one that is needed is the library's to refuse */
-        weft_tensor *t = (weft_tensor *)(args + arg->offset);
-        if (arg->kind == WEFT_ARG_GRAD) {
-            weft_grad *grad = (weft_grad *)t;
-            grad->add = add >> k & 1;
-            t = &grad->to;
-        }
-        dl_tensor v;
-        if (!view_tensor(g, arg->name, objects[k], &v) || !place_tensor(g, arg, &v, t)) return false;
-    }
-    return true;
+    dl_tensor v;
+    return view_tensor(g, arg->name, object, &v) && place_tensor(g, arg, &v, t);
 }
 
 bool ext_place_step(const gathered *g, const dl_tensor *v, const uint64_t **step)
@@ -236,12 +230,4 @@ bool ext_place_step(const gathered *g, const dl_tensor *v, const uint64_t **step
     }
     *step = v->data;
     return true;
-}
-
-bool ext_read_step(gathered *g, PyObject *object, const uint64_t **step)
-{
-    *step = NULL;
-    if (Py_IsNone(object)) return true;
-    dl_tensor v;
-    return ext_view_tensor(g, "step", object, &v) && ext_place_step(g, &v, step);
 }

@@ -4,6 +4,7 @@ came; and calls from several threads at once are nothing special."""
 
 import threading
 import time
+from types import SimpleNamespace
 
 import cases
 import numpy as np
@@ -14,6 +15,7 @@ import weft.torch as wt
 from compare import same, tuple_of
 from conftest import needs_gpu
 from weft import _C
+from weft.torch import framework, register
 
 NUM = {"numerics": "liger"}
 
@@ -82,9 +84,13 @@ def test_wrong_shapes():
     )
 
 
-def raw_aggregate(x):
+def fill(name: str, results: tuple, *args):
     """Past the function's own look at shapes, to the extension's."""
-    _C.run(_C.Call("mhc_aggregate_fwd", {}), 0, 0, 1, None, x, torch.rand(3, 4), torch.empty(3, 6))
+    register.OPERATORS[name].kernel.fill(0, *results, *args)
+
+
+def raw_aggregate(x):
+    fill("mhc_aggregate", (torch.empty(3, 6),), x, torch.rand(3, 4))
 
 
 def test_streams_that_differ():
@@ -141,7 +147,7 @@ def test_not_a_tensor():
             wt.contract(other)
         name = type(other).__name__
         with pytest.raises(TypeError, match=f"mhc_contract_fwd: x: expected a tensor with DLPack's.*, got {name}"):
-            _C.run(_C.Call("mhc_contract_fwd", {"kind": 0}), 0, 0, 1, None, other, torch.empty(3, 6))
+            fill("mhc_contract", (torch.empty(3, 6),), other, 0)
 
 
 def test_leading_dimensions_that_do_not_collapse():
@@ -181,17 +187,16 @@ def test_cpu_and_cuda():
 
 def test_outputs_that_overlap():
     x = torch.randn(3, 4, 6)
-    call = _C.Call("mhc_contract_fwd", {"kind": 0})
     with pytest.raises(ValueError, match="mhc_contract_fwd: u: expected memory of its own, got memory shared with x"):
-        _C.run(call, 0, 0, 1, None, x, x[:, 0])
+        fill("mhc_contract", (x[:, 0],), x, 0)
     with pytest.raises(ValueError, match="mhc_contract_fwd: u: "):
-        _C.run(call, 0, 0, 1, None, x, torch.empty(1, 6).expand(3, 6))
+        fill("mhc_contract", (torch.empty(1, 6).expand(3, 6),), x, 0)
 
 
 def test_a_refused_call_writes_nothing():
     out = torch.full((3, 6), 7.0)
     with pytest.raises(ValueError):
-        _C.run(_C.Call("mhc_aggregate_fwd", {}), 0, 0, 1, None, torch.randn(3, 4, 6), torch.rand(3, 5), out)
+        fill("mhc_aggregate", (out,), torch.randn(3, 4, 6), torch.rand(3, 5))
     assert torch.equal(out, torch.full((3, 6), 7.0))
 
 
@@ -293,47 +298,45 @@ def test_sub_weight_without_sub_norm():
 
 
 def test_extension_calls():
-    refuses(ValueError, "Call: expected the name of an operator, got 'mhc_nothing'", _C.Call, "mhc_nothing", {})
-    refuses(
-        TypeError,
-        "mhc_contract_fwd: expected a scalar of this operator, got 'sort'",
-        _C.Call,
-        "mhc_contract_fwd",
-        {"sort": 1},
-    )
-    refuses(TypeError, "Call takes no keyword arguments", _C.Call, "mhc_contract_fwd", scalars={})
-    refuses(
-        TypeError, "numerics: expected a tuple of eight numbers", _C.Call, "mhc_sinkhorn_fwd", {"numerics": [0] * 8}
-    )
-    # Numbers that a field of 32 bits does not hold are not cut down to ones that it does.
     x, u = torch.randn(3, 2, 4), torch.empty(3, 4)
+    # Numbers that a field of 32 bits does not hold are not cut down to ones that it does.
     for kind in (2**32, 2**40 + 1, -(2**33)):
-        call = _C.Call("mhc_contract_fwd", {"kind": kind})
-        refuses(ValueError, "mhc_contract_fwd: kind: expected 0 to 1", _C.run, call, 0, 0, 1, None, x, u)
-    call = _C.Call("mhc_contract_fwd", {"kind": 0})
-    refuses(ValueError, "exec.threads: expected 0 to 4096", _C.run, call, 0, 0, 2**32 + 1, None, x, u)
+        refuses(ValueError, "mhc_contract_fwd: kind: expected 0 to 1", fill, "mhc_contract", (u,), x, kind)
     logits = torch.randn(3, 2, 2)
     for field, value in ((4, float("inf")), (4, 2.0**32), (6, float("nan")), (6, 1e300)):
         numbers = [1e-6, 0.0, 0.0, 2.0, 0.0, 0.0, 20.0, 0.0]
         numbers[field] = value
-        call = _C.Call("mhc_sinkhorn_fwd", {"numerics": tuple(numbers)})
-        refuses(ValueError, "mhc_sinkhorn_fwd: numerics", _C.run, call, 0, 0, 1, None, logits, logits.clone())
-    refuses(TypeError, "numerics: eight numbers", _C.Call, "mhc_sinkhorn_fwd", {"numerics": (0.0,) * 7})
-    call = _C.Call("mhc_contract_fwd", {"kind": 0})
-    refuses(TypeError, "mhc_contract_fwd: expected 2 tensors, got 1", _C.run, call, 0, 0, 1, None, torch.randn(3, 4, 6))
-    refuses(TypeError, "run: expected", _C.run, 1, 2)
-    refuses(
-        ValueError,
-        "mhc_contract_fwd: x: expected a tensor, got none",
-        _C.run,
-        call,
-        0,
-        0,
-        1,
-        None,
-        None,
-        torch.empty(3, 6),
-    )
+        refuses(ValueError, "mhc_sinkhorn_fwd: numerics", fill, "mhc_sinkhorn", (logits.clone(),), logits, numbers)
+    for numbers in ([0.0] * 7, (0.0,) * 9, 1.0, None):
+        message = "mhc_sinkhorn_fwd: numerics: expected 8 numbers, got"
+        refuses(TypeError, message, fill, "mhc_sinkhorn", (logits.clone(),), logits, numbers)
+    refuses(TypeError, "must be real number", fill, "mhc_sinkhorn", (logits.clone(),), logits, ["x"] * 8)
+    message = r"mhc_contract_fwd: fill: expected \(add, 1 results, 1 tensors, 1 scalars\), got 3 arguments"
+    refuses(TypeError, message, fill, "mhc_contract", (u,), x)
+    refuses(ValueError, "mhc_contract_fwd: x: expected a tensor, got none", fill, "mhc_contract", (u,), None, 0)
+    hooks = {name: vars(framework)[name] for name in framework.__all__}
+    try:
+        _C.set_framework(SimpleNamespace(**hooks | {"threads": lambda: 2**12 + 1}))
+        refuses(ValueError, "exec.threads: expected 0 to 4096", fill, "mhc_contract", (u,), x, 0)
+    finally:
+        _C.set_framework(framework)
+
+
+def test_sections_of_a_projection():
+    """Columns that are not there are not read, whoever calls."""
+    heads, proj = wt.GdnHeads(1, 2, 4, 4), torch.randn(1, 3, 28)
+    tensors = (None,) * 5, torch.randn(16, 2), None, torch.rand(2), None, None, None
+    scalars = (wt.GdnOptions().packed(), True, True, False, 0)
+
+    def pre(q, heads):
+        return torch.ops.weft.gdn_pre(q, *tensors[0], *tensors[1:], list(heads), *scalars)
+
+    refuses(ValueError, "gdn_pre_fwd: q: expected 28 columns, got 27", pre, proj[..., :-1], heads)
+    message = r"gdn_pre_fwd: q: expected rows \[B, S, columns\] or a section \[B, S, heads, dim\], got 2"
+    refuses(ValueError, message, pre, proj[0], heads)
+    refuses(ValueError, "gdn_pre_fwd: heads: expected numbers from 1 to", pre, proj, (0, 2, 4, 4))
+    refuses(TypeError, "heads: expected 4 numbers, got", pre, proj, (1, 2, 4))
+    assert pre(proj, heads)[0].shape == (1, 3, 2, 4)
 
 
 # ---- replay ----------------------------------------------------------------------------------------------------------
@@ -369,7 +372,7 @@ def test_replay_messages():
     refuses(ValueError, r"mhc_replay_fwd: layers\[0\]", wt.replay, x, [wt.ReplayLayer(pre=torch.rand(3, 5))], "liger")
     refuses(
         TypeError,
-        "mhc_replay_fwd: layers: expected tuples",
+        "mhc_replay_fwd: layers: expected dicts",
         _C.replay,
         tuple(wt.Numerics.preset("liger").packed()),
         1,

@@ -12,19 +12,40 @@ from compare import same, tuple_of
 from library_support import KINDS, fresh, record
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft import _C
-from weft.torch import framework, ops, register
+from weft.torch import framework, register
 
 
 def by_python(name: str, args: tuple) -> tuple:
     """What operator `name` does, without a kernel of the extension."""
-    definition = register.DEFINITIONS[name]
-    results = definition.outputs(*args)
-    definition.launch(results, *args)
+    operator = register.OPERATORS[name]
+    results = operator.outputs(*args)
+    operator.fill(results, args)
     return tuple_of(results)
 
 
 def tensors_of(args: tuple) -> tuple:
     return tuple(a for a in args if isinstance(a, torch.Tensor))
+
+
+def bound(operator: register.Operator, **other) -> _C.Kernel:
+    """A kernel of its own, which remembers nothing yet, bound as the operator of the library is."""
+    library = operator.name if operator.name in register.TABLES else f"{operator.name}_fwd"
+    table = register.TABLES[library]
+    rows = other.get("rows") or register.bind(operator.name, table, operator.arguments, operator.results, {}, {})
+    given = {
+        "op": library,
+        "tensors": operator.tensors,
+        "scalars": operator.scalars,
+        "results": operator.results,
+        "rows": rows,
+        "needs": (),
+        "writes": (),
+        "sections": None,
+        "outputs": operator.outputs,
+        "record": lambda *args: "recorded",
+        "otherwise": lambda *args, **kwargs: "passed on",
+    }
+    return _C.Kernel(*(given | other).values())
 
 
 def alike(got, want, what: str) -> None:
@@ -105,17 +126,17 @@ def test_many_scalars():
         assert torch.allclose(got, u / (u.square().mean(-1, keepdim=True) + eps).sqrt(), atol=1e-5), eps
 
 
-def test_workspaces_of_one_call():
-    """A prepared call remembers what its last shapes took; others take more, or less."""
-    call = _C.Call("mhc_project_bwd", {})
+def test_workspaces_of_one_kernel():
+    """It remembers what its last shapes took; others take more, or less."""
+    operator = register.OPERATORS["mhc_project_bwd"]
     for tokens, channels in ((64, 32), (3, 8), (200, 64), (200, 64), (1, 8), (64, 32)):
         x, phi = torch.randn(tokens, 4, channels), torch.randn(24, 4, channels)
-        d_h, d_ms = torch.randn(tokens, 24), torch.randn(tokens)
-        for add in (0, 1 << 5):
-            got, want = ([torch.ones_like(x), torch.empty_like(phi)] for _ in range(2))
-            _C.run(call, add, 0, 2, None, x, phi, None, d_h, d_ms, *got, None)
-            _C.run(_C.Call("mhc_project_bwd", {}), add, 0, 2, None, x, phi, None, d_h, d_ms, *want, None)
-            same(tuple(got), tuple(want), f"{tokens} tokens of {channels} channels")
+        args = (x, phi, None, torch.randn(tokens, 24), torch.randn(tokens), 0, [True, True, False])
+        for add in (0, 1):
+            got, want = ((torch.ones_like(x), torch.empty_like(phi), x.new_empty(0)) for _ in range(2))
+            operator.fill(got, args, add)
+            bound(operator).fill(add, *want, *args)
+            same(got, want, f"{tokens} tokens of {channels} channels")
 
 
 class Counting(TorchDispatchMode):
@@ -229,33 +250,92 @@ def test_threads_share_kernels():
 
 
 def test_bad_kernels():
-    def passed(*args, **kwargs):
-        return "passed on"
-
-    def outputs(x, pre):
-        return ops.single(x)
-
-    with pytest.raises(TypeError, match="Kernel takes no keyword arguments"):
-        _C.Kernel(2, -1, passed, outputs, otherwise=passed)
-    with pytest.raises(ValueError, match="Kernel: tensors: expected 1 to 32, got 0"):
-        _C.Kernel(0, -1, passed, outputs, passed)
-    with pytest.raises(ValueError, match="Kernel: needs: expected -1 to 1, got 2"):
-        _C.Kernel(2, 2, passed, outputs, passed)
-    call = _C.Call("mhc_aggregate_fwd", {})
-    args = torch.randn(3, 4, 8), torch.rand(3, 4)
-    plans = {
-        "no tuple": lambda: call,
-        "another call": lambda: (passed, 0, -1, (0, 1, ~0)),
-        "too short": lambda: (call, 0, -1, (0, 1)),
-        "no such argument": lambda: (call, 0, -1, (0, 2, ~0)),
-        "no such step": lambda: (call, 0, 2, (0, 1, ~0)),
+    aggregate = register.OPERATORS["mhc_aggregate"]
+    rows = (("x", "x", None, 0), ("pre", "pre", None, 0), ("u", "u", None, 0))
+    bad = {
+        "Kernel: expected the name of an operator, got 'mhc_nothing'": {"op": "mhc_nothing"},
+        "mhc_aggregate_fwd: tensors: expected a tuple of at most 32 names": {"tensors": ["x", "pre"]},
+        "mhc_aggregate_fwd: scalars: expected a tuple of at most 16 names": {"scalars": (1,)},
+        "mhc_aggregate_fwd: results: expected a tuple of at most 16 names": {"results": ("u",) * 17},
+        "mhc_aggregate_fwd: expected a row of its table, got 'y'": {"rows": (*rows, ("y", "u", None, 0))},
+        "mhc_aggregate_fwd: expected an argument, got 'u'": {"rows": (("x", "u", None, 0), *rows[1:])},
+        "mhc_aggregate_fwd: expected a result or an argument, got 'v'": {"rows": (*rows[:2], ("u", "v", None, 0))},
+        "mhc_aggregate_fwd: expected a scalar argument, got 'sub_norm'": {"rows": (("x", "x", "sub_norm", 1),)},
+        "mhc_aggregate_fwd: expected rows .*, got 'x'": {"rows": ("x",)},
+        "mhc_aggregate_fwd: expected an argument, got 'f'": {"needs": ("f",)},
+        "mhc_aggregate_fwd: expected a scalar argument, got 'heads'": {"sections": ("heads", (("x", "x"),))},
     }
-    for what, plan in plans.items():
-        assert _C.Kernel(2, -1, plan, outputs, passed)(*args) == "passed on", what
-    kernel = _C.Kernel(2, -1, lambda: (call, 0, -1, (0, 1, ~0)), outputs, passed)
+    for message, other in bad.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            bound(aggregate, **other)
+    with pytest.raises(TypeError, match="Kernel takes no keyword arguments"):
+        _C.Kernel(op="mhc_aggregate_fwd")
+    args = torch.randn(3, 4, 8), torch.rand(3, 4)
+    kernel = bound(aggregate)
     alike(kernel(*args), by_python("mhc_aggregate", args), "a good one")
     assert kernel(args[0]) == kernel(*args, pre=1) == kernel(None, None) == kernel(args[0], 3) == "passed on"
-    with pytest.raises(IndexError):
-        _C.Kernel(2, -1, lambda: (call, 0, -1, (0, 1, ~1)), outputs, passed)(*args)
+    assert bound(aggregate, needs=("pre",))(args[0], None) == "passed on"
+    assert kernel(args[0].clone().requires_grad_(), args[1]) == "recorded"
+    two = bound(aggregate, outputs=lambda *args: (torch.empty(3, 8), torch.empty(3, 8)))
+    with pytest.raises(TypeError, match="mhc_aggregate_fwd: outputs: expected 1 results, got 2"):
+        two(*args)
     with pytest.raises(AttributeError, match="Tensor"):
         _C.set_framework(SimpleNamespace())
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def with_row(name: str, kind: str, optional: int) -> register.Table:
+    """The table of `pre` with one more tensor in front of all others."""
+    table = register.TABLES["mhc_pre_fwd"]
+    row = register.Row(name, kind, "coef", optional, ("tokens", "streams"), None)
+    return register.Table({name: row, **table.rows}, table.scalars)
+
+
+@pytest.mark.parametrize("kind", ["in", "out", "grad"])
+@pytest.mark.parametrize("optional", [0, 1])
+def test_a_new_row_is_not_bound_in_silence(kind, optional):
+    """A tensor that the library's table gains is an error of the operator that does not know it: nothing shifts."""
+    pre = register.OPERATORS["mhc_pre"]
+    table, binds, where = with_row("gain", kind, optional), {"v": "u"}, {"u": "not sub_norm", "v": "sub_norm"}
+    with pytest.raises(TypeError, match="mhc_pre: gain: expected an argument or a result of that name"):
+        register.bind("mhc_pre", table, pre.arguments, pre.results, binds, where)
+    if kind == "in":
+        signature = ", ".join(f"{kind} {name}" for name, kind in pre.arguments.items())
+        with pytest.raises(TypeError, match="mhc_pre: gain: expected in its signature, for the library has it"):
+            register.read_signature("mhc_pre", signature, table)
+
+
+def test_a_new_scalar_is_not_left_out_in_silence():
+    rmsnorm = register.TABLES["rmsnorm_fwd"]
+    table = register.Table(rmsnorm.rows, {**rmsnorm.scalars, "offset": "real"})
+    with pytest.raises(TypeError, match="rmsnorm: offset: expected in its signature"):
+        register.read_signature("rmsnorm", "u, weight, eps", table)
+    with pytest.raises(TypeError, match="rmsnorm: eps2: expected a name of the library's table or a type, got neither"):
+        register.read_signature("rmsnorm", "u, weight, eps2", rmsnorm)
+
+
+def test_every_row_is_bound_by_its_name(device):
+    """The order of rows in the table, of arguments and of results is nobody's business."""
+    pre = register.OPERATORS["mhc_pre"]
+    table = register.TABLES["mhc_pre_fwd"]
+    backwards = register.Table(dict(reversed(table.rows.items())), table.scalars)
+    binds, where = {"v": "u"}, {"u": "not sub_norm", "v": "sub_norm"}
+    rows = register.bind("mhc_pre", backwards, pre.arguments, pre.results, binds, where)
+    case = cases.make("pre_norm", device=device).tensors
+    args = tuple(case[name] for name in pre.tensors) + (wt.numerics.pack("liger"), True, 1e-6, 0)
+    want = by_python("mhc_pre", args)
+    alike(bound(pre, rows=(rows[-1], *rows[:-1]))(*args), want, "rows of another order")
+    swapped = tuple(reversed(pre.results))
+    got = [torch.empty_like(t) for t in reversed(want)]
+    bound(pre, rows=rows[::-1], results=swapped).fill(0, *got, *args)
+    alike(tuple(reversed(got)), want, "results of another order")
+
+
+def test_nothing_is_recorded_below_autograd(device):
+    x, pre = torch.randn(3, 4, 8, device=device, requires_grad=True), torch.rand(3, 4, device=device)
+    with torch._C._AutoDispatchBelowAutograd():
+        below = torch.ops.weft.mhc_aggregate(x, pre)
+    assert below.grad_fn is None
+    alike(below, (torch.ops.weft.mhc_aggregate(x, pre).detach(),), "below autograd")

@@ -28,6 +28,7 @@ __all__ = [
     "modes",
     "threads",
     "workspace",
+    "wrote",
 ]
 
 modes = torch._C._len_torch_dispatch_stack
@@ -45,3 +46,9 @@ def workspace(size: int, device: int) -> Tensor:
     if empty_cuda is not None and device == current_gpu():
         return empty_cuda((size,), (1,), torch.uint8)
     return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
+
+
+def wrote(tensor: Tensor) -> None:
+    """Autograd compares versions; tensors of inference mode have none."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import ops, ops_fused, ops_rebuild  # noqa: F401  (registers the operators)
+from . import ops, ops_rebuild  # noqa: F401  (register the operators)
 from .grads import GradX, call, call_and_carry
 from .numerics import RMS_EPS_KINDS, Numerics, choice, pack
 
@@ -91,16 +91,18 @@ def _as_streams(x: Tensor, f: Tensor) -> Tensor:
     return f.to(x.dtype) if f.dtype != x.dtype and torch.is_autocast_enabled(x.device.type) else f
 
 
-def _lean(name: str, tensors: tuple, scalars: tuple, source: Source | None, params: tuple = (), options: tuple = ()):
+def _lean(
+    name: str, tensors: tuple, scalars: tuple, source: Source | None, main_grad: bool = False, options: tuple = ()
+):
     """Calls operator `name` in its form that keeps fewer streams (ops_rebuild.py)."""
     if source is None:
-        return call(f"{name}_rebuild", (*tensors, *(None,) * 6, *scalars, 0.0, 0, *options), params)
+        return call(f"{name}_rebuild", (*tensors, *(None,) * 6, *scalars, 0.0, 0, *options), main_grad)
     x, f, post, res, bias, p, step, token_base = source
     if p and step is None:
         raise ValueError(f"{name}: source: expected dropout_step beside dropout, got None")
     # Detached: a source is there to be read, and its gradients come by way of the streams that were made of it.
     made_of = (None if t is None else t.detach() for t in (x, _as_streams(x, f), post, res, bias, step))
-    return call(f"{name}_rebuild", (*tensors, *made_of, *scalars, float(p), token_base, *options), params)
+    return call(f"{name}_rebuild", (*tensors, *made_of, *scalars, float(p), token_base, *options), main_grad)
 
 
 def project(
@@ -114,17 +116,17 @@ def project(
 ) -> tuple[Tensor, Tensor]:
     """Raw projection h [..., R] and mean square ms [...] of streams x, both float32.
 
-    phi is [R, n, C] with any strides, or [R, n*C]; norm_weight [n, C] or [n*C] is a gain folded into phi. precision
-    "tf32" permits tensor cores with 11-bit factors for float32 x on a GPU; 16-bit x is exact either way."""
+    phi is [R, n, C] with any strides, or [R, n*C]; norm_weight [n, C] or [n*C] is a gain folded into phi. precision,
+    "full" or "tf32", decides nothing today."""
     args = (x, phi, norm_weight, choice("mhc_project: precision", precision, PRECISIONS))
-    return call("mhc_project", args, (1, 2) if main_grad else (), grad_x, GradX.LAST)
+    return call("mhc_project", args, main_grad, grad_x, GradX.LAST)
 
 
 def scale(
     h: Tensor, ms: Tensor, alpha: Tensor, beta: Tensor, numerics: Numerics | str, *, main_grad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gates: pre [..., n], post [..., n] and the residual logits [..., n, n] from a projection. alpha [3], beta [N]."""
-    return call("mhc_scale", (h, ms, alpha, beta, pack(numerics)), (2, 3) if main_grad else ())
+    return call("mhc_scale", (h, ms, alpha, beta, pack(numerics)), main_grad)
 
 
 def sinkhorn(logits: Tensor, numerics: Numerics | str) -> Tensor:
@@ -136,12 +138,12 @@ def coef(
     h: Tensor, ms: Tensor, alpha: Tensor, beta: Tensor, numerics: Numerics | str, *, main_grad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gates and Sinkhorn in one call: pre [..., n], post [..., n] and res [..., n, n]."""
-    return call("mhc_coef", (h, ms, alpha, beta, pack(numerics)), (2, 3) if main_grad else ())
+    return call("mhc_coef", (h, ms, alpha, beta, pack(numerics)), main_grad)
 
 
 def aggregate(x: Tensor, pre: Tensor, *, grad_x: GradX | None = None) -> Tensor:
     """u [..., C] = sum over streams of pre[i] x[i]."""
-    return call("mhc_aggregate", (x, pre), (), grad_x, GradX.ADDER)
+    return call("mhc_aggregate", (x, pre), False, grad_x, GradX.ADDER)
 
 
 def post(
@@ -171,7 +173,7 @@ def post(
     p, step = _dropout(x, dropout, training, dropout_step)
     tensors, scalars = (x, _as_streams(x, f), post, res, bias, step), (pack(numerics), p, token_base)
     if source is None or not torch.is_grad_enabled():
-        return call("mhc_post", (*tensors, *scalars), (), grad_x, GradX.WRITER)
+        return call("mhc_post", (*tensors, *scalars), False, grad_x, GradX.WRITER)
     if grad_x is not None:
         raise ValueError("mhc_post: expected grad_x or source, got both")
     return _lean("mhc_post", tensors, scalars, source)
@@ -205,7 +207,7 @@ def head(
     kind = choice("mhc_head: rms_eps_kind", rms_eps_kind, RMS_EPS_KINDS)
     tf32 = choice("mhc_head: precision", precision, PRECISIONS)
     args = (x, phi, alpha, beta, norm_weight, float(rms_eps), kind, float(pre_eps), tf32)
-    return call("mhc_head", args, (1, 2, 3, 4) if main_grad else ())[0]
+    return call("mhc_head", args, main_grad)[0]
 
 
 def pre(
@@ -244,10 +246,9 @@ def pre(
         float(sub_eps),
         tf32,
     )
-    params = (1, 2, 3, 4, 5) if main_grad else ()
     if not carry:
-        return Pre(*call("mhc_pre", args, params)[:4])
-    *results, x = call_and_carry("mhc_pre", args, params)
+        return Pre(*call("mhc_pre", args, main_grad)[:4])
+    *results, x = call_and_carry("mhc_pre", args, main_grad)
     return Pre(*results[:4]), x
 
 
@@ -284,10 +285,9 @@ def boundary(
     tf32 = choice("mhc_boundary: precision", precision, PRECISIONS)
     tensors = (x, _as_streams(x, f), post, res, bias, phi, alpha, beta, norm_weight, sub_weight, pre_in, step)
     scalars = (pack(numerics), sub_norm, float(sub_eps), p, token_base, tf32)
-    params = (5, 6, 7, 8, 9) if main_grad else ()
     if (source is None and keep) or not torch.is_grad_enabled():
-        return Boundary(*call("mhc_boundary", (*tensors, *scalars), params)[:5])
-    return Boundary(*_lean("mhc_boundary", tensors, scalars, source, params, (keep,))[:5])
+        return Boundary(*call("mhc_boundary", (*tensors, *scalars), main_grad)[:5])
+    return Boundary(*_lean("mhc_boundary", tensors, scalars, source, main_grad, (keep,))[:5])
 
 
 def rmsnorm(u: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -304,18 +304,12 @@ def replay(x: Tensor, layers: list[ReplayLayer], numerics: Numerics | str) -> li
         raise NotImplementedError("mhc_replay_fwd: it has no gradient: call it under torch.no_grad()")
     results, rows = [], []
     for layer in layers:
-        u = ops.single(x) if layer.want_u else None
+        u = x.new_empty(x.shape[:-2] + x.shape[-1:]) if layer.want_u else None
         y = torch.empty_like(x) if layer.want_y and layer.f is not None else None
-        dropout = ops.dropped(layer.dropout, layer.token_base)
-        placed = ops_fused.placed(layer.sub_norm, u)
-        sub_weight = layer.sub_weight if layer.want_u else None
-        rows.append(
-            (
-                {"dropout": dropout, "sub_eps": layer.sub_eps},
-                layer.dropout_step,
-                *(layer.pre, layer.f, layer.bias, layer.post, layer.res, sub_weight, *placed, y),
-            )
-        )
+        row = {name: getattr(layer, name) for name in ("pre", "f", "bias", "post", "res", "sub_eps")}
+        row |= {"dropout": (float(layer.dropout), layer.token_base), "step": layer.dropout_step}
+        row |= {"v" if layer.sub_norm else "u": u, "y": y, "sub_weight": layer.sub_weight if layer.want_u else None}
+        rows.append(row)
         results.append((u, y))
-    _C.replay(tuple(pack(numerics)), torch.get_num_threads(), x, rows)
+    _C.replay(pack(numerics), torch.get_num_threads(), x, rows)
     return results

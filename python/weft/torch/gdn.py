@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops, ops_gdn, register
-from .grads import Sink, call
+from . import ops_gdn, register
+from .grads import Sink, call, params_of
 from .numerics import choice
 
 ACTIVATIONS = ("silu", "linear")
@@ -139,11 +139,12 @@ def gdn_pre(
         *(*parts, weight, bias, a_log, dt_bias, state, cu_seqlens),
         *(list(heads), options.packed(), repeat, not kind, _wide_beta(parts[0], beta_dtype), slots),
     )
-    params = (6, 7, 8, 9) if main_grad else ()
     if gate == "view" and not alone and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        *results, final = _ViewNode.apply(*args, "gdn_pre", Sink(params, args) if params else None)
+        operator = register.OPERATORS["gdn_pre"]
+        sink = Sink(params_of(operator, args)) if main_grad else None
+        *results, final = _ViewNode.apply(operator, sink, *args)
     else:
-        *results, final = call("gdn_pre", args, params)
+        *results, final = call("gdn_pre", args, main_grad)
         if kind:
             view = None if gate == "none" else own if alone else _view_of_z(parts, heads)
             results = (*results[:3], view, *results[4:])  # Dynamo of older versions takes them for a tuple
@@ -158,9 +159,11 @@ class _ViewNode(register.Node):
     it belongs, instead of being summed with the others by autograd, in a pass of its own."""
 
     @staticmethod
-    def forward(ctx, *everything):
-        output = list(register.Node.forward(ctx, *everything))
-        output[3] = ops_gdn.cut(everything[: ops_gdn.NUM_SECTIONS], everything[12])[ops_gdn.Z]
+    def forward(ctx, operator, sink, *args):
+        output = list(register.Node.forward(ctx, operator, sink, *args))
+        parts = [args[operator.place[name]] for name in ops_gdn.SECTIONS]
+        heads = GdnHeads(*args[operator.place["heads"]])
+        output[operator.results.index("gate")] = _view_of_z(parts, heads)
         return tuple(output)
 
 
@@ -190,7 +193,7 @@ def gdn_pre_step(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise NotImplementedError("gdn_pre_step: it has no gradient: call it under torch.no_grad()")
     scalars = (list(heads), options.packed(), repeat, not kind, _wide_beta(parts[0], beta_dtype))
-    results = list(register.DEFINITIONS["gdn_pre_step"].op(*tensors, state_index, cu_seqlens, *scalars))
+    results = list(torch.ops.weft.gdn_pre_step.default(*tensors, state_index, cu_seqlens, *scalars))
     if kind:
         results[3] = _view_of_z(parts, heads) if gate == "view" else None
     return GdnPre(*_unbatched(results, lead))
@@ -254,8 +257,8 @@ def _heads(op: str, parts, heads) -> GdnHeads:
 
 
 def _wide_beta(like: Tensor, dtype: torch.dtype | None) -> bool:
-    if dtype not in (None, like.dtype, ops.wide(like)):
-        raise ValueError(f"gdn_pre: beta_dtype: expected {like.dtype} or {ops.wide(like)}, got {dtype}")
+    if dtype not in (None, like.dtype, register.wide(like)):
+        raise ValueError(f"gdn_pre: beta_dtype: expected {like.dtype} or {register.wide(like)}, got {dtype}")
     return dtype is not None and dtype != like.dtype
 
 
@@ -276,7 +279,8 @@ def _view_of_z(parts, heads: GdnHeads) -> Tensor:
     base = _z_base(parts)
     if parts[base].dim() == 4:
         return parts[base]
-    sizes = [count * dim for count, dim in ops_gdn.section_shapes(heads)]
+    key, value = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
+    sizes = (key, key, value, value)
     columns = parts[base].narrow(2, sum(sizes[base : ops_gdn.Z]), sizes[ops_gdn.Z])
     return columns.unflatten(2, (heads.value_heads, heads.value_dim))
 

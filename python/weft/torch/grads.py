@@ -98,39 +98,38 @@ def _stand_in(param: Tensor) -> Tensor | None:
 class Sink:
     """Where the gradients of one operator call go: targets for x, for parameters, or autograd."""
 
-    def __init__(self, params: tuple[int, ...], args: tuple, grad_x: GradX | None = None, role: str = ""):
-        self.params = {k: args[k] for k in params if args[k] is not None}
+    def __init__(self, params: dict[int, Tensor], grad_x: GradX | None = None, role: str = ""):
+        self.params = params  # by the number of their gradient
         self.grad_x = grad_x
         self.role = role
         self.carried: Tensor | None = None  # gradient of x from elsewhere, to be added to
 
-    def differentiate(self, definition: register.Definition, want: list[bool], args: tuple) -> tuple:
+    def differentiate(self, gradient: register.Operator, want: list[bool], args: tuple) -> tuple:
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "weft: gradients that go into main_grad, GradX or a carried x cannot be differentiated again"
                 " (create_graph=True)"
             )
-        targets, added, returned = {}, [], {}
+        targets, add, returned = {}, 0, {}
         for k, param in self.params.items():
             main = getattr(param, "main_grad", None)
             if want[k] and main is not None:
                 targets[k] = main
-                added.append(main)
+                add |= 1 << k
                 returned[k] = _stand_in(param)
         x = args[0]
         if self.grad_x is not None and want[0]:
-            targets[0], add = self.grad_x.target(self.role, x)
-            if add:
-                added.append(targets[0])
+            targets[0], adds = self.grad_x.target(self.role, x)
+            add |= adds
         elif self.carried is not None and want[0]:
             # Saved tensors may be unpacked once only (checkpointing): x's layout is looked at here, not by the node.
             like = self.carried.stride() == x.stride() and self.carried.dtype == x.dtype
             targets[0] = self.carried if like else torch.empty_like(x).copy_(self.carried)
-            added.append(targets[0])
+            add |= 1
             self.carried = None
-        fresh = definition.outputs(*args[:-1], [w and k not in targets for k, w in enumerate(want)])
+        fresh = gradient.outputs(*args[:-1], [w and k not in targets for k, w in enumerate(want)])
         out = tuple(targets.get(k, t) for k, t in enumerate(fresh))
-        definition.launch(out, *args, add=tuple(added))
+        gradient.fill(out, args, add)
         if self.grad_x is not None and want[0]:
             returned[0] = self.grad_x.finish(self.role, x)
         return tuple(returned.get(k, t) if w else None for k, (w, t) in enumerate(zip(want, out, strict=True)))
@@ -141,38 +140,45 @@ class CarryNode(torch.autograd.Function):
     instead of being summed with this operator's by autograd, in a pass of its own."""
 
     @staticmethod
-    def forward(ctx, *everything):
-        output = register.Node.forward(ctx, *everything)
-        return *output, everything[0]
+    def forward(ctx, operator, sink, x, *args):
+        return *register.Node.forward(ctx, operator, sink, x, *args), x
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         *grads, carried = grads
         if all(g is None for g in grads):
-            return carried, *(None,) * (len(ctx.needs_input_grad) - 1)
+            grads = [None] * len(ctx.needs_input_grad)
+            grads[register.Node.OWN] = carried
+            return tuple(grads)
         ctx.sink.carried = carried
         return register.Node.backward(ctx, *grads)
 
 
-def call_and_carry(name: str, args: tuple, params: tuple[int, ...] = ()) -> tuple:
+def params_of(operator: register.Operator, args: tuple) -> dict[int, Tensor]:
+    """The parameters of a call, by the number of their gradient."""
+    return {k: args[place] for k, place in operator.parameters if args[place] is not None}
+
+
+def call_and_carry(name: str, args: tuple, main_grad: bool = False) -> tuple:
     """The results of torch.ops.weft.<name>, and x (its first argument) to be used from there on: the gradient of that x
     is a buffer which this operator's backward pass adds to. Nobody else may hold that gradient."""
-    x = args[0]
+    operator, x = register.OPERATORS[name], args[0]
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
-        return *call(name, args, params), x
-    return CarryNode.apply(*args, name, Sink(params, args))
+        return *call(name, args, main_grad), x
+    return CarryNode.apply(operator, Sink(params_of(operator, args) if main_grad else {}), *args)
 
 
-def call(name: str, args: tuple, params: tuple[int, ...] = (), grad_x: GradX | None = None, role: str = ""):
-    """Calls torch.ops.weft.<name>. `params` are the positions of parameters whose `main_grad` takes the gradient, where
-    the live parameter has one in backward; `grad_x` sums the gradient of the first argument."""
-    if grad_x is None and not (params and torch.is_grad_enabled() and not torch.compiler.is_compiling()):
-        return register.DEFINITIONS[name].op(*args)
+def call(name: str, args: tuple, main_grad: bool = False, grad_x: GradX | None = None, role: str = ""):
+    """Calls torch.ops.weft.<name>. With main_grad gradients of parameters go into their `main_grad`, where the live
+    parameter has one in backward; `grad_x` sums the gradient of the first argument."""
+    operator = register.OPERATORS[name]
+    if grad_x is None and not (main_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()):
+        return operator.op(*args)
     x = args[0]
     if grad_x is not None:
         if not (torch.is_grad_enabled() and x.requires_grad):
             grad_x = None
         else:
             grad_x.attach(role, x)
-    return register.Node.apply(*args, name, Sink(params, args, grad_x, role))
+    return register.Node.apply(operator, Sink(params_of(operator, args) if main_grad else {}, grad_x, role), *args)

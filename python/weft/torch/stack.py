@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 
 from . import functional as F
 from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer, _not_itself
+from .register import wide
 from .stack_recompute import Group
 from .unmerged import Entry, Unmerged
 
@@ -162,7 +163,7 @@ class HyperConnectionStack(nn.Module):
             x = self.expand(x)
         if self.shifted and pre is None:
             like = x if entry is None else entry.made_of.x
-            pre = torch.zeros(like.shape[:-1], dtype=F.ops.wide(like), device=like.device)
+            pre = torch.zeros(like.shape[:-1], dtype=wide(like), device=like.device)
             pre[..., 0] = 1
         x, pre = self._through(x, pre, entry, args, kwargs)
         if self.contract is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import ops, ops_fused, storage
+from . import storage
 from .numerics import pack
 from .unmerged import Unmerged
 
@@ -38,7 +38,7 @@ class Run:
 
     def __init__(self, x: Tensor, numerics: list[float]):
         self._x, self._numerics = x.detach(), numerics
-        self._rows: list[tuple] = []
+        self._rows: list[tuple[dict, Tensor, dict]] = []  # fields of a layer, its u, and those of what comes after u
         self._discarded: list[tuple[Tensor, int]] = []
         self._output, self._place = x, None
 
@@ -56,9 +56,10 @@ class Run:
         u, f, pre, post, res = (
             t.detach() for t in (layer.coef.u, layer.f, layer.used, layer.coef.post, layer.coef.res)
         )
-        scalars = {"dropout": ops.dropped(layer.dropout, 0), "sub_eps": site.sub_eps}
-        after = f, kept(layer.bias), post, res
-        self._rows.append((scalars, site.sub_norm, u, pre, *after, kept(site.sub_weight), layer.step, y.detach()))
+        after = {"f": f, "bias": kept(layer.bias), "post": post, "res": res, "y": y.detach()}
+        row = {"dropout": (float(layer.dropout), 0), "sub_eps": site.sub_eps, "step": layer.step, "pre": pre}
+        row |= {"v" if site.sub_norm else "u": u, "sub_weight": kept(site.sub_weight)}
+        self._rows.append((row, u, after))
 
     def _discard(self, tensor: Tensor) -> None:
         if tensor.requires_grad:
@@ -78,18 +79,14 @@ class Run:
         for tensor, size in self._discarded:
             if storage_bytes(tensor) == 0:
                 tensor.untyped_storage().resize_(size)
-        last = len(self._rows) - 1
         rows = []
         rebuilt = {tensor.untyped_storage().data_ptr() for tensor, _ in self._discarded}
-        for k, (scalars, norm, u, pre, f, bias, post, res, weight, step, y) in enumerate(self._rows):
+        for row, u, after in self._rows:
             if u.untyped_storage().data_ptr() not in rebuilt:
-                u = weight = None
-            placed = ops_fused.placed(norm, u)
-            if k == last:
-                rows.append((scalars, step, pre, None, None, None, None, weight, *placed, None))
-            else:
-                rows.append((scalars, step, pre, f, bias, post, res, weight, *placed, y))
-        _C.replay(tuple(self._numerics), torch.get_num_threads(), self._x, rows)
+                row = row | {"u": None, "v": None, "sub_weight": None}
+            rows.append(row | after)
+        rows[-1] |= dict.fromkeys(self._rows[-1][2])  # the last one ends with u
+        _C.replay(self._numerics, torch.get_num_threads(), self._x, rows)
 
 
 class Group:

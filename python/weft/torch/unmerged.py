@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import functional as F
+from .register import wide
 
 if TYPE_CHECKING:
     from .modules import HyperConnection, HyperConnectionLayer
@@ -111,7 +112,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def of(cls, u: Tensor, streams: int) -> Entry:
-        lead, make = u.shape[:-1], {"dtype": F.ops.wide(u), "device": u.device}
+        lead, make = u.shape[:-1], {"dtype": wide(u), "device": u.device}
         post = torch.ones(streams, **make).expand(*lead, streams)
         res = torch.zeros(streams, streams, **make).expand(*lead, streams, streams)
         return cls(F.Source(zero_streams(u, streams), u, post, res))
