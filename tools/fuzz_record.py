@@ -37,7 +37,7 @@ GOALS = {"fuzz_options": READER, "fuzz_runlog": READER, "fuzz_safetensors": READ
 # Beyond the headers that a target includes, and their sources: all that it calls of the library.
 CHECKS = ("src/core", "src/model", "src/ops")
 KERNELS = (*CHECKS, "src/ref", "src/cpu")
-OF_LIBRARY = {"fuzz_options": CHECKS, "fuzz_checkpoint": CHECKS, "fuzz_golden": KERNELS, "fuzz_api": KERNELS}
+OF_LIBRARY = {"fuzz_options": CHECKS, "fuzz_checkpoint": CHECKS, "fuzz_golden": (*KERNELS, "cli/golden"), "fuzz_api": KERNELS}
 # Behind so many bytes a target reads no further.
 MAX_LEN = {"fuzz_api": 768, "fuzz_golden": 256}
 FLAGS = ("-entropic=0", "-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1")
@@ -56,10 +56,10 @@ def sources_of(target, root=ROOT):
         if name in found or not (root / name).is_file():
             continue
         found.add(name)
-        if name.suffix == ".h" and name.parts[0] == "cli":
+        if name.suffix == ".h" and name.parts[0] in ("cli", "check"):
             open_.append(name.with_suffix(".c"))
         for quote, include in re.findall(r'^#\s*include\s+(["<])([\w./]+)', (root / name).read_text(encoding="utf-8"), re.M):
-            open_ += [name.parent / include, Path("cli") / include] if quote == '"' else [Path("include") / include]
+            open_ += [name.parent / include, Path("cli") / include, Path(include)] if quote == '"' else [Path("include") / include]
     return sorted(map(str, found)) + [*OF_LIBRARY.get(target, ()), "cmake/flags.cmake"]
 
 
