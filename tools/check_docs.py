@@ -21,7 +21,7 @@ MATH = ROOT / "docs" / "math.md"
 TAG = re.compile(r"\[([A-Z][0-9]+)\]")
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+FENCE = re.compile(r"^(`{3,})[^\n`]*\n.*?^\1$", re.M | re.S)
 PATH = re.compile(r"^[\w.*<>{},+-]+(/[\w.*<>{},+-]+)*/?$")
 
 failures = []

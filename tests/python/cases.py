@@ -13,6 +13,7 @@ import weft
 from torch import Tensor
 from weft import _C
 from weft.torch import functional as F
+from weft.torch import register
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SUB_EPS, P = 1e-5, 0.3
@@ -318,6 +319,45 @@ CASES = {
     )
 }
 CASES |= {name: lambda m, numerics, make=make: Case(*make(m)) for name, make in gdn_cases.CASES.items()}
+
+
+def _of_table(name: str) -> Callable:
+    """A case for an operator that is in the library's list alone. Its expression is the reference, which the tests of the
+    library hold against finite differences."""
+    operator, rows = register.OPERATORS[name], register.TABLES[f"{name}_fwd"].rows
+
+    def tensor(m: Maker, row) -> Tensor | None:
+        if row.optional and not m.optional:
+            return None
+        if row.dims == register.STREAMS:
+            return m.streams()
+        if row.dims == ("tokens", "channels"):
+            return m.row()
+        sizes = [{"streams": m.n, "channels": m.c, "gates": m.gates}.get(d, d) for d in row.dims if d != "tokens"]
+        return m.per_token(*sizes) if "tokens" in row.dims else m.param(*sizes, center=1.0, spread=0.3)
+
+    def make(m: Maker, numerics) -> Case:
+        numbers = {"float": 0.5, "int": 0, "bool": True, "float[]": F.pack(numerics)}
+        scalars = {s: numbers[operator.arguments[s]] for s in operator.scalars}
+
+        def function(**tensors):
+            return operator.op(*({**tensors, **scalars}[a] for a in operator.arguments))
+
+        return Case(function, function, {t: tensor(m, rows[t]) for t in operator.tensors})
+
+    return make
+
+
+def _has_case(name: str) -> bool:
+    stem = name.removeprefix("mhc_")
+    return any(f"{case}_".startswith(f"{stem}_") for case in CASES)
+
+
+CASES |= {
+    name: _of_table(name)
+    for name, operator in register.OPERATORS.items()
+    if f"{name}_fwd" in register.TABLES and operator.gradient is not None and not _has_case(name)
+}
 # The presets iterate 20 times. Fewer say as much about the wiring, and the expressions are ten times as quick.
 SHORT = F.Numerics.preset("deepseek_v4")._replace(sinkhorn_iters=3)
 
