@@ -6,11 +6,13 @@
 #   make python            build the Python extension beside its sources: PYTHONPATH=python python3 -c "import weft"
 #   make test              build, install what the tests need, run all tests
 #   make bench             benchmark: OP=mhc_post_fwd BACKEND=cpu ARGS="--tokens 4096 --json"
-#   make format            clang-format all C sources in place
+#   make format            clang-format all C sources and ruff all Python sources in place
 #   make check             all that CI asks for: format, tests, sanitizers, fuzzing
 #   make gpu-record        on a machine with a GPU: all tests, compute-sanitizer, benchmarks -> bench/baselines/<gpu>.jsonl
 #   make fuzz              fuzz what takes data from outside, FUZZ_SECONDS a target
 #   make install           PREFIX=/usr/local DESTDIR=
+# What is missing on the machine is installed: Debian packages as root or through a sudo that asks no password, Python packages in
+# .venv. WEFT_INSTALL_DEPS=0 has it named instead.
 # The CUDA backend is built where nvcc is: CUDA=OFF leaves it out, CUDA=ON insists. It is compiled for the GPUs of this machine, or
 # for one kind where there is none; CUDA_ARCH=all compiles for all of them, CUDA_ARCH="80;90a-real" for a list.
 
@@ -18,9 +20,9 @@ PREFIX ?= /usr/local
 DESTDIR ?=
 WERROR ?= OFF
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
-GOLDEN ?= $(or $(WEFT_GOLDEN_DIR),$(wildcard ../shared/golden))
 FUZZ_SECONDS ?= 60
 C_SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.c' '*.h' '*.cu' '*.cuh')
+RUFF = PATH=$$PWD/.venv/bin:$$PATH ruff
 
 BUILD ?= build
 PTX_BUILD ?= build-ptx80
@@ -75,10 +77,12 @@ test: build-tests
 	@set -o pipefail; ctest --preset release | tee build/ctest.log
 	@grep -q '^WEFT_TEST_PYTHON:[^=]*=.' build/CMakeCache.txt || \
 		echo "Tests of the Python package: skipped, there is no Python with PyTorch and pytest."
-	@$(if $(GOLDEN),,echo "Golden files: skipped, there is no ../shared/golden and WEFT_GOLDEN_DIR is not set.")
+	@$(if $(WEFT_GOLDEN_DIR),,echo "Golden files: skipped, WEFT_GOLDEN_DIR is not set.")
 
 format: deps-format
 	@clang-format -i $(C_SOURCES)
+	@$(RUFF) check -q --select I --fix
+	@$(RUFF) format -q
 
 check: WERROR = ON
 check: check-format test check-asan check-tsan check-fuzz check-record
@@ -86,6 +90,9 @@ check: check-format test check-asan check-tsan check-fuzz check-record
 
 check-format: deps-format
 	@clang-format --dry-run -Werror --ferror-limit=1 $(C_SOURCES) || { echo "Run: make format"; exit 1; }
+	@$(RUFF) check -q
+	@$(RUFF) format -q --check || { echo "Run: make format"; exit 1; }
+	@PATH=$$PWD/.venv/bin:$$PATH tests/guide.py build/guide-format --format
 
 check-asan check-tsan: check-%: deps-check
 	@cmake --preset $* >/dev/null

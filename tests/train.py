@@ -92,15 +92,19 @@ def is_utf8(data):
     return True
 
 
-def crc32c(data, table=[]):
-    if not table:
-        for byte in range(256):
-            for _ in range(8):
-                byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-            table.append(byte)
+def crc32c_of_byte(byte):
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    return byte
+
+
+CRC32C = [crc32c_of_byte(byte) for byte in range(256)]
+
+
+def crc32c(data):
     crc = 0xFFFFFFFF
     for byte in data:
-        crc = crc >> 8 ^ table[(crc ^ byte) & 0xFF]
+        crc = crc >> 8 ^ CRC32C[(crc ^ byte) & 0xFF]
     return crc ^ 0xFFFFFFFF
 
 
@@ -128,7 +132,7 @@ def apart(a, b):
     one, other = figures(a), figures(b)
     if not one or [x["step"] for x in one] != [y["step"] for y in other]:
         return float("inf")
-    off = [abs(x["loss"] - y["loss"]) for x, y in zip(one, other)]
+    off = [abs(x["loss"] - y["loss"]) for x, y in zip(one, other, strict=True)]
     return max(off) if all(o == o for o in off) else float("inf")
 
 
@@ -145,7 +149,7 @@ def killed_run(out, options, steps, signals, rng):
     was done, the steps at which that was, and what went wrong."""
     targets = sorted(rng.randrange(steps * 9 // 10) for _ in signals)
     struck, log = [], WORK / out / "log.jsonl"
-    for number, target in zip(signals, targets):
+    for number, target in zip(signals, targets, strict=True):
         node = log.stat().st_ino if log.exists() else None
         command = [str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", out, *map(str, options), "--resume"]
         process = subprocess.Popen(command, cwd=WORK, env=ENV, stderr=subprocess.PIPE, text=True)
@@ -525,7 +529,7 @@ def odd_reports():
         for step in sorted(rng.choice((rng.randrange(9), rng.randrange(1 << 53))) for _ in range(rng.randrange(1, 9))):
             values = (f"{rng.choice((-1, 1)) * 10 ** rng.uniform(-330, 308):.17g}" if rng.random() < 0.7 else
                       rng.choice(("null", "nan", "inf", "-inf", "0", "-0", "1", "1e999")) for _ in columns)
-            lines.append(f'{{"step":{step},' + ",".join(f'"{c}":{v}' for c, v in zip(columns, values) if rng.random() < 0.8)
+            lines.append(f'{{"step":{step},' + ",".join(f'"{c}":{v}' for c, v in zip(columns, values, strict=True) if rng.random() < 0.8)
                          + ',"layer_gradient_norms":[1e-300,nan,1e300,2]}')
         shows(f"any numbers, {number}", "\n".join(lines).replace(",,", ",") + "\n")
 

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that the documents speak of things that exist.
 
-  - A path of the repository named in `backticks` or as the target of a link exists. <stem> and * match anything, and
-    a name with "foo" in it is an example.
-  - In docs/math.md a tag such as [M1] stands in a heading, and its section names an implementing file under src/.
-  - A tag cited in a header or source exists in docs/math.md.
-  - A source whose opening comment cites a tag is named in the section of the first one it cites, and a source under src/
-    with the name of an operator cites one: from an equation to its code in every backend, and back.
-  - Every operator of src/core/ops.def is named in docs/math.md.
+- A path of the repository named in `backticks` or as the target of a link exists. <stem> and * match anything, and
+  a name with "foo" in it is an example.
+- In docs/math.md a tag such as [M1] stands in a heading, and its section names an implementing file under src/.
+- A tag cited in a header or source exists in docs/math.md.
+- A source whose opening comment cites a tag is named in the section of the first one it cites, and a source under src/
+  with the name of an operator cites one: from an equation to its code in every backend, and back.
+- Every operator of src/core/ops.def is named in docs/math.md.
+- The table of docs/design.md about what is remembered names the files under src/ with static variables, and no others.
 """
 
 import re
@@ -22,6 +23,8 @@ TAG = re.compile(r"\[([A-Z][0-9]+)\]")
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^(`{3,})[^\n`]*\n.*?^\1$", re.M | re.S)
+# A variable that keeps its value between calls: no constant, no function.
+STATIC = re.compile(r"^[ \t]*static (?!inline\b|__)(?![^;=\n]*\bconst)(?![^;=\n]*\()[^;=\n]*[;=]", re.M)
 PATH = re.compile(r"^[\w.*<>{},+-]+(/[\w.*<>{},+-]+)*/?$")
 
 failures = []
@@ -41,8 +44,9 @@ def variants(name):
     brace = re.search(r"\{([^{}]*)\}", name)
     if not brace:
         return [name]
-    return [v for part in brace.group(1).split(",")
-            for v in variants(name[:brace.start()] + part + name[brace.end():])]
+    return [
+        v for part in brace.group(1).split(",") for v in variants(name[: brace.start()] + part + name[brace.end() :])
+    ]
 
 
 def resolve(name):
@@ -94,18 +98,24 @@ def check_math():
     named_in = {}
     for i, heading in enumerate(headings):
         end = headings[i + 1].start() if i + 1 < len(headings) else len(text)
-        named = [v for code in CODE.findall(text[heading.start():end]) for v in variants(code)]
+        named = [v for code in CODE.findall(text[heading.start() : end]) for v in variants(code)]
         here = TAG.findall(heading.group())
         tags.update(here)
         for tag in here:
-            named_in[tag] = {path for name in named if name.startswith("src/") and PATH.match(name) for path in files(name)}
+            named_in[tag] = {
+                path for name in named if name.startswith("src/") and PATH.match(name) for path in files(name)
+            }
         if not any(name.startswith("src/") and PATH.match(name) and exists(ROOT, name) for name in named):
             fail(MATH, text, heading.start(), f"[{'], ['.join(here)}] names no implementing file under src/")
     if not tags:
         fail(MATH, text, 0, "no heading carries a tag such as [M1]")
 
-    sources = [path for folder in ("include", "src") for path in sorted((ROOT / folder).rglob("*"))
-               if path.suffix in {".c", ".h", ".cu", ".cuh"}]
+    sources = [
+        path
+        for folder in ("include", "src")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in {".c", ".h", ".cu", ".cuh"}
+    ]
     for path in sources:
         source = path.read_text(encoding="utf-8")
         for comment in re.finditer(r"/\*.*?\*/|//[^\n]*", source, re.S):
@@ -129,6 +139,26 @@ def check_math():
     return len(tags)
 
 
+def check_remembered():
+    design = ROOT / "docs" / "design.md"
+    text = design.read_text(encoding="utf-8")
+    start = text.find("| remembered | where |")
+    if start < 0:
+        fail(design, text, 0, "there is no table of what is remembered")
+        return
+    table = {name for name in CODE.findall(text[start : text.index("\n\n", start)]) if name.startswith("src/")}
+    kept = set()
+    for path in sorted((ROOT / "src").rglob("*")):
+        if path.suffix in {".c", ".h", ".cu", ".cuh"}:
+            source = re.sub(r"/\*.*?\*/", "", path.read_text(encoding="utf-8"), flags=re.S)
+            if STATIC.search(source):
+                kept.add(path.relative_to(ROOT).as_posix())
+    for name in sorted(kept - table):
+        fail(design, text, start, f"{name} keeps a static variable that the table does not have")
+    for name in sorted(table - kept):
+        fail(design, text, start, f"{name} keeps no static variable")
+
+
 def main():
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
     for document in documents:
@@ -141,6 +171,7 @@ def main():
         tags = check_math()
     else:
         failures.append("docs/math.md is missing")
+    check_remembered()
     print(*failures, sep="\n", end="\n" if failures else "")
     print(f"docs: {len(documents)} documents, {tags} tags, {len(failures)} problems")
     return 1 if failures else 0

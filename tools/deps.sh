@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # tools/deps.sh build|run|test|format|check: makes sure that what a make target needs is on this machine. Missing Debian
-# packages are installed as root or through a sudo that asks no password; where that is not possible they are named.
+# packages are installed as root or through a sudo that asks no password, ruff by pip in .venv; where that is not possible, or
+# WEFT_INSTALL_DEPS is 0, they are named.
 set -eu
+cd "$(dirname "$0")/.."
 
 missing=
 need_command() { command -v "$1" >/dev/null 2>&1 || missing="$missing $2"; }
@@ -13,6 +15,9 @@ need_library() {
         missing="$missing $2"
 }
 need_python() { python3 -c "$1" >/dev/null 2>&1 || missing="$missing $2"; }
+# The one version that pyproject.toml asks for, from .venv or the path.
+ruff_version() { sed -n 's/^required-version = "==\(.*\)"$/\1/p' pyproject.toml; }
+has_ruff() { PATH=.venv/bin:$PATH ruff --version 2>/dev/null | grep -qx "ruff $(ruff_version)"; }
 need_clang_link() {
     echo 'int main(void) { return 0; }' | clang "$1" -x c -o /dev/null - >/dev/null 2>&1 || missing="$missing $2"
 }
@@ -21,6 +26,7 @@ find_missing() {
     missing=
     if [ "$1" = format ]; then
         need_command clang-format clang-format
+        has_ruff || need_python 'import venv, ensurepip' python3-venv
         return
     fi
     need_command "${CC:-cc}" gcc
@@ -64,6 +70,7 @@ as_root() {
 
 # shellcheck disable=SC2086
 install_missing() {
+    [ "${WEFT_INSTALL_DEPS:-1}" != 0 ] || return 1
     command -v apt-get >/dev/null 2>&1 && root=$(as_root) || return 1
     echo "Installing Debian packages:$missing"
     $root apt-get -qq -o DPkg::Lock::Timeout=300 update || true
@@ -71,14 +78,29 @@ install_missing() {
         --no-install-recommends $missing >/dev/null
 }
 
+install_ruff() {
+    if [ "${WEFT_INSTALL_DEPS:-1}" != 0 ]; then
+        echo "Installing ruff $(ruff_version) in .venv"
+        [ -x .venv/bin/python ] || python3 -m venv .venv
+        .venv/bin/python -m pip -q install "ruff==$(ruff_version)" && has_ruff && return
+    fi
+    echo "Missing on this machine, please install (a Python package): ruff==$(ruff_version)" >&2
+    exit 1
+}
+
+finish() {
+    [ "$1" != format ] || has_ruff || install_ruff
+    exit 0
+}
+
 # Twice, because some packages can be named only when others are there.
 for _ in 1 2; do
     find_missing "$1"
-    [ -z "$missing" ] && exit 0
+    [ -z "$missing" ] && finish "$1"
     install_missing || break
 done
 find_missing "$1"
-[ -z "$missing" ] && exit 0
+[ -z "$missing" ] && finish "$1"
 # Training works without a BLAS, only slower, and says so itself.
 [ "$1" = run ] && [ "$missing" = " libopenblas0-openmp" ] && exit 0
 
