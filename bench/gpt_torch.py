@@ -128,8 +128,11 @@ def load_safetensors(path):
     header = json.loads(data[8 : 8 + size])
     header.pop("__metadata__")
     return {
-        name: torch.from_numpy(numpy.frombuffer(data[8 + size + t["data_offsets"][0] : 8 + size + t["data_offsets"][1]],
-                                                numpy.float32).reshape(t["shape"]).copy())
+        name: torch.from_numpy(
+            numpy.frombuffer(data[8 + size + t["data_offsets"][0] : 8 + size + t["data_offsets"][1]], numpy.float32)
+            .reshape(t["shape"])
+            .copy()
+        )
         for name, t in header.items()
     }
 
@@ -172,8 +175,10 @@ class Trainer:
         self.rate, self.rate_end, self.clip, self.step = rate, rate_end, clip, 0
         matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and n not in ("embed.weight", "head.weight")]
         known = {id(p) for p in matrices}
-        groups = [{"params": matrices, "weight_decay": decay},
-                  {"params": [p for p in model.parameters() if id(p) not in known], "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": decay},
+            {"params": [p for p in model.parameters() if id(p) not in known], "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
 
     def advance(self):

@@ -53,9 +53,11 @@ def main():
     for mix in mixes:
         product = mix.transpose(-1, -2) @ product
     second = torch.linalg.svdvals(product)[..., 1]
-    print(f"{kind}, {len(mixes)} sites, {args.sequences * context} tokens: |res - 1/{streams}| largest "
-          f"{max(x.max().item() for x in off):.3g}, mean {sum(x.mean().item() for x in off) / len(off):.3g}; "
-          f"second singular value of the product: largest {second.max().item():.3g}")
+    print(
+        f"{kind}, {len(mixes)} sites, {args.sequences * context} tokens: |res - 1/{streams}| largest "
+        f"{max(x.max().item() for x in off):.3g}, mean {sum(x.mean().item() for x in off) / len(off):.3g}; "
+        f"second singular value of the product: largest {second.max().item():.3g}"
+    )
 
 
 if __name__ == "__main__":

@@ -31,10 +31,35 @@ TOLERANCE = 1e-4
 
 
 def run_weft(args, kind, text, out, steps):
-    command = [args.weft, "train", "--quiet", "--data", text, "--out", out, "--residual", kind, "--steps", str(steps),
-               "--threads", str(args.threads), "--layers", str(args.layers), "--channels", str(args.channels), "--heads",
-               str(args.heads), "--context", str(args.context), "--batch", str(args.batch), "--val-every", "0",
-               "--gain-every", "0"]
+    command = [
+        args.weft,
+        "train",
+        "--quiet",
+        "--data",
+        text,
+        "--out",
+        out,
+        "--residual",
+        kind,
+        "--steps",
+        str(steps),
+        "--threads",
+        str(args.threads),
+        "--layers",
+        str(args.layers),
+        "--channels",
+        str(args.channels),
+        "--heads",
+        str(args.heads),
+        "--context",
+        str(args.context),
+        "--batch",
+        str(args.batch),
+        "--val-every",
+        "0",
+        "--gain-every",
+        "0",
+    ]
     subprocess.run([str(c) for c in command], check=True, env={**os.environ, "OMP_WAIT_POLICY": args.wait})
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return [line for line in lines if "step" in line]
@@ -55,7 +80,14 @@ def main():
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--wait", default="passive", help="OMP_WAIT_POLICY of weft")
-    for name, default in (("threads", 2), ("layers", 4), ("channels", 128), ("heads", 4), ("context", 128), ("batch", 8)):
+    for name, default in (
+        ("threads", 2),
+        ("layers", 4),
+        ("channels", 128),
+        ("heads", 4),
+        ("context", 128),
+        ("batch", 8),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -72,8 +104,10 @@ def main():
             off = [(abs(line["loss"] - trainer.advance()), line["step"]) for line in lines]
             failed |= not all(difference <= TOLERANCE for difference, _ in off)  # max would lose a NaN
             worst, at = max(off, key=lambda pair: (pair[0] != pair[0], pair[0]))
-            print(f"{kind:16} {args.steps} steps, losses {lines[0]['loss']:.4f} to {lines[-1]['loss']:.4f}; "
-                  f"largest difference {worst:.2e} at step {at}")
+            print(
+                f"{kind:16} {args.steps} steps, losses {lines[0]['loss']:.4f} to {lines[-1]['loss']:.4f}; "
+                f"largest difference {worst:.2e} at step {at}"
+            )
             if not args.speed:
                 continue
             ours, theirs, tokens = [], [], args.batch * args.context

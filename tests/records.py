@@ -68,7 +68,14 @@ def record(*options, expect=0):
     """Runs the tool; the calls it made and the lines of the record."""
     CALLS.write_text("")
     env = {**os.environ, "WEFT_GOLDEN_DIR": str(WORK)}
-    command = [str(ROOT / "tools" / "gpu_record.py"), "--out", str(OUT), "--python", str(WORK / "python"), *map(str, options)]
+    command = [
+        str(ROOT / "tools" / "gpu_record.py"),
+        "--out",
+        str(OUT),
+        "--python",
+        str(WORK / "python"),
+        *map(str, options),
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == expect, (options, done.returncode, done.stdout, done.stderr)
     lines = [json.loads(line) for line in OUT.read_text().splitlines()] if OUT.is_file() else []
@@ -76,8 +83,11 @@ def record(*options, expect=0):
 
 
 def results(lines, part):
-    return {line.get("test") or line.get("file") or line.get("suite") or part: line["result"]
-            for line in lines[1:] if line["part"] == part and "result" in line}
+    return {
+        line.get("test") or line.get("file") or line.get("suite") or part: line["result"]
+        for line in lines[1:]
+        if line["part"] == part and "result" in line
+    }
 
 
 def edit(change):
@@ -102,9 +112,16 @@ machine, ptx = build("machine", "90a", tests), build("ptx", "80 (PTX)", tests)
 
 # Everything but the second build, which there is none of: that is written down, too.
 calls, lines, _ = record("--build", machine, "--jobs", 4, expect=1)
-assert lines[0]["gpu"] == "Made Up" and lines[0]["cuda"].startswith("compiled for 90a") and len(lines[0]["python"]) == 64
-assert results(lines, "tests") == {"test_good": "passed", "test_bad": "failed", "test_skips": "skipped",
-                                   "test_cuda_large": "passed", "test_cuda_gdn": "passed"}
+assert (
+    lines[0]["gpu"] == "Made Up" and lines[0]["cuda"].startswith("compiled for 90a") and len(lines[0]["python"]) == 64
+)
+assert results(lines, "tests") == {
+    "test_good": "passed",
+    "test_bad": "failed",
+    "test_skips": "skipped",
+    "test_cuda_large": "passed",
+    "test_cuda_gdn": "passed",
+}
 files = {p.name for p in (ROOT / "tests" / "python").glob("test_*.py")}
 assert results(lines, "python") == dict.fromkeys(files, "passed")
 shares = [line["share"] for line in lines if line.get("file") == "test_ops.py"]
@@ -121,7 +138,9 @@ whole = len(lines)
 # What passed is not run again; what failed is, and what was not built.
 broken.unlink()
 calls, lines, _ = record("--build", machine, "--ptx-build", ptx, "--missing", "--jobs", 4)
-again = [call for call in calls.splitlines() if "/machine/" in call and " info" not in call and "/tests/train.py" not in call]
+again = [
+    call for call in calls.splitlines() if "/machine/" in call and " info" not in call and "/tests/train.py" not in call
+]
 assert [call.split("/")[-1] for call in again if "/tests/" in call] == ["test_bad cuda"], again
 assert not any(" bench " in call or " --precision " in call for call in again) and "/python -m" not in calls
 assert results(lines, "tests")["test_bad"] == "passed"
@@ -156,12 +175,24 @@ assert not results(lines, "tests")
 record("--build", slow, "--parts", "tests", "--timeout", 1, expect=1)
 # An older build is timed in turns with this one, and may be faster nowhere.
 OUT.unlink()
-calls, lines, _ = record("--build", machine, "--against", build("equal", "90a", {}, us=98.5), "--parts", "against", "--suites", "te,small")
+calls, lines, _ = record(
+    "--build", machine, "--against", build("equal", "90a", {}, us=98.5), "--parts", "against", "--suites", "te,small"
+)
 turns = [line.split("/")[-2] for line in calls.splitlines() if " bench " in line]
 assert turns == ["equal", "machine", "machine", "equal"], turns
 one = next(line for line in lines if line.get("part") == "against")
 assert [one[k] for k in ("suite", "result", "rows", "slower", "worst")] == ["te", "passed", 1, 0, 1.0152], one
-_, lines, _ = record("--build", machine, "--against", build("older", "90a", {}, us=97.0), "--parts", "against", "--suites", "te", expect=1)
+_, lines, _ = record(
+    "--build",
+    machine,
+    "--against",
+    build("older", "90a", {}, us=97.0),
+    "--parts",
+    "against",
+    "--suites",
+    "te",
+    expect=1,
+)
 of = [line for line in lines if line.get("part") == "against"]
 assert [line.get("ratio") for line in of] == [1.0309, None] and of[1]["result"] == "failed", of
 verified = subprocess.run([str(ROOT / "tools" / "gpu_record.py"), "--verify"], capture_output=True, text=True)

@@ -21,7 +21,21 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 WEFT, WORK = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
-SMALL = ["--layers", "2", "--channels", "32", "--heads", "2", "--context", "32", "--batch", "4", "--quiet", "--threads", "1"]
+SMALL = [
+    "--layers",
+    "2",
+    "--channels",
+    "32",
+    "--heads",
+    "2",
+    "--context",
+    "32",
+    "--batch",
+    "4",
+    "--quiet",
+    "--threads",
+    "1",
+]
 ENV = {**os.environ, "OMP_WAIT_POLICY": "passive"}
 HANG_S = float(os.environ.get("WEFT_TEST_HANG_S", 600))  # ends a hang; how fast the machine is does not matter
 failures = 0
@@ -42,8 +56,16 @@ def weft(*args, limit=None, cwd=None, before=()):
     env = ENV if limit is None else {**ENV, "TMPDIR": str(WORK / "nowhere")}
     words = [word if isinstance(word, bytes) else str(word) for word in args]
     try:
-        result = subprocess.run([*before, str(WEFT), *words], capture_output=True, text=True, errors="replace",
-                                env=env, cwd=cwd or WORK, preexec_fn=limits, timeout=HANG_S)
+        result = subprocess.run(
+            [*before, str(WEFT), *words],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=env,
+            cwd=cwd or WORK,
+            preexec_fn=limits,
+            timeout=HANG_S,
+        )
     except subprocess.TimeoutExpired:
         return None, "", f"ended after {HANG_S} s: it hangs"
     return result.returncode, result.stdout, result.stderr
@@ -68,7 +90,11 @@ def figures(out):
 def figures_so_far(out):
     """The same of a log that grows."""
     log = WORK / out / "log.jsonl"
-    return [line for line in (log.read_bytes().splitlines(True) if log.exists() else []) if line.startswith(b'{"step"') and line.endswith(b"\n")]
+    return [
+        line
+        for line in (log.read_bytes().splitlines(True) if log.exists() else [])
+        if line.startswith(b'{"step"') and line.endswith(b"\n")
+    ]
 
 
 def checkpoint(out, step):
@@ -141,7 +167,9 @@ def setup():
     WORK.mkdir(parents=True)
     rng = random.Random(1)
     words = ["stream", "residual", "mixes", "the", "a", "gain", "of", "one", "and", "layer", "into", "next"]
-    (WORK / "text.txt").write_text("".join(rng.choice(words) + rng.choice([" ", " ", ", ", ".\n"]) for _ in range(4000)))
+    (WORK / "text.txt").write_text(
+        "".join(rng.choice(words) + rng.choice([" ", " ", ", ", ".\n"]) for _ in range(4000))
+    )
 
 
 def killed_run(out, options, steps, signals, rng):
@@ -151,7 +179,17 @@ def killed_run(out, options, steps, signals, rng):
     struck, log = [], WORK / out / "log.jsonl"
     for number, target in zip(signals, targets, strict=True):
         node = log.stat().st_ino if log.exists() else None
-        command = [str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", out, *map(str, options), "--resume"]
+        command = [
+            str(WEFT),
+            "train",
+            *SMALL,
+            "--data",
+            str(WORK / "text.txt"),
+            "--out",
+            out,
+            *map(str, options),
+            "--resume",
+        ]
         process = subprocess.Popen(command, cwd=WORK, env=ENV, stderr=subprocess.PIPE, text=True)
         # The log of a run that goes on is a new file. One moment in four is while it starts.
         while target % 4 and process.poll() is None:
@@ -176,13 +214,28 @@ def killed_run(out, options, steps, signals, rng):
 def kill_and_resume():
     """WEFT_TEST_KILLS of them, over every kind of residual connection and optimiser."""
     kills = int(os.environ.get("WEFT_TEST_KILLS", 24))
-    kinds = [(kind, optimizer) for kind in ("residual", "hc", "mhc", "mhc_single_pass") for optimizer in ("adamw", "muon")]
+    kinds = [
+        (kind, optimizer) for kind in ("residual", "hc", "mhc", "mhc_single_pass") for optimizer in ("adamw", "muon")
+    ]
     turns = [(signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[i % 3] for i in range(kills)]
     by_signal, seed = {number: 0 for number in turns}, 0
     for index, (kind, optimizer) in enumerate(kinds):
         mine = [turns[i] for i in range(kills) if i // 3 % len(kinds) == index]
         steps = max(100, 20 * len(mine))
-        options = ["--residual", kind, "--optimizer", optimizer, "--steps", steps, "--save-every", 7, "--val-every", 10, "--dropout", 0.1]
+        options = [
+            "--residual",
+            kind,
+            "--optimizer",
+            optimizer,
+            "--steps",
+            steps,
+            "--save-every",
+            7,
+            "--val-every",
+            10,
+            "--dropout",
+            0.1,
+        ]
         whole = f"whole-{kind}-{optimizer}"
         code, _, err = train(whole, *options)
         say(f"a run, {kind} and {optimizer}", code == 0 and len(figures(whole)) == steps, err)
@@ -198,7 +251,11 @@ def kill_and_resume():
             ok = not problem and same_checkpoint(whole, out, steps) and figures(whole) == figures(out)
             say(f"killed {count} times after steps {struck} and resumed, bit for bit (seed {seed})", ok, problem)
             left = visible(out)
-            say("and nothing else is left there", len(left) == 4 and left[0] == "log.jsonl" and left[3] == expected[-1], str(left))
+            say(
+                "and nothing else is left there",
+                len(left) == 4 and left[0] == "log.jsonl" and left[3] == expected[-1],
+                str(left),
+            )
             if not ok:
                 break
             mine = mine[count:]
@@ -218,7 +275,9 @@ def asked_to_stop(out, *args):
             return None, 0
 
     old = state()[0]
-    process = subprocess.Popen([str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", out, *args], cwd=WORK, env=ENV)
+    process = subprocess.Popen(
+        [str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", out, *args], cwd=WORK, env=ENV
+    )
     new = state()
     while process.poll() is None and new[0] in (None, old):
         time.sleep(0.02)
@@ -250,12 +309,26 @@ def processes():
     say("two processes are one with two micro-batches", ok and apart("one", "two") < 1e-4, err)
     code, _, err = train("gone", "--steps", 5, "--rate", 1e30, before=two)
     say("several processes end together", code != 0, err)
-    command = [*two, str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", "dies", "--steps", "1000000",
-               "--save-every", "5"]
+    command = [
+        *two,
+        str(WEFT),
+        "train",
+        *SMALL,
+        "--data",
+        str(WORK / "text.txt"),
+        "--out",
+        "dies",
+        "--steps",
+        "1000000",
+        "--save-every",
+        "5",
+    ]
     process = subprocess.Popen(command, cwd=WORK, env=ENV, stderr=subprocess.PIPE, text=True)
     for _ in range(200):
         time.sleep(0.1)
-        ranks = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
+        ranks = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
+        ).stdout.split()
         if len(ranks) == 2 and list((WORK / "dies").glob("step-*")):
             break
     os.kill(int(ranks[1]), signal.SIGKILL)
@@ -263,7 +336,9 @@ def processes():
     say("a process that dies ends the run", process.returncode != 0 and "signal" in err, err)
     left = last_checkpoint("dies")
     code = asked_to_stop("dies", "--resume", "--steps", "1000000", "--save-every", "5")
-    say("and its checkpoints are whole", code == 0 and last_checkpoint("dies") > left > "", f"exit {code}, after {left}")
+    say(
+        "and its checkpoints are whole", code == 0 and last_checkpoint("dies") > left > "", f"exit {code}, after {left}"
+    )
 
 
 # ---- several processes that must agree ---------------------------------------------------------------------------------
@@ -274,10 +349,29 @@ def ranks_begin(out, *apps):
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
     for number, (args, before) in enumerate(apps):
         command += [":"] if number else []
-        command += ["-np", "1", *before, str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", out, *map(str, args)]
+        command += [
+            "-np",
+            "1",
+            *before,
+            str(WEFT),
+            "train",
+            *SMALL,
+            "--data",
+            str(WORK / "text.txt"),
+            "--out",
+            out,
+            *map(str, args),
+        ]
     # The MPI library keeps memory until the end, which is not the program's to free.
-    return subprocess.Popen(command, cwd=WORK, env={**ENV, "ASAN_OPTIONS": "detect_leaks=0"}, stdout=subprocess.DEVNULL,
-                            stderr=subprocess.PIPE, text=True, errors="replace")
+    return subprocess.Popen(
+        command,
+        cwd=WORK,
+        env={**ENV, "ASAN_OPTIONS": "detect_leaks=0"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
 
 
 def ranks_end(process):
@@ -296,8 +390,11 @@ def ranks_differ(name, words, *apps):
     code, err = ranks_end(ranks_begin("differ", *((a, ()) if isinstance(a, list) else a for a in apps)))
     lines = [line for line in err.splitlines() if line.startswith("weft train: ")]
     ok = code == 2 and len(lines) == len(apps) and len(set(lines)) == 1 and all(word in lines[0] for word in words)
-    say(f"{name} on one of {len(apps)} processes", ok and not (WORK / "differ").exists() and "Sanitizer" not in err,
-        f"exit {code}, {err.strip()[:600]}")
+    say(
+        f"{name} on one of {len(apps)} processes",
+        ok and not (WORK / "differ").exists() and "Sanitizer" not in err,
+        f"exit {code}, {err.strip()[:600]}",
+    )
     shutil.rmtree(WORK / "differ", ignore_errors=True)
 
 
@@ -313,18 +410,30 @@ def disagreeing_ranks():
     both = ["--seed is 2 (rank 0), 1 (ranks 1-2)", "--clip is 1 (ranks 0, 2), 3 (rank 1)"]
     ranks_differ("another option", both, [*few, "--seed", 2], [*few, "--clip", 3], few)
     (WORK / "rate.conf").write_text("rate = 2e-3\n")
-    ranks_differ("a file of options", ["--rate is 0.001 (rank 0), 0.002 (rank 1)"], few, [*few, "--config", "rate.conf"])
+    ranks_differ(
+        "a file of options", ["--rate is 0.001 (rank 0), 0.002 (rank 1)"], few, [*few, "--config", "rate.conf"]
+    )
     text = (WORK / "text.txt").read_text()
     (WORK / "swapped.txt").write_text(text[:-2] + text[-1] + text[-2])
     ranks_differ("a text of the same size", ["the text of --data is"], few, [*few, "--data", "swapped.txt"])
     ranks_differ("no text", ["rank 2: nowhere.txt: No such file"], few, few, [*few, "--data", "nowhere.txt"])
     ranks_differ("options that contradict", ["rank 0: --warmup: expected at most --steps, which is 3, got 9"], [*few, "--warmup", 9], few)
     code, err = ranks_end(ranks_begin("differ", ([*few, "--help"], ()), (few, ())))
-    say("help on one of 2 processes", code == 2 and "rank 0: its options do not start a run" in err, f"exit {code}, {err}")
+    say(
+        "help on one of 2 processes",
+        code == 2 and "rank 0: its options do not start a run" in err,
+        f"exit {code}, {err}",
+    )
     code, err = ranks_end(ranks_begin("differ", ([*few, "--bogus"], ()), (few, ())))
-    say("an unknown option on one of 2 processes", code == 2 and "unknown option '--bogus'" in err, f"exit {code}, {err}")
+    say(
+        "an unknown option on one of 2 processes",
+        code == 2 and "unknown option '--bogus'" in err,
+        f"exit {code}, {err}",
+    )
     shutil.copy(WORK / "text.txt", WORK / "copy.txt")
-    code, err = ranks_end(ranks_begin("same", ([*few, "--threads", 2], ()), ([*few, "--data", "copy.txt", "--quiet"], ())))
+    code, err = ranks_end(
+        ranks_begin("same", ([*few, "--threads", 2], ()), ([*few, "--data", "copy.txt", "--quiet"], ()))
+    )
     say("threads and the text's path may differ", code == 0 and len(figures("same")) == 3, f"exit {code}, {err}")
 
 
@@ -334,11 +443,17 @@ def disagreeing_machines():
         print("skip disagreeing machines: no mpirun or no compiler")
         return
     few = ["--steps", 3]
-    for function, value, word in (("const char *weft_version(void)", '"9.8.7"', "the version of the library is"),
-                                  ("int weft_cpu_isa(void)", "1", "the instruction set is")):
+    for function, value, word in (
+        ("const char *weft_version(void)", '"9.8.7"', "the version of the library is"),
+        ("int weft_cpu_isa(void)", "1", "the instruction set is"),
+    ):
         other = WORK / "other.so"
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", other, "-x", "c", "-"], input=f"{function} {{ return {value}; }}", text=True,
-                       check=True)
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", "-o", other, "-x", "c", "-"],
+            input=f"{function} {{ return {value}; }}",
+            text=True,
+            check=True,
+        )
         before = ("env", f"LD_PRELOAD={other}")
         _, facts, err = weft("info", before=before)
         if "ASan runtime does not come first" in err or facts == weft("info")[1]:
@@ -365,10 +480,12 @@ def disagreeing_checkpoints():
     for name in ("step-00000002", "step-00000004"):
         shutil.copytree(WORK / "shared" / name, WORK / "behind" / name)
     found = "the checkpoint found in --out is step-00000006 (rank 0), "
-    for name, words, args in (("no checkpoint", [found + "none (rank 1)"], [*options, "--out", "empty"]),
-                              ("an older checkpoint", [found + "step-00000004 (rank 1)"], [*options, "--out", "behind"]),
-                              ("a checkpoint of another run", ["the state of the model is"], [*options, "--out", "alone"]),
-                              ("no --resume", ["rank 1: alone holds a run already"], [*options[:-1], "--out", "alone"])):
+    for name, words, args in (
+        ("no checkpoint", [found + "none (rank 1)"], [*options, "--out", "empty"]),
+        ("an older checkpoint", [found + "step-00000004 (rank 1)"], [*options, "--out", "behind"]),
+        ("a checkpoint of another run", ["the state of the model is"], [*options, "--out", "alone"]),
+        ("no --resume", ["rank 1: alone holds a run already"], [*options[:-1], "--out", "alone"]),
+    ):
         ranks_differ(name, words, [*options, "--out", "shared"], args)
     say("no folder is made for it", not (WORK / "empty").exists())
     left = {p.name: p.read_bytes() for p in (WORK / "shared").rglob("*") if p.is_file()}
@@ -381,7 +498,9 @@ def disagreeing_checkpoints():
 def ranks_of(process):
     """Process ids by rank."""
     found = {}
-    for pid in subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split():
+    for pid in subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
+    ).stdout.split():
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
@@ -403,7 +522,9 @@ def wait_until(process, true):
 def last_step(out):
     log = WORK / out / "log.jsonl"
     lines = log.read_text().splitlines() if log.exists() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith("}") and line.startswith('{"step"')), default=0)
+    return max(
+        (json.loads(line)["step"] for line in lines if line.endswith("}") and line.startswith('{"step"')), default=0
+    )
 
 
 def signalled_ranks():
@@ -413,8 +534,10 @@ def signalled_ranks():
         print("skip signalled processes: no mpirun")
         return
     endless = ["--steps", 1000000, "--dropout", 0.1]
-    for count, stops in ((2, ((1, signal.SIGTERM), (0, signal.SIGINT), ("mpirun", signal.SIGTERM), ("mpirun", signal.SIGUSR1))),
-                         (3, ((2, signal.SIGINT), (0, signal.SIGTERM)))):
+    for count, stops in (
+        (2, ((1, signal.SIGTERM), (0, signal.SIGINT), ("mpirun", signal.SIGTERM), ("mpirun", signal.SIGUSR1))),
+        (3, ((2, signal.SIGINT), (0, signal.SIGTERM))),
+    ):
         out = f"signalled{count}"
         for target, number in stops:
             before = last_step(out)
@@ -429,15 +552,22 @@ def signalled_ranks():
                 say(f"{name} ends the run", code is not None, err)
                 continue
             saved = last_checkpoint(out)
-            say(f"{name} stops all and saves", code == 0 and saved == f"step-{last_step(out):08d}" and int(saved[5:]) > begun,
-                f"exit {code}, {saved}, step {last_step(out)}, {err}")
+            say(
+                f"{name} stops all and saves",
+                code == 0 and saved == f"step-{last_step(out):08d}" and int(saved[5:]) > begun,
+                f"exit {code}, {saved}, step {last_step(out)}, {err}",
+            )
         last = last_step(out)
         process = ranks_begin(f"whole{count}", *[([*endless, "--save-every", last or 1], ())] * count)
         wait_until(process, lambda: last_checkpoint(f"whole{count}"))
         process.send_signal(signal.SIGUSR1)
         code, err = ranks_end(process)
         same = same_checkpoint(out, f"whole{count}", last) and figures(out) == figures(f"whole{count}")[:last]
-        say(f"stopped and resumed, {count} processes have the bits of a run that was not", code == 0 and same, f"exit {code}, {err}")
+        say(
+            f"stopped and resumed, {count} processes have the bits of a run that was not",
+            code == 0 and same,
+            f"exit {code}, {err}",
+        )
 
 
 def recompute():
@@ -465,7 +595,11 @@ def kinds():
 def report():
     code, out, err = weft("report", "--runs", "kind-residual,kind-hc,kind-mhc/log.jsonl", "--out", "page.html")
     page = (WORK / "page.html").read_text() if code == 0 else ""
-    say("a report", page.count("<svg") == 8 and page.count("</svg>") == 8 and "nan" not in page and "http" not in page, err)
+    say(
+        "a report",
+        page.count("<svg") == 8 and page.count("</svg>") == 8 and "nan" not in page and "http" not in page,
+        err,
+    )
     (WORK / "foreign.jsonl").write_text("no log\n")
     (WORK / "cut.jsonl").write_text('{"step":1,"loss":2.5}\n{"step":2,"lo')
     for path, word in (("nowhere", "No such file"), ("foreign.jsonl", "line 1"), ("text.txt", "line 1"), (",", "--runs: expected a folder or a log")):
@@ -479,6 +613,7 @@ def report():
 
 def odd_reports():
     """Logs with any numbers and names in them: a page that ends, in UTF-8, every number in it finite, every chart well-formed."""
+
     def wrong(page):
         if not is_utf8(page):
             return "not UTF-8"
@@ -499,15 +634,25 @@ def odd_reports():
         Path(os.fsdecode(folder), "log.jsonl").write_text(log)
         code, _, err = weft("report", "--runs", b"report-base," + folder, "--out", "odd.html")
         alone = weft("report", "--runs", folder, "--out", "odd-alone.html")[0]
-        detail = "" if code or alone else wrong((WORK / "odd.html").read_bytes()) or wrong((WORK / "odd-alone.html").read_bytes())
+        detail = (
+            ""
+            if code or alone
+            else wrong((WORK / "odd.html").read_bytes()) or wrong((WORK / "odd-alone.html").read_bytes())
+        )
         say(f"report of {name}", code == alone == 0 and not detail, f"exit {code}, {alone}: {err} {detail}")
 
     train("report-base", "--steps", 4)
     shows("a run without figures", '{"step":1,"loss":null,"seconds":null}\n')
-    shows("a run that went wrong", '{"step":1,"loss":inf,"seconds":inf,"bytes":inf,"row_gain":inf,"layer_gradient_norms":[nan,inf,1]}\n'
-          '{"step":2,"loss":nan,"gradient_norm":-inf,"row_gain_max":1e999}\n')
-    shows("numbers at the ends of their range", '{"step":1,"loss":1e308,"gradient_norm":1e308,"seconds":1e308,"bytes":5e-324}\n'
-          '{"step":2,"loss":-1e308,"gradient_norm":5e-324,"seconds":1e-308,"row_gain":5e-324}\n')
+    shows(
+        "a run that went wrong",
+        '{"step":1,"loss":inf,"seconds":inf,"bytes":inf,"row_gain":inf,"layer_gradient_norms":[nan,inf,1]}\n'
+        '{"step":2,"loss":nan,"gradient_norm":-inf,"row_gain_max":1e999}\n',
+    )
+    shows(
+        "numbers at the ends of their range",
+        '{"step":1,"loss":1e308,"gradient_norm":1e308,"seconds":1e308,"bytes":5e-324}\n'
+        '{"step":2,"loss":-1e308,"gradient_norm":5e-324,"seconds":1e-308,"row_gain":5e-324}\n',
+    )
     shows("losses that differ in their last bit", '{"step":1,"loss":2.5}\n{"step":2,"loss":2.5000000000000004}\n')
     shows("large losses that are one", '{"step":1,"loss":1e60}\n{"step":2,"loss":1e60}\n')
     shows("a late step", '{"step":9007199254740992,"loss":1}\n')
@@ -516,21 +661,53 @@ def odd_reports():
         code, _, err = weft("report", "--runs", "odd.jsonl", "--out", "never.html")
         say(f"report of step {step}", code == 2 and "whole number" in err, f"exit {code}: {err}")
     figures = '{"step":1,"loss":1,"seconds":1}\n'
-    for run in (b"latin-\xe9", b"half-\xe2\x82", b"<b>&\"'", b"x" * 57 + "\u20ac\u20ac\u20ac".encode(), b"control-\x01\x7f"):
+    for run in (
+        b"latin-\xe9",
+        b"half-\xe2\x82",
+        b"<b>&\"'",
+        b"x" * 57 + "\u20ac\u20ac\u20ac".encode(),
+        b"control-\x01\x7f",
+    ):
         shows(f"a run called {run!r}", figures, run)
     long = "\u20ac" * 50
-    shows("long names in a log", json.dumps({"options": {"residual": long, "layers": long, "optimizer": long, "context": long}},
-                                            ensure_ascii=False) + "\n" + figures)
+    shows(
+        "long names in a log",
+        json.dumps(
+            {"options": {"residual": long, "layers": long, "optimizer": long, "context": long}}, ensure_ascii=False
+        )
+        + "\n"
+        + figures,
+    )
     rng = random.Random(13)
-    columns = ("loss", "val_loss", "rate", "gradient_norm", "seconds", "tokens_per_s", "row_gain", "row_gain_max", "column_gain",
-               "column_gain_max", "bytes", "stream_bytes", "peak_bytes")
+    columns = (
+        "loss",
+        "val_loss",
+        "rate",
+        "gradient_norm",
+        "seconds",
+        "tokens_per_s",
+        "row_gain",
+        "row_gain_max",
+        "column_gain",
+        "column_gain_max",
+        "bytes",
+        "stream_bytes",
+        "peak_bytes",
+    )
     for number in range(20):
         lines = []
         for step in sorted(rng.choice((rng.randrange(9), rng.randrange(1 << 53))) for _ in range(rng.randrange(1, 9))):
-            values = (f"{rng.choice((-1, 1)) * 10 ** rng.uniform(-330, 308):.17g}" if rng.random() < 0.7 else
-                      rng.choice(("null", "nan", "inf", "-inf", "0", "-0", "1", "1e999")) for _ in columns)
-            lines.append(f'{{"step":{step},' + ",".join(f'"{c}":{v}' for c, v in zip(columns, values, strict=True) if rng.random() < 0.8)
-                         + ',"layer_gradient_norms":[1e-300,nan,1e300,2]}')
+            values = (
+                f"{rng.choice((-1, 1)) * 10 ** rng.uniform(-330, 308):.17g}"
+                if rng.random() < 0.7
+                else rng.choice(("null", "nan", "inf", "-inf", "0", "-0", "1", "1e999"))
+                for _ in columns
+            )
+            lines.append(
+                f'{{"step":{step},'
+                + ",".join(f'"{c}":{v}' for c, v in zip(columns, values, strict=True) if rng.random() < 0.8)
+                + ',"layer_gradient_norms":[1e-300,nan,1e300,2]}'
+            )
         shows(f"any numbers, {number}", "\n".join(lines).replace(",,", ",") + "\n")
 
 
@@ -538,7 +715,13 @@ def config_file():
     (WORK / "run.conf").write_text("# a run\nresidual = hc\nsteps=3\nbias = on   # biases\n\nlayers = 1\n")
     code, _, err = train("conf", "--config", "run.conf", "--layers", 2)
     head = json.loads((WORK / "conf/log.jsonl").read_text().splitlines()[0])["options"] if code == 0 else {}
-    ok = code == 0 and head["residual"] == "hc" and head["bias"] == "on" and head["layers"] == "2" and head["steps"] == "3"
+    ok = (
+        code == 0
+        and head["residual"] == "hc"
+        and head["bias"] == "on"
+        and head["layers"] == "2"
+        and head["steps"] == "3"
+    )
     say("a file of options; the command line takes precedence", ok, err)
     for text, word in (("layers = two\n", "line 1"), ("\nlayer = 2\n", "unknown option 'layer'"), ("steps 3\n", "name = value"),
                        ("bias = 1\n", "line 1: bias: expected on or off, got '1'"), ("seed = 1\nseed = 2\n", "twice"), ("steps = 3\0", "not text")):
@@ -568,7 +751,12 @@ def bad_data():
     (WORK / "short.txt").write_text("too short")
     (WORK / "binary.bin").write_bytes(bytes(range(256)) * 100)
     (WORK / "folder").mkdir()
-    for data, word in (("empty.txt", "no text"), ("short.txt", "too few"), ("binary.bin", "not text"), ("folder", "no text")):
+    for data, word in (
+        ("empty.txt", "no text"),
+        ("short.txt", "too few"),
+        ("binary.bin", "not text"),
+        ("folder", "no text"),
+    ):
         refused(f"--data {data}", word, 2, "--data", data, "--out", "never")
     refused("no --data outside the source tree", "--data", 2, "--out", "never")
 
@@ -595,16 +783,29 @@ def bad_checkpoints():
     model = whole["model.safetensors"]
     damaged("truncated", "model.safetensors", lambda p: p.write_bytes(model[: len(model) // 2]), "truncated?")
     damaged("an empty file", "model.safetensors", lambda p: p.write_bytes(b""), "too few")
-    damaged("a foreign file", "model.safetensors", lambda p: p.write_bytes(struct.pack("<Q", 2) + b"{}"), "not a checkpoint of weft")
+    damaged(
+        "a foreign file",
+        "model.safetensors",
+        lambda p: p.write_bytes(struct.pack("<Q", 2) + b"{}"),
+        "not a checkpoint of weft",
+    )
     damaged("a missing file", "optimizer.safetensors", lambda p: p.unlink(), "No such file")
-    damaged("files exchanged", "model.safetensors", lambda p: p.write_bytes(whole["optimizer.safetensors"]), "tensors, the model has")
+    damaged(
+        "files exchanged",
+        "model.safetensors",
+        lambda p: p.write_bytes(whole["optimizer.safetensors"]),
+        "tensors, the model has",
+    )
     say("the checksum is that of the file with zeros in its place", rewritten(model) == model)
     poisoned = rewritten(model, tensors=b"\xff" * 64)
     damaged("a value that is not finite", "model.safetensors", lambda p: p.write_bytes(poisoned), "not finite")
     for name, metadata, word in (
-        ("a checksum that was removed", {"crc32c": None}, "no checksum"), ("another format", {"weft": "3"}, "format 3"),
-        ("no format", {"weft": None}, "not a checkpoint of weft"), ("another step", {"step": "3"}, "called after its step"),
-        ("no step", {"step": "4 "}, "no step"), ("options of more layers", {"option.layers": "200"}, "tensors, the model has"),
+        ("a checksum that was removed", {"crc32c": None}, "no checksum"),
+        ("another format", {"weft": "3"}, "format 3"),
+        ("no format", {"weft": None}, "not a checkpoint of weft"),
+        ("another step", {"step": "3"}, "called after its step"),
+        ("no step", {"step": "4 "}, "no step"),
+        ("options of more layers", {"option.layers": "200"}, "tensors, the model has"),
         ("options of a huge model", {"option.channels": "1048576", "option.heads": "1024"}, "another shape"),
         ("a text that is not escaped", {"option.data": "100%.txt"}, "--data in the checkpoint"),
         ("a zero in a text", {"option.data": "a%00"}, "--data in the checkpoint"),
@@ -621,8 +822,10 @@ def flipped_bits():
     """Any bit of a checkpoint that is another is noticed, in the length, the header, the metadata and the tensors."""
     train("flipped", "--steps", 2)
     folder = WORK / "flipped/step-00000002"
-    for file, command in (("model.safetensors", ("sample", "--from", "flipped", "--count", 1)),
-                          ("optimizer.safetensors", ("train", "--resume", "--quiet", "--threads", 1, "--out", "flipped"))):
+    for file, command in (
+        ("model.safetensors", ("sample", "--from", "flipped", "--count", 1)),
+        ("optimizer.safetensors", ("train", "--resume", "--quiet", "--threads", 1, "--out", "flipped")),
+    ):
         whole = (folder / file).read_bytes()
         header = 8 + struct.unpack("<Q", whole[:8])[0]
         rng = random.Random(file)
@@ -648,20 +851,29 @@ def older_format():
     (WORK / "50%41.txt").write_bytes((WORK / "text.txt").read_bytes())
     code, _, err = weft("train", *SMALL, "--data", "50%41.txt", "--out", "older", "--steps", 2)
     for path in (WORK / "older/step-00000002").iterdir():
-        path.write_bytes(rewritten(path.read_bytes(), {"weft": "1", "crc32c": None, "option.data": "50%41.txt", "option.steps": "4"}))
+        path.write_bytes(
+            rewritten(path.read_bytes(), {"weft": "1", "crc32c": None, "option.data": "50%41.txt", "option.steps": "4"})
+        )
     code, out, err = weft("sample", "--from", "older", "--count", 5)
     say("a sample of format 1, with a word about it", code == 0 and len(out) > 5 and "no checksum" in err, err)
     code, _, err = weft("train", "--resume", "--quiet", "--threads", 1, "--out", "older")
-    say("a run of format 1 goes on, with a word about it", code == 0 and "no checksum" in err and checkpoint("older", 4), err)
+    say(
+        "a run of format 1 goes on, with a word about it",
+        code == 0 and "no checksum" in err and checkpoint("older", 4),
+        err,
+    )
     code, _, err = weft("sample", "--from", "older", "--count", 5)
     say("and is of the new format then", code == 0 and not err, err)
 
 
 def one_folder():
     """Several processes in one folder: one of them trains, the others are rejected, and readers work all the while."""
+
     def begin(out, *args):
         command = [str(WEFT), "train", *SMALL, "--data", str(WORK / "text.txt"), "--out", out, *args]
-        return subprocess.Popen(command, cwd=WORK, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, cwd=WORK, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
 
     def until_saved(process, out):
         while process.poll() is None and not last_checkpoint(out):
@@ -671,9 +883,17 @@ def one_folder():
     until_saved(first, "one-folder")
     for args in (("--resume",), (), ("--resume", "--keep", 1)):
         code, _, err = train("one-folder", "--steps", 1000000, *args)
-        say(f"a second process {' '.join(map(str, args))}", code == 2 and f"process {first.pid} " in err, f"exit {code}: {err}")
+        say(
+            f"a second process {' '.join(map(str, args))}",
+            code == 2 and f"process {first.pid} " in err,
+            f"exit {code}: {err}",
+        )
     results = [weft("sample", "--from", "one-folder", "--count", 3, "--threads", 1) for _ in range(20)]
-    say("samples of a run that drops its checkpoints", all(r[0] == 0 for r in results), str([r[2] for r in results if r[0]]))
+    say(
+        "samples of a run that drops its checkpoints",
+        all(r[0] == 0 for r in results),
+        str([r[2] for r in results if r[0]]),
+    )
     code, _, err = weft("report", "--runs", "one-folder", "--out", "one-folder.html")
     say("a report of a run that trains", code == 0, err)
     say("the first goes on", first.poll() is None)
@@ -686,15 +906,23 @@ def one_folder():
     crowd = [begin("crowd", "--steps", "20", "--save-every", "5") for _ in range(6)]
     errors = [process.communicate()[1] for process in crowd]
     codes = sorted(process.returncode for process in crowd)
-    say("of six at once one trains", codes == [0, 2, 2, 2, 2, 2] and same_checkpoint("crowd", "crowd-alone", 20)
-        and figures("crowd") == figures("crowd-alone"), f"{codes} {errors}")
+    say(
+        "of six at once one trains",
+        codes == [0, 2, 2, 2, 2, 2]
+        and same_checkpoint("crowd", "crowd-alone", 20)
+        and figures("crowd") == figures("crowd-alone"),
+        f"{codes} {errors}",
+    )
 
 
 def changing_text():
     """Text that changes under a run: what is gone is an error with a name in it, what can still be read is as it was."""
+
     def begin(out, data):
         command = [str(WEFT), "train", *SMALL, "--data", data, "--out", out, "--steps", "1000000", "--save-every", "1"]
-        process = subprocess.Popen(command, cwd=WORK, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, cwd=WORK, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         while process.poll() is None and not last_checkpoint(out):
             time.sleep(0.02)
         return process
@@ -707,7 +935,10 @@ def changing_text():
             return process.returncode, "trains on: " + process.communicate()[1]
 
     text = (WORK / "text.txt").read_bytes()
-    for name, change, word in (("cut short", lambda p: os.truncate(p, 100), "shorter"), ("emptied", lambda p: os.truncate(p, 0), "shorter")):
+    for name, change, word in (
+        ("cut short", lambda p: os.truncate(p, 100), "shorter"),
+        ("emptied", lambda p: os.truncate(p, 0), "shorter"),
+    ):
         path = WORK / "changing.txt"
         path.write_bytes(text)
         out = f"text-{name.replace(' ', '-')}"
@@ -717,7 +948,10 @@ def changing_text():
         ok = process.returncode == 1 and f"changing.txt: has become {word}" in err and "last good checkpoint" in err
         say(f"a text that is {name} while it is learnt", ok, f"exit {process.returncode}: {err}")
         path.write_bytes(text)
-        say("goes on once the text is back", asked_to_stop(out, "--data", path.name, "--resume", "--steps", "1000000") == 0)
+        say(
+            "goes on once the text is back",
+            asked_to_stop(out, "--data", path.name, "--resume", "--steps", "1000000") == 0,
+        )
 
     path.write_bytes(text)
     process = begin("text-replaced", path.name)
@@ -750,7 +984,11 @@ def changing_text():
                 (folder / "new").write_bytes(path.read_bytes())
                 (folder / "new").rename(path)
         err = end(process)[1]
-        say(f"300 texts that are {name} while they are learnt", process.returncode == 1 and word in err, f"exit {process.returncode}: {err}")
+        say(
+            f"300 texts that are {name} while they are learnt",
+            process.returncode == 1 and word in err,
+            f"exit {process.returncode}: {err}",
+        )
 
 
 def huge_context():
@@ -761,17 +999,30 @@ def huge_context():
     before = weft(*asked)
     model.write_bytes(rewritten(model.read_bytes(), {"option.context": str(1 << 20)}))
     after = weft(*asked)
-    say("a sample of a file that names a context of 1048576", before[0] == 0 and after == before, f"exit {after[0]}: {after[2]}")
+    say(
+        "a sample of a file that names a context of 1048576",
+        before[0] == 0 and after == before,
+        f"exit {after[0]}: {after[2]}",
+    )
 
 
 def odd_names():
     """Text under names that are not UTF-8, and more names than a path has room for: resume, sample and report read all of them."""
     text = (WORK / "text.txt").read_bytes()
-    names = [b"latin-\xe9.txt", b"half-\xe2\x82.txt", b"quote\"back\\slash.txt", b"tab\t100%25.txt", "stra\u00dfe.txt".encode(), b"%FF\xff.txt"]
+    names = [
+        b"latin-\xe9.txt",
+        b"half-\xe2\x82.txt",
+        b'quote"back\\slash.txt',
+        b"tab\t100%25.txt",
+        "stra\u00dfe.txt".encode(),
+        b"%FF\xff.txt",
+    ]
     many = [b"part-%04d-" % i + b"x" * 100 + b".txt" for i in range(1000)]
     for out, files in (("odd-names", names), ("many-names", many)):
         for i, name in enumerate(files):
-            (Path(os.fsdecode(os.fsencode(WORK) + b"/" + name))).write_bytes(text[i * len(text) // len(files) : (i + 1) * len(text) // len(files)])
+            (Path(os.fsdecode(os.fsencode(WORK) + b"/" + name))).write_bytes(
+                text[i * len(text) // len(files) : (i + 1) * len(text) // len(files)]
+            )
         data = b",".join(files)
         code, _, err = weft("train", *SMALL, "--data", data, "--out", out, "--steps", 2)
         say(f"{out}: a run over {len(data)} bytes of names", code == 0, err)
@@ -792,18 +1043,25 @@ def odd_names():
 
 def renamed_checkpoints():
     """Names that the program does not give are removed as they are, or left alone, and the run goes on."""
+
     def names(out):
         return sorted(p.name for p in (WORK / out).glob("step-*"))
 
     train("renamed", "--steps", 4, "--save-every", 2)
     (WORK / "renamed/step-00000002").rename(WORK / "renamed/step-2")
     code, _, err = train("renamed", "--resume", "--keep", 1)
-    say("a checkpoint without its zeros is dropped", code == 0 and names("renamed") == ["step-00000004"],
-        f"exit {code}, {names('renamed')} {err}")
+    say(
+        "a checkpoint without its zeros is dropped",
+        code == 0 and names("renamed") == ["step-00000004"],
+        f"exit {code}, {names('renamed')} {err}",
+    )
     (WORK / "renamed/step-00000004").rename(WORK / "renamed/step-4")
     code, _, err = train("renamed", "--resume", "--keep", 1)
-    say("one is resumed and then dropped", code == 0 and names("renamed") == ["step-00000004"],
-        f"exit {code}, {names('renamed')} {err}")
+    say(
+        "one is resumed and then dropped",
+        code == 0 and names("renamed") == ["step-00000004"],
+        f"exit {code}, {names('renamed')} {err}",
+    )
 
     train("guests", "--steps", 4, "--save-every", 1, "--keep", 4)
     (WORK / "guests/step-00000001/notes.txt").write_text("the user's own")
@@ -819,8 +1077,15 @@ def renamed_checkpoints():
     left = ["step--5", "step-0", "step-00000000", "step-00000001", "step-00000003", "step-00000004", "step-99999999"]
     (WORK / "guests/step-00000004").rename(WORK / "guests/step-004")
     code, _, err = train("guests", "--resume", "--keep", 1)
-    say("what is no checkpoint stays, what was half dropped does not", code == 0 and names("guests") == left, f"exit {code}, {names('guests')} {err}")
-    whole = sorted(p.name for p in (WORK / "kept-elsewhere").iterdir()) == ["model.safetensors", "optimizer.safetensors"]
+    say(
+        "what is no checkpoint stays, what was half dropped does not",
+        code == 0 and names("guests") == left,
+        f"exit {code}, {names('guests')} {err}",
+    )
+    whole = sorted(p.name for p in (WORK / "kept-elsewhere").iterdir()) == [
+        "model.safetensors",
+        "optimizer.safetensors",
+    ]
     own = [p.name for p in (WORK / "guests/step-00000001").iterdir()] == ["notes.txt"]
     say("so do a link's target and a file of the user's", whole and own)
 
@@ -834,8 +1099,11 @@ def odd_files():
     for name in ("fifo", "golden/gdn.safetensors", "run/model.safetensors"):
         os.mkfifo(folder / name)
     for path in ("odd/fifo", "/dev/zero"):
-        for args in (("train", "--data", path, "--out", "never"), ("train", "--config", path, "--data", "text.txt", "--out", "never"),
-                     ("report", "--runs", path, "--out", "never.html")):
+        for args in (
+            ("train", "--data", path, "--out", "never"),
+            ("train", "--config", path, "--data", "text.txt", "--out", "never"),
+            ("report", "--runs", path, "--out", "never.html"),
+        ):
             code, _, err = weft(*args)
             say(f"{args[0]} {args[1]} {path}", code == 2 and "not a regular file" in err, err)
     for args in (("sample", "--from", "odd/run"), ("check", "--golden", "odd/golden")):
@@ -848,7 +1116,11 @@ def odd_files():
     for name in ("page.html", "link.html"):
         code, _, err = weft("report", "--runs", "odd-run", "--out", f"odd/{name}")
         kept = (folder / "page.html").is_fifo() and (folder / "link.html").is_symlink()
-        say(f"report --out {name} leaves a FIFO alone", code == 2 and "not a regular file" in err and kept, f"exit {code}: {err}")
+        say(
+            f"report --out {name} leaves a FIFO alone",
+            code == 2 and "not a regular file" in err and kept,
+            f"exit {code}: {err}",
+        )
     (WORK / "odd-run/log.jsonl").unlink()
     os.mkfifo(WORK / "odd-run/log.jsonl")
     code, _, err = weft("report", "--runs", "odd-run", "--out", "never.html")
@@ -873,8 +1145,13 @@ def odd_files():
     page = weft("report", "--runs", "links", "--out", "links.html")
     ok = code == 0 and page[0] == 0 and len(figures("links")) == 2 and checkpoint("links", 2)
     say("links named as temporary files do no harm", ok, f"{err} {page[2]}")
-    say("their targets are what they were", all((victim / n).read_text() == "precious" for n in ("log", "page", "model.safetensors"))
-        if len(list(victim.iterdir())) == 3 else False, str(list(victim.iterdir())))
+    say(
+        "their targets are what they were",
+        all((victim / n).read_text() == "precious" for n in ("log", "page", "model.safetensors"))
+        if len(list(victim.iterdir())) == 3
+        else False,
+        str(list(victim.iterdir())),
+    )
 
 
 def bad_luck():
@@ -887,7 +1164,11 @@ def bad_luck():
     train("nearly", "--steps", 2, "--save-every", 1)
     before = checkpoint("nearly", 2)
     code, _, err = train("nearly", "--resume", "--steps", 4, "--save-every", 1, "--keep", 1, limit=200000)
-    say("an older checkpoint outlives a full disk", code == 2 and checkpoint("nearly", 2) == before, f"exit {code}: {err}")
+    say(
+        "an older checkpoint outlives a full disk",
+        code == 2 and checkpoint("nearly", 2) == before,
+        f"exit {code}: {err}",
+    )
     if os.geteuid() != 0:
         (WORK / "locked").mkdir(mode=0o500)
         code, _, err = train("locked/run", "--steps", 1)
@@ -919,7 +1200,11 @@ def gpu():
     train("gpu_f32", *on, "--dtype", "f32")
     train("gpu_cpu", *on[2:])
     off = [apart(run, "gpu_cpu") for run in ("gpu", "gpu_f32")]
-    say("losses on a GPU are those of the CPU", off[0] < 0.03 and off[1] < 1e-4, f"bf16 off by {off[0]}, f32 by {off[1]}")
+    say(
+        "losses on a GPU are those of the CPU",
+        off[0] < 0.03 and off[1] < 1e-4,
+        f"bf16 off by {off[0]}, f32 by {off[1]}",
+    )
     for backend in ("cpu", "cuda"):
         code, out, err = weft("sample", "--from", "gpu", "--backend", backend, "--prompt", "the ", "--count", 20)
         say(f"a sample on {backend} of a run on a GPU", code == 0 and out.startswith("the ") and len(out) > 5, f"{out!r} {err}")
@@ -944,8 +1229,27 @@ def gpu():
 
 
 setup()
-ALONE = (kill_and_resume, recompute, kinds, report, odd_reports, config_file, bad_options, bad_data, bad_checkpoints, flipped_bits,
-         older_format, one_folder, changing_text, huge_context, odd_names, renamed_checkpoints, odd_files, bad_luck, gpu)
+ALONE = (
+    kill_and_resume,
+    recompute,
+    kinds,
+    report,
+    odd_reports,
+    config_file,
+    bad_options,
+    bad_data,
+    bad_checkpoints,
+    flipped_bits,
+    older_format,
+    one_folder,
+    changing_text,
+    huge_context,
+    odd_names,
+    renamed_checkpoints,
+    odd_files,
+    bad_luck,
+    gpu,
+)
 RANKS = (processes, disagreeing_ranks, disagreeing_machines, disagreeing_checkpoints, signalled_ranks)
 PARTS = {"alone": ALONE, "ranks": RANKS, **{part.__name__: (part,) for part in ALONE + RANKS}}
 for name in sys.argv[3:] or ("alone", "ranks"):

@@ -31,7 +31,7 @@ def times(build, suite, seconds):
     for row in (json.loads(line) for line in text.splitlines() if line.startswith("{")):
         name = tuple((name, row[name]) for name in NAMES if name in row)
         number = sum(known[:-1] == name for known in found)
-        found[*name, ("number", number)] = row["us"]
+        found[(*name, ("number", number))] = row["us"]
     return found
 
 
@@ -44,11 +44,19 @@ def compare(old, new, options):
                 least[side][name] = min(us, least[side].get(name, us))
     both = [name for name in least[0] if name in least[1] and max(least[0][name], least[1][name]) > options.over]
     ratios = {name: least[1][name] / least[0][name] for name in both}
-    slower = [{**dict(name), "us_old": least[0][name], "us_new": least[1][name], "ratio": round(ratio, 4)}
-              for name, ratio in ratios.items() if not ratio <= 1 + options.slower]
+    slower = [
+        {**dict(name), "us_old": least[0][name], "us_new": least[1][name], "ratio": round(ratio, 4)}
+        for name, ratio in ratios.items()
+        if not ratio <= 1 + options.slower
+    ]
     only = len(least[0].keys() ^ least[1].keys())
-    last = {"rows": len(both), "only_in_one": only, "slower": len(slower), "worst": round(max(ratios.values(), default=0), 4),
-            "median": round(statistics.median(ratios.values()), 4) if ratios else 0}
+    last = {
+        "rows": len(both),
+        "only_in_one": only,
+        "slower": len(slower),
+        "worst": round(max(ratios.values(), default=0), 4),
+        "median": round(statistics.median(ratios.values()), 4) if ratios else 0,
+    }
     return slower, last
 
 

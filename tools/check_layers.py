@@ -10,9 +10,35 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 C_STANDARD = {
-    "assert", "complex", "ctype", "errno", "fenv", "float", "inttypes", "iso646", "limits", "locale", "math", "setjmp",
-    "signal", "stdalign", "stdarg", "stdatomic", "stdbool", "stddef", "stdint", "stdio", "stdlib", "stdnoreturn",
-    "string", "tgmath", "threads", "time", "uchar", "wchar", "wctype",
+    "assert",
+    "complex",
+    "ctype",
+    "errno",
+    "fenv",
+    "float",
+    "inttypes",
+    "iso646",
+    "limits",
+    "locale",
+    "math",
+    "setjmp",
+    "signal",
+    "stdalign",
+    "stdarg",
+    "stdatomic",
+    "stdbool",
+    "stddef",
+    "stdint",
+    "stdio",
+    "stdlib",
+    "stdnoreturn",
+    "string",
+    "tgmath",
+    "threads",
+    "time",
+    "uchar",
+    "wchar",
+    "wctype",
 }
 
 # Folder -> folders under src/ that its quoted includes may come from. The longest match decides.
@@ -47,7 +73,11 @@ def problem(folder, file, bracket, name):
             return "intrinsics belong in src/cpu"
         return None
     if folder == "check":
-        return None if name.startswith("check/") and (ROOT / name).is_file() else "check/ includes public headers and its own files only"
+        return (
+            None
+            if name.startswith("check/") and (ROOT / name).is_file()
+            else "check/ includes public headers and its own files only"
+        )
     if folder == "cli":
         own = (ROOT / "cli" / name).is_file() or name.startswith("check/") and (ROOT / name).is_file()
         return None if own else "the program includes public headers, check/ and its own files only"

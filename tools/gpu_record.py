@@ -66,7 +66,11 @@ def belongs(row, before, now):
 def place(key):
     """Parts in their order, suites in theirs, everything else by name."""
     part, *name = key
-    return list(PARTS).index(part), list(SUITES).index(name[0]) if part in ("against", "bench") else 0, [str(n) for n in name]
+    return (
+        list(PARTS).index(part),
+        list(SUITES).index(name[0]) if part in ("against", "bench") else 0,
+        [str(n) for n in name],
+    )
 
 
 class Record:
@@ -82,8 +86,11 @@ class Record:
 
     def keep(self, parts, suites, keys):
         """Of these parts, and of these suites of the benchmark, only lines with these keys."""
-        self.lines = {key: rows for key, rows in self.lines.items()
-                      if key in keys or rows[-1]["part"] not in parts or rows[-1].get("suite", suites[0]) not in suites}
+        self.lines = {
+            key: rows
+            for key, rows in self.lines.items()
+            if key in keys or rows[-1]["part"] not in parts or rows[-1].get("suite", suites[0]) not in suites
+        }
 
     def good(self, task):
         return self.lines.get(key_of(task.name), [{}])[-1].get("result") in GOOD
@@ -106,8 +113,13 @@ def failed_of(rows):
 
 def lacking_of(rows):
     """Parts that have no result, or lines that say why there is none."""
-    return [part for part in PARTS if part not in OPTIONAL and not any(row["part"] == part for row in rows)
-            or any(row["part"] == part and row["result"] not in GOOD + BAD for row in rows)]
+    return [
+        part
+        for part in PARTS
+        if part not in OPTIONAL
+        and not any(row["part"] == part for row in rows)
+        or any(row["part"] == part and row["result"] not in GOOD + BAD for row in rows)
+    ]
 
 
 def say(row, output):
@@ -172,14 +184,25 @@ def record(options):
     ptx_build = Build(options.ptx_build, ptx=True) if options.ptx_build and "ptx80" in parts else None
     setting = Setting(build, ptx_build, options.python, suites, options.seconds, options.against)
     header = {
-        "record": "gpu", "gpu": build.gpu, "capability": build.capability, "driver": driver(), "cuda": build.cuda,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"), "command": "make gpu-record",
-        "version": build.version, "sources": source_hash(), "python": python_hash(),
+        "record": "gpu",
+        "gpu": build.gpu,
+        "capability": build.capability,
+        "driver": driver(),
+        "cuda": build.cuda,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "command": "make gpu-record",
+        "version": build.version,
+        "sources": source_hash(),
+        "python": python_hash(),
     }
     out = Path(options.out) if options.out else BASELINES / f"{name_of(build.gpu)}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
-    expected = {key_of(row): row["seconds"] for path in {out, *BASELINES.glob("*.jsonl")} for row in read(path)[1:]
-                if "result" in row}
+    expected = {
+        key_of(row): row["seconds"]
+        for path in {out, *BASELINES.glob("*.jsonl")}
+        for row in read(path)[1:]
+        if "result" in row
+    }
     result = Record(out, header)
     tasks = [task for part in PARTS if part in parts for task in PARTS[part](setting)]
     done = [task for task in tasks if options.missing and not task.warms and result.good(task)]
@@ -208,7 +231,9 @@ def verify():
         anew = "Run make gpu-record on a machine with that GPU."
         rows = [row for row in rows if "result" in row]
         if head.get("sources") != now["sources"]:
-            print(f"GPU record: WARNING: {name} is older than the sources: its figures and test results are about other code. {anew}")
+            print(
+                f"GPU record: WARNING: {name} is older than the sources: its figures and test results are about other code. {anew}"
+            )
             continue
         failed, lacking = failed_of(rows), lacking_of(rows)
         if head.get("python") != now["python"] and "python" not in lacking:
@@ -225,9 +250,13 @@ def verify():
 def main():
     parser = argparse.ArgumentParser(description="Runs all that needs a GPU and records it.")
     parser.add_argument("--build", default=str(ROOT / "build"), help="folder of the build")
-    parser.add_argument("--ptx-build", help="folder of a build with WEFT_CUDA_ARCHITECTURES=80-virtual, for the part ptx80")
+    parser.add_argument(
+        "--ptx-build", help="folder of a build with WEFT_CUDA_ARCHITECTURES=80-virtual, for the part ptx80"
+    )
     parser.add_argument("--against", help="folder of an older build, for the part against")
-    parser.add_argument("--python", default=sys.executable, help="a Python with PyTorch and pytest, for the part python")
+    parser.add_argument(
+        "--python", default=sys.executable, help="a Python with PyTorch and pytest, for the part python"
+    )
     parser.add_argument("--out", help="file to write; bench/baselines/<gpu>.jsonl by default")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated: " + ", ".join(PARTS))
     parser.add_argument("--suites", default=",".join(SUITES), help="of the benchmark: " + ", ".join(SUITES))

@@ -59,7 +59,11 @@ def per_cent(row):
 
 
 def table(head, lines):
-    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(line) + " |" for line in lines)]
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(line) + " |" for line in lines),
+    ]
 
 
 def has_heads(rows):
@@ -113,20 +117,36 @@ def of_operators(rows):
 def in_the_long_run(rows):
     """Operators whose later runs took more than 2 % longer than the first twenty, in words. Below 100 us that is the spread."""
     heads = has_heads(rows)
-    slower = [f"`{row['op']}` {row['pass']} at {shape_of(row, heads)} {row['us_sustained']:.0f}"
-              for row in rows if row.get("us_sustained", 0) > 1.02 * row["us"] and row["us"] >= 100]
-    return ["From 100 us on, runs behind the first twenty took more than 2 % longer, in microseconds: " + "; ".join(slower) + ".",
-            ""] if slower else []
+    slower = [
+        f"`{row['op']}` {row['pass']} at {shape_of(row, heads)} {row['us_sustained']:.0f}"
+        for row in rows
+        if row.get("us_sustained", 0) > 1.02 * row["us"] and row["us"] >= 100
+    ]
+    return (
+        [
+            "From 100 us on, runs behind the first twenty took more than 2 % longer, in microseconds: "
+            + "; ".join(slower)
+            + ".",
+            "",
+        ]
+        if slower
+        else []
+    )
 
 
 def of_suite(suite, rows, result):
     several = len(by_shape(rows)) > 1
     options = " ".join(SUITES.get(suite, ["of the suite", suite]))
     shape = "" if several else f", {rows[0]['tokens']} tokens x {rows[0]['channels']} channels"
-    about = ("heads of 128" if has_heads(rows) else f"{only(rows, 'streams')} streams, layout {only(rows, 'layout')}, "
-             f"preset {only(rows, 'preset')}{shape}")
-    text = [f"`weft bench --backend cuda {options}`: {only(rows, 'dtype')}, {about}, L2 {only(rows, 'cache')}, copy "
-            f"{rows[0]['copy_gbps']:.0f} GB/s."]
+    about = (
+        "heads of 128"
+        if has_heads(rows)
+        else f"{only(rows, 'streams')} streams, layout {only(rows, 'layout')}, preset {only(rows, 'preset')}{shape}"
+    )
+    text = [
+        f"`weft bench --backend cuda {options}`: {only(rows, 'dtype')}, {about}, L2 {only(rows, 'cache')}, copy "
+        f"{rows[0]['copy_gbps']:.0f} GB/s."
+    ]
     if several:
         text[0] += " Microseconds and, in brackets, per cent of copy."
     if result != "passed":
@@ -182,9 +202,14 @@ def of_record(path):
     header, timings, results, tested = read(path)
     if not timings:
         raise Unusable(f"{path} has no timings")
-    lines = [f"### {header['gpu']}", "",
-             f"Compute capability {header['capability']}; driver {header['driver']}; CUDA {header['cuda']}; weft "
-             f"{header['version']}, `{header['command']}`, {header['date']}.", "", *of_tests(tested)]
+    lines = [
+        f"### {header['gpu']}",
+        "",
+        f"Compute capability {header['capability']}; driver {header['driver']}; CUDA {header['cuda']}; weft "
+        f"{header['version']}, `{header['command']}`, {header['date']}.",
+        "",
+        *of_tests(tested),
+    ]
     for suite in [*(s for s in SUITES if s in timings), *(s for s in timings if s not in SUITES)]:
         lines += of_suite(suite, timings[suite], results.get(suite))
     return lines
@@ -201,8 +226,12 @@ def between_markers(document, lines):
 
 def main():
     parser = argparse.ArgumentParser(description="Tables of a GPU's record in markdown.")
-    parser.add_argument("records", nargs="*", type=Path, help="files of bench/baselines/; by default all that have timings")
-    parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the tables between the markers of a document")
+    parser.add_argument(
+        "records", nargs="*", type=Path, help="files of bench/baselines/; by default all that have timings"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="DOCUMENT", help="put the tables between the markers of a document"
+    )
     options = parser.parse_args()
     try:
         lines = []

@@ -63,7 +63,9 @@ def run(command, env=None, timeout=None):
     """(exit status, output, seconds); the status is None where time ran out, and what it had started ends with it."""
     start = time.monotonic()
     with tempfile.TemporaryFile(mode="w+", errors="replace") as output:
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, **GROUP)
+        process = subprocess.Popen(
+            command, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, **GROUP
+        )
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -126,7 +128,9 @@ class Build:
         self.version = re.search(r"^weft\s+(\S+)", self.info, re.M).group(1)
         self.cuda = re.search(r"^cuda\s+(.*)$", self.info, re.M).group(1)
         if ptx and not self.cuda.startswith("compiled for 80 (PTX);"):
-            raise Unusable(f"{self.folder}: expected a build with WEFT_CUDA_ARCHITECTURES=80-virtual, got one {self.cuda}")
+            raise Unusable(
+                f"{self.folder}: expected a build with WEFT_CUDA_ARCHITECTURES=80-virtual, got one {self.cuda}"
+            )
 
     def operators(self):
         """With their passes: mhc_post_fwd, mhc_post_bwd, ..."""
@@ -156,8 +160,10 @@ def tests(build):
         result = verdict(status)
         if result == "passed" and "SKIPPED" in text and "[  PASSED  ] 0 test(s)" in text:
             result = "skipped"
-        counts = {"skipped": len(re.findall(r"^\[  SKIPPED \]", text, re.M)) // 2,
-                  "without_memory": text.count("skipped, not enough memory")}
+        counts = {
+            "skipped": len(re.findall(r"^\[  SKIPPED \]", text, re.M)) // 2,
+            "without_memory": text.count("skipped, not enough memory"),
+        }
         return {"result": result, **{name: count for name, count in counts.items() if count}}
 
     if not programs:
@@ -166,9 +172,14 @@ def tests(build):
 
 
 def check(build):
-    return [Task({"part": "check", "precision": precision},
-                 [str(build.weft), "check", "--backend", "cuda", "--precision", precision], build.env)
-            for precision in ("full", "tf32")]
+    return [
+        Task(
+            {"part": "check", "precision": precision},
+            [str(build.weft), "check", "--backend", "cuda", "--precision", precision],
+            build.env,
+        )
+        for precision in ("full", "tf32")
+    ]
 
 
 def golden(build):
@@ -189,8 +200,20 @@ def sanitizer(build):
         name = {"part": "sanitizer", "tool": tool, "threads": planned}
         if not found:
             return Task(name, instead="not available")
-        command = [found, "--tool", tool, "--error-exitcode", "9", str(build.weft), "check", "--backend", "cuda", "--quick",
-                   "--threads", str(planned)]
+        command = [
+            found,
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "9",
+            str(build.weft),
+            "check",
+            "--backend",
+            "cuda",
+            "--quick",
+            "--threads",
+            str(planned),
+        ]
         return Task(name, command, dict(build.env, WEFT_DEVICE_EXACT="1"), read)
 
     # Planned for one multiprocessor, a few tokens are cut like many: the kernels for long batches run too.
@@ -239,7 +262,13 @@ def train(build):
         counts = {"passed": len(re.findall(r"^ok  ", text, re.M)), "failed": len(re.findall(r"^FAIL", text, re.M))}
         return {"result": "skipped" if status == 0 and not counts["passed"] else verdict(status), **counts}
 
-    command = [sys.executable, str(ROOT / "tests" / "train.py"), str(build.weft), str(build.folder / "gpu_train"), "gpu"]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "train.py"),
+        str(build.weft),
+        str(build.folder / "gpu_train"),
+        "gpu",
+    ]
     return [Task({"part": "train"}, command, build.env, read)]
 
 
@@ -249,8 +278,15 @@ def ptx80(build):
     that all kernels are compiled side by side: those of gdn_pre alone take the driver a minute or two."""
     if build is None:
         return [Task({"part": "ptx80", "of": "all"})]
-    tasks = [Task({"part": "ptx80", "of": operator}, [str(build.weft), "check", "--backend", "cuda", "--quick", "--op", operator],
-                  build.env, warms=True) for operator in build.operators()]
+    tasks = [
+        Task(
+            {"part": "ptx80", "of": operator},
+            [str(build.weft), "check", "--backend", "cuda", "--quick", "--op", operator],
+            build.env,
+            warms=True,
+        )
+        for operator in build.operators()
+    ]
     for task in (*tests(build), *check(build), *golden(build), *train(build)):
         task.name = {**task.name, "part": "ptx80", "of": task.name["part"]}
         tasks.append(task)
@@ -262,10 +298,24 @@ def bench(setting):
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
     def task(suite):
-        command = [str(setting.build.weft), "bench", "--backend", "cuda", "--json", "--seconds", str(setting.seconds),
-                   *SUITES[suite]]
-        return Task({"part": "bench", "suite": suite}, command, setting.build.env,
-                    lambda status, text: {"result": verdict(status), "rows": len(rows(text))}, rows, alone=True)
+        command = [
+            str(setting.build.weft),
+            "bench",
+            "--backend",
+            "cuda",
+            "--json",
+            "--seconds",
+            str(setting.seconds),
+            *SUITES[suite],
+        ]
+        return Task(
+            {"part": "bench", "suite": suite},
+            command,
+            setting.build.env,
+            lambda status, text: {"result": verdict(status), "rows": len(rows(text))},
+            rows,
+            alone=True,
+        )
 
     return [task(suite) for suite in setting.suites]
 
@@ -281,8 +331,16 @@ def against(setting):
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")][:-1]
 
     def task(suite):
-        command = [sys.executable, str(ROOT / "tools" / "bench_against.py"), setting.against, str(setting.build.folder),
-                   "--suite", suite, "--seconds", str(setting.seconds)]
+        command = [
+            sys.executable,
+            str(ROOT / "tools" / "bench_against.py"),
+            setting.against,
+            str(setting.build.folder),
+            "--suite",
+            suite,
+            "--seconds",
+            str(setting.seconds),
+        ]
         return Task({"part": "against", "suite": suite}, command, setting.build.env, read, rows, alone=True)
 
     # In the suite `small` launches are measured, not kernels.

@@ -27,21 +27,28 @@ def shade(share):
 
 
 def text(x, y, words, size=12, anchor="start", weight="normal"):
-    return (f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}">'
-            f"{escape(words)}</text>")
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}">'
+        f"{escape(words)}</text>"
+    )
 
 
 def cell(x, y, row, value):
     share = row["of_copy"]
     width = max(0.0, min(1.0, share)) * (CELL_WIDTH - 4)
-    words = f"{100 * share:.0f}%" if value == "of_copy" else f"{row['us']:.1f}" if row["us"] < 100 else f"{row['us']:.0f}"
-    title = (f"{row['op']} {row['pass']}, {row['tokens']} tokens x {row['channels']} channels: {row['us']:.1f} us, "
-             f"{row['gbps']:.0f} GB/s, {100 * share:.1f}% of copy")
+    words = (
+        f"{100 * share:.0f}%" if value == "of_copy" else f"{row['us']:.1f}" if row["us"] < 100 else f"{row['us']:.0f}"
+    )
+    title = (
+        f"{row['op']} {row['pass']}, {row['tokens']} tokens x {row['channels']} channels: {row['us']:.1f} us, "
+        f"{row['gbps']:.0f} GB/s, {100 * share:.1f}% of copy"
+    )
     return [
-        f'<g><title>{escape(title)}</title>'
+        f"<g><title>{escape(title)}</title>"
         f'<rect x="{x + 2}" y="{y + 2}" width="{CELL_WIDTH - 4}" height="{CELL_HEIGHT - 4}" fill="#eceff1"/>'
         f'<rect x="{x + 2}" y="{y + 2}" width="{width:.1f}" height="{CELL_HEIGHT - 4}" fill="{shade(share)}"/>',
-        text(x + CELL_WIDTH / 2, y + CELL_HEIGHT - 7, words, 11, "middle"), "</g>",
+        text(x + CELL_WIDTH / 2, y + CELL_HEIGHT - 7, words, 11, "middle"),
+        "</g>",
     ]
 
 
@@ -57,8 +64,12 @@ def draw(header, rows, suite, value):
         'font-family="sans-serif" fill="#1c2833">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         text(12, 22, f"{header['gpu']}: {unit}", 15, weight="bold"),
-        text(12, 40, f"copy {first['copy_gbps']:.0f} GB/s, {first['dtype']}, {first['streams']} streams, layout "
-                     f"{first['layout']}, suite {suite}, weft {header['version']}, {header['date']}"),
+        text(
+            12,
+            40,
+            f"copy {first['copy_gbps']:.0f} GB/s, {first['dtype']}, {first['streams']} streams, layout "
+            f"{first['layout']}, suite {suite}, weft {header['version']}, {header['date']}",
+        ),
     ]
     for k, (shape, _) in enumerate(shapes):
         for line, part in enumerate(shape.split(" ", 1)):
@@ -82,7 +93,9 @@ def main():
     parser.add_argument("--out", help="file to write; standard output by default")
     options = parser.parse_args()
     lines = [json.loads(line) for line in Path(options.record).read_text(encoding="utf-8").splitlines() if line.strip()]
-    rows = [line for line in lines if line.get("part") == "bench" and line.get("suite") == options.suite and "us" in line]
+    rows = [
+        line for line in lines if line.get("part") == "bench" and line.get("suite") == options.suite and "us" in line
+    ]
     if not rows or lines[0].get("record") != "gpu":
         print(f"plot_bench: {options.record} has no rows of the suite {options.suite}", file=sys.stderr)
         return 2

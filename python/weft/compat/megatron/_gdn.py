@@ -81,9 +81,7 @@ def _arguments(op: str, qkvzba: Tensor, weight: Tensor, sizes: tuple[int, ...], 
     return heads
 
 
-def _native(
-    qkvzba, weight, bias, A_log, dt_bias, heads: GdnHeads, use_qk_l2norm, cu_seqlens
-) -> tuple[Tensor, ...]:
+def _native(qkvzba, weight, bias, A_log, dt_bias, heads: GdnHeads, use_qk_l2norm, cu_seqlens) -> tuple[Tensor, ...]:
     full = require.full(qkvzba)
     rows = qkvzba.transpose(0, 1).to(full)
     steps = rows.shape[1]
