@@ -40,8 +40,20 @@ def record(*options, expect=0):
 def fuzz(**say_first):
     for name, value in say_first.items():
         say(name, value)
-    return record("--targets-from", WORK, "--only", "fuzz_runlog", "--processes", 3, "--round", 1, "--seconds", 2,
-                  "--corpus", WORK / "found")[0]["fuzz_runlog"]
+    return record(
+        "--targets-from",
+        WORK,
+        "--only",
+        "fuzz_runlog",
+        "--processes",
+        3,
+        "--round",
+        1,
+        "--seconds",
+        2,
+        "--corpus",
+        WORK / "found",
+    )[0]["fuzz_runlog"]
 
 
 shutil.rmtree(WORK, ignore_errors=True)
@@ -87,7 +99,11 @@ assert (both["executions"], both["cpu_seconds"], both["quiet_seconds"], both["ed
 assert both["result"] == "finding" and both["commit"] == "b"
 assert add(line, {**line, "edges": 52, "quiet_seconds": 1.0})["quiet_seconds"] == 1.0
 assert add(line, {**line, "edges": 50, "quiet_seconds": 9.0})["quiet_seconds"] == 3.0
-assert add(line, {**line, "sources": "b", "executions": 1})["executions"] == 1 == add(None, {**line, "executions": 1})["executions"]
+assert (
+    add(line, {**line, "sources": "b", "executions": 1})["executions"]
+    == 1
+    == add(None, {**line, "executions": 1})["executions"]
+)
 other = WORK / "other.jsonl"
 write(other, {"fuzz_api": line})
 assert json.dumps(record("--add", other)[0]["fuzz_api"]) == json.dumps(line)
@@ -96,8 +112,12 @@ assert record("--add", other)[0]["fuzz_api"]["executions"] == 800
 # Goals.
 full = {**line, "executions": 10**8, "quiet_seconds": 7200, "findings": []}
 assert all(not lacks(t, full, "a") and lacks(t, full, "b") == ["older than the sources"] for t in GOALS)
-assert lacks("fuzz_api", {**full, "quiet_seconds": 7199.9}, "a") and not lacks("fuzz_golden", {**full, "quiet_seconds": 0}, "a")
-assert lacks("fuzz_golden", {**full, "executions": 10**8 - 1}, "a") and lacks("fuzz_api", {**full, "findings": ["x"]}, "a")
+assert lacks("fuzz_api", {**full, "quiet_seconds": 7199.9}, "a") and not lacks(
+    "fuzz_golden", {**full, "quiet_seconds": 0}, "a"
+)
+assert lacks("fuzz_golden", {**full, "executions": 10**8 - 1}, "a") and lacks(
+    "fuzz_api", {**full, "findings": ["x"]}, "a"
+)
 
 # What decides a target: every target there is has a goal.
 assert {p.stem for p in (ROOT / "tests/fuzz").glob("fuzz_*.c")} == set(GOALS)

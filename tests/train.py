@@ -403,10 +403,25 @@ def disagreeing_ranks():
         print("skip disagreeing processes: no mpirun")
         return
     few = ["--steps", 3]
-    for option, one, other in (("channels", 32, 64), ("steps", 3, 5), ("seed", 1, 2), ("batch", 4, 3), ("micro-batches", 1, 2), ("layers", 2, 1),
-                               ("residual", "mhc", "hc"), ("optimizer", "adamw", "muon"), ("backend", "cpu", "cuda"),
-                               ("dropout", 0, 0.5), ("save-every", 100, 2)):
-        ranks_differ(f"--{option} {other}", [f"--{option} is {one} (rank 0), {other} (rank 1)"], few, [*few, f"--{option}={other}"])
+    for option, one, other in (
+        ("channels", 32, 64),
+        ("steps", 3, 5),
+        ("seed", 1, 2),
+        ("batch", 4, 3),
+        ("micro-batches", 1, 2),
+        ("layers", 2, 1),
+        ("residual", "mhc", "hc"),
+        ("optimizer", "adamw", "muon"),
+        ("backend", "cpu", "cuda"),
+        ("dropout", 0, 0.5),
+        ("save-every", 100, 2),
+    ):
+        ranks_differ(
+            f"--{option} {other}",
+            [f"--{option} is {one} (rank 0), {other} (rank 1)"],
+            few,
+            [*few, f"--{option}={other}"],
+        )
     both = ["--seed is 2 (rank 0), 1 (ranks 1-2)", "--clip is 1 (ranks 0, 2), 3 (rank 1)"]
     ranks_differ("another option", both, [*few, "--seed", 2], [*few, "--clip", 3], few)
     (WORK / "rate.conf").write_text("rate = 2e-3\n")
@@ -417,7 +432,12 @@ def disagreeing_ranks():
     (WORK / "swapped.txt").write_text(text[:-2] + text[-1] + text[-2])
     ranks_differ("a text of the same size", ["the text of --data is"], few, [*few, "--data", "swapped.txt"])
     ranks_differ("no text", ["rank 2: nowhere.txt: No such file"], few, few, [*few, "--data", "nowhere.txt"])
-    ranks_differ("options that contradict", ["rank 0: --warmup: expected at most --steps, which is 3, got 9"], [*few, "--warmup", 9], few)
+    ranks_differ(
+        "options that contradict",
+        ["rank 0: --warmup: expected at most --steps, which is 3, got 9"],
+        [*few, "--warmup", 9],
+        few,
+    )
     code, err = ranks_end(ranks_begin("differ", ([*few, "--help"], ()), (few, ())))
     say(
         "help on one of 2 processes",
@@ -602,7 +622,12 @@ def report():
     )
     (WORK / "foreign.jsonl").write_text("no log\n")
     (WORK / "cut.jsonl").write_text('{"step":1,"loss":2.5}\n{"step":2,"lo')
-    for path, word in (("nowhere", "No such file"), ("foreign.jsonl", "line 1"), ("text.txt", "line 1"), (",", "--runs: expected a folder or a log")):
+    for path, word in (
+        ("nowhere", "No such file"),
+        ("foreign.jsonl", "line 1"),
+        ("text.txt", "line 1"),
+        (",", "--runs: expected a folder or a log"),
+    ):
         code, _, err = weft("report", "--runs", path, "--out", "never.html")
         say(f"report of {path}", code == 2 and word in err and not (WORK / "never.html").exists(), err)
     code, _, err = weft("report", "--runs", "cut.jsonl", "--out", "cut.html")
@@ -723,8 +748,14 @@ def config_file():
         and head["steps"] == "3"
     )
     say("a file of options; the command line takes precedence", ok, err)
-    for text, word in (("layers = two\n", "line 1"), ("\nlayer = 2\n", "unknown option 'layer'"), ("steps 3\n", "name = value"),
-                       ("bias = 1\n", "line 1: bias: expected on or off, got '1'"), ("seed = 1\nseed = 2\n", "twice"), ("steps = 3\0", "not text")):
+    for text, word in (
+        ("layers = two\n", "line 1"),
+        ("\nlayer = 2\n", "unknown option 'layer'"),
+        ("steps 3\n", "name = value"),
+        ("bias = 1\n", "line 1: bias: expected on or off, got '1'"),
+        ("seed = 1\nseed = 2\n", "twice"),
+        ("steps = 3\0", "not text"),
+    ):
         (WORK / "bad.conf").write_text(text)
         refused(f"file of options {text!r}", word, 2, "--config", "bad.conf", "--data", "text.txt", "--out", "never")
 
@@ -732,15 +763,30 @@ def config_file():
 def bad_options():
     base = ["--data", "text.txt", "--out", "never"]
     for args, word in (
-        (["--layer", 3], "unknown option"), (["--layers", 0], "--layers: expected 1 to 256, got '0'"), (["--rate", "fast"], "--rate"),
-        (["--dropout", 1.5], "--dropout: expected 0 to 0.999999, got '1.5'"), (["--dropout", "nan"], "--dropout"), (["--alpha", -0.1], "--alpha"),
-        (["--alpha", "nan"], "--alpha"), (["--streams", 33], "--streams"), (["--residual", "mch"], "--residual: expected one of residual, hc, mhc, mhc_single_pass, got 'mch'"),
-        (["--residual", "residual", "--streams", 4], "streams"), (["--residual", "residual", "--recompute"], "recompute"),
-        (["--residual", "residual", "--sinkhorn", 5], "sinkhorn"), (["--residual", "hc", "--preset", "liger"], "--preset: rejected with --residual hc"),
-        (["--recompute-group", 2], "group"), (["--recompute", "--recompute-group", 9], "group"), (["--poison"], "poison"),
-        (["--exit", "mix"], "exit"), (["--residual", "mhc_single_pass", "--exit", "mean"], "exit"),
-        (["--heads", 3], "heads"), (["--warmup", 300], "warmup"), (["--data", "nowhere.txt"], "nowhere.txt"),
-        (["--config", "nowhere.conf"], "nowhere.conf"), (["--dtype", "bf16"], "--backend cuda"), (["--backend", "gpu"], "--backend"),
+        (["--layer", 3], "unknown option"),
+        (["--layers", 0], "--layers: expected 1 to 256, got '0'"),
+        (["--rate", "fast"], "--rate"),
+        (["--dropout", 1.5], "--dropout: expected 0 to 0.999999, got '1.5'"),
+        (["--dropout", "nan"], "--dropout"),
+        (["--alpha", -0.1], "--alpha"),
+        (["--alpha", "nan"], "--alpha"),
+        (["--streams", 33], "--streams"),
+        (["--residual", "mch"], "--residual: expected one of residual, hc, mhc, mhc_single_pass, got 'mch'"),
+        (["--residual", "residual", "--streams", 4], "streams"),
+        (["--residual", "residual", "--recompute"], "recompute"),
+        (["--residual", "residual", "--sinkhorn", 5], "sinkhorn"),
+        (["--residual", "hc", "--preset", "liger"], "--preset: rejected with --residual hc"),
+        (["--recompute-group", 2], "group"),
+        (["--recompute", "--recompute-group", 9], "group"),
+        (["--poison"], "poison"),
+        (["--exit", "mix"], "exit"),
+        (["--residual", "mhc_single_pass", "--exit", "mean"], "exit"),
+        (["--heads", 3], "heads"),
+        (["--warmup", 300], "warmup"),
+        (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--config", "nowhere.conf"], "nowhere.conf"),
+        (["--dtype", "bf16"], "--backend cuda"),
+        (["--backend", "gpu"], "--backend"),
     ):
         refused(" ".join(map(str, args)), word, 2, *base, *args)
     say("nothing was written", not (WORK / "never").exists())
@@ -1155,7 +1201,9 @@ def odd_files():
 
 
 def bad_luck():
-    code, _, err = train("nan", "--steps", 50, "--rate", 1e30, "--warmup", 0, "--save-every", 1, "--clip", 0, "--weight-decay", 0)
+    code, _, err = train(
+        "nan", "--steps", 50, "--rate", 1e30, "--warmup", 0, "--save-every", 1, "--clip", 0, "--weight-decay", 0
+    )
     say("a loss that is not a number", code == 1 and "step" in err and "not finite" in err, f"exit {code}: {err}")
     whole = {"log.jsonl", *(f"step-{line['step']:08d}" for line in figures("nan"))}
     say("and no checkpoint of it", set(visible("nan")) <= whole)
@@ -1207,7 +1255,11 @@ def gpu():
     )
     for backend in ("cpu", "cuda"):
         code, out, err = weft("sample", "--from", "gpu", "--backend", backend, "--prompt", "the ", "--count", 20)
-        say(f"a sample on {backend} of a run on a GPU", code == 0 and out.startswith("the ") and len(out) > 5, f"{out!r} {err}")
+        say(
+            f"a sample on {backend} of a run on a GPU",
+            code == 0 and out.startswith("the ") and len(out) > 5,
+            f"{out!r} {err}",
+        )
     code, _, err = train("gpu_nan", *on, "--rate", 1e30, "--warmup", 0, "--clip", 0, "--weight-decay", 0)
     say("a loss on a GPU that is not a number", code == 1 and "not finite" in err, f"exit {code}: {err}")
     train("gpu_muon", *on, "--optimizer", "muon")

@@ -32,12 +32,24 @@ FUZZ = Path("tests/fuzz")
 RECORD = ROOT / FUZZ / "record.jsonl"
 STAMP = "sources.json"
 READER, CALLER = (10**8, 0), (10**7, 2 * 3600)  # executions, quiet CPU seconds
-GOALS = {"fuzz_options": READER, "fuzz_runlog": READER, "fuzz_safetensors": READER, "fuzz_corpus": READER,
-         "fuzz_golden": READER, "fuzz_api": CALLER, "fuzz_checkpoint": CALLER}
+GOALS = {
+    "fuzz_options": READER,
+    "fuzz_runlog": READER,
+    "fuzz_safetensors": READER,
+    "fuzz_corpus": READER,
+    "fuzz_golden": READER,
+    "fuzz_api": CALLER,
+    "fuzz_checkpoint": CALLER,
+}
 # Beyond the headers that a target includes, and their sources: all that it calls of the library.
 CHECKS = ("src/core", "src/model", "src/ops")
 KERNELS = (*CHECKS, "src/ref", "src/cpu")
-OF_LIBRARY = {"fuzz_options": CHECKS, "fuzz_checkpoint": CHECKS, "fuzz_golden": (*KERNELS, "cli/golden"), "fuzz_api": KERNELS}
+OF_LIBRARY = {
+    "fuzz_options": CHECKS,
+    "fuzz_checkpoint": CHECKS,
+    "fuzz_golden": (*KERNELS, "cli/golden"),
+    "fuzz_api": KERNELS,
+}
 # Behind so many bytes a target reads no further.
 MAX_LEN = {"fuzz_api": 768, "fuzz_golden": 256}
 FLAGS = ("-entropic=0", "-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1")
@@ -58,8 +70,14 @@ def sources_of(target, root=ROOT):
         found.add(name)
         if name.suffix == ".h" and name.parts[0] in ("cli", "check"):
             open_.append(name.with_suffix(".c"))
-        for quote, include in re.findall(r'^#\s*include\s+(["<])([\w./]+)', (root / name).read_text(encoding="utf-8"), re.M):
-            open_ += [name.parent / include, Path("cli") / include, Path(include)] if quote == '"' else [Path("include") / include]
+        for quote, include in re.findall(
+            r'^#\s*include\s+(["<])([\w./]+)', (root / name).read_text(encoding="utf-8"), re.M
+        ):
+            open_ += (
+                [name.parent / include, Path("cli") / include, Path(include)]
+                if quote == '"'
+                else [Path("include") / include]
+            )
     return sorted(map(str, found)) + [*OF_LIBRARY.get(target, ()), "cmake/flags.cmake"]
 
 
@@ -69,8 +87,12 @@ def sources_hash(target, root=ROOT):
 
 def commit():
     try:
-        done = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-                              capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return done.stdout.strip()
@@ -108,26 +130,30 @@ def add(line, more):
         return more
     most = max(line["edges"], more["edges"])
     quiet = sum(one["quiet_seconds"] for one in (line, more) if one["edges"] == most)
-    return {**more,
-            "executions": line["executions"] + more["executions"],
-            "edges": most,
-            "cpu_seconds": round(line["cpu_seconds"] + more["cpu_seconds"], 3),
-            "quiet_seconds": round(quiet, 3),
-            "findings": sorted({*line["findings"], *more["findings"]}),
-            "result": "finding" if line["findings"] or more["findings"] else "clean"}
+    return {
+        **more,
+        "executions": line["executions"] + more["executions"],
+        "edges": most,
+        "cpu_seconds": round(line["cpu_seconds"] + more["cpu_seconds"], 3),
+        "quiet_seconds": round(quiet, 3),
+        "findings": sorted({*line["findings"], *more["findings"]}),
+        "result": "finding" if line["findings"] or more["findings"] else "clean",
+    }
 
 
 def after_round(line, executions, cpu, grew, edges, findings):
     """The line behind a round that began with all edges of its corpus and reached new ones, or did not."""
     findings = sorted({*line["findings"], *findings})
-    return {**line,
-            "executions": line["executions"] + executions,
-            "edges": max(line["edges"], edges),
-            "cpu_seconds": round(line["cpu_seconds"] + cpu, 3),
-            "quiet_seconds": 0 if grew else round(line["quiet_seconds"] + cpu, 3),
-            "findings": findings,
-            "result": "finding" if findings else "clean",
-            "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    return {
+        **line,
+        "executions": line["executions"] + executions,
+        "edges": max(line["edges"], edges),
+        "cpu_seconds": round(line["cpu_seconds"] + cpu, 3),
+        "quiet_seconds": 0 if grew else round(line["quiet_seconds"] + cpu, 3),
+        "findings": findings,
+        "result": "finding" if findings else "clean",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
 
 
 # ---- a round ---------------------------------------------------------------------------------------------------------------
@@ -135,8 +161,16 @@ def after_round(line, executions, cpu, grew, edges, findings):
 
 def call(target, options, env):
     """Runs a target to its end; what it said."""
-    done = subprocess.run([target, *map(str, options)], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                          stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    done = subprocess.run(
+        [target, *map(str, options)],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+    )
     return done.returncode, done.stderr
 
 
@@ -163,8 +197,18 @@ def fuzz(target, corpus, work, processes, seconds, env):
         folder.mkdir()
         folders.append(folder)
         with said.open("wb") as log:
-            running.append((said, subprocess.Popen([target, *flags, f"-artifact_prefix={work}/found-{k}-", folder, corpus],
-                                                   env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)))
+            running.append(
+                (
+                    said,
+                    subprocess.Popen(
+                        [target, *flags, f"-artifact_prefix={work}/found-{k}-", folder, corpus],
+                        env=env,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                    ),
+                )
+            )
     for said, process in running:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -173,7 +217,9 @@ def fuzz(target, corpus, work, processes, seconds, env):
         executions += number(r"stat::number_of_executed_units:\s*(\d+)", text)
         inputs = [p for p in work.glob(f"found-{said.stem}-*") if SLOW not in p.name]
         if process.returncode and not inputs:
-            sys.exit(f"fuzz_record.py: {target}: expected status 0 or a finding, got status {process.returncode}:\n{text[-2000:]}")
+            sys.exit(
+                f"fuzz_record.py: {target}: expected status 0 or a finding, got status {process.returncode}:\n{text[-2000:]}"
+            )
         for path in inputs:
             print(f"{target.name}: {path.name}\n{text[-3000:]}", file=sys.stderr)
         findings += inputs
@@ -233,8 +279,10 @@ def run(options):
 
 
 def in_words(line):
-    return (f"{line['target']}: {line['executions']:.3g} executions, {line['edges']} edges, {line['cpu_seconds']:.0f} s of CPU time, "
-            f"{line['quiet_seconds']:.0f} s since the last new edge, {len(line['findings'])} findings, {line['commit']}")
+    return (
+        f"{line['target']}: {line['executions']:.3g} executions, {line['edges']} edges, {line['cpu_seconds']:.0f} s of CPU time, "
+        f"{line['quiet_seconds']:.0f} s since the last new edge, {len(line['findings'])} findings, {line['commit']}"
+    )
 
 
 def lacks(target, line, sources):
@@ -274,7 +322,9 @@ def main():
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=int, default=600, help="for how long in all")
     parser.add_argument("--round", type=int, default=120, help="seconds of a round")
-    parser.add_argument("--corpus", type=Path, default=ROOT / "build-fuzz" / "found", help="where what is found is kept")
+    parser.add_argument(
+        "--corpus", type=Path, default=ROOT / "build-fuzz" / "found", help="where what is found is kept"
+    )
     parser.add_argument("--work", type=Path, help="where rounds keep their files (--corpus/rounds)")
     parser.add_argument("--add", type=Path, metavar="FILE")
     parser.add_argument("--verify", action="store_true")

@@ -529,15 +529,11 @@ def gradient_arguments(
     """Arguments of a gradient by name: what it reads of the operator's arguments and results, upstream gradients of the
     results, scalars, and `want` where gradients are optional."""
     known, known_bwd = types_of(table), types_of(table_bwd)
-    arguments = {
-        t: forward.arguments[t] for t in forward.tensors if t in known_bwd or t not in known or t in sections
-    }
+    arguments = {t: forward.arguments[t] for t in forward.tensors if t in known_bwd or t not in known or t in sections}
     arguments |= {r: known_bwd[r] for r in forward.results if r in known_bwd}
     arguments |= {binds.get(f"d_{r}", f"d_{r}"): known_bwd[f"d_{r}"] for _, r in above_of(forward, table_bwd)}
     arguments |= {
-        s: forward.arguments[s]
-        for s in forward.scalars
-        if s not in forward_only and (s in known_bwd or s not in known)
+        s: forward.arguments[s] for s in forward.scalars if s not in forward_only and (s in known_bwd or s not in known)
     }
     if any(r.kind == "grad" and r.optional for r in table_bwd.rows.values()):
         arguments["want"] = "bool[]"
