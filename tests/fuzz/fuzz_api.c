@@ -307,8 +307,9 @@ static void lay_out(weft_tensor *t, unsigned how)
 static size_t bytes_of(const weft_tensor *t)
 {
     __int128 last = 0;
-    for (int i = 0; i < t->ndim && i < WEFT_MAX_DIMS; i++) {
+    for (int i = 0; i < t->ndim && i < WEFT_MAX_DIMS; i++)
         if (t->shape[i] == 0) return 0;
+    for (int i = 0; i < t->ndim && i < WEFT_MAX_DIMS; i++) {
         if (t->shape[i] < 0 || t->stride[i] < 0) return ROOM + 1;
         last += (__int128)(t->shape[i] - 1) * t->stride[i];
         if (last > ROOM) return ROOM + 1;
@@ -620,6 +621,14 @@ static void require_memory(void)
     }
 }
 
+/* An error, whose sentence the next call must not leave there. */
+static void fail(const weft_op_info *op, const weft_exec *exec, const void *args)
+{
+    const weft_status status = weft_op_workspace(op, exec, args, NULL);
+    require(status != WEFT_OK, "a query without a place for its result");
+    said(op, status);
+}
+
 static void call(const weft_op_info *op, block *exec_block, const void *args)
 {
     weft_exec *fields = (weft_exec *)(void *)exec_block->fields;
@@ -628,9 +637,12 @@ static void call(const weft_op_info *op, block *exec_block, const void *args)
     size_t need = 0;
     const unsigned room = next();
     remember_all();
+    fail(op, exec, args);
     const weft_status asked = weft_op_workspace(op, exec, args, &need);
     said(op, asked);
+    fail(op, exec, args);
     said(op, weft_op_path(op, exec, args, &path));
+    fail(op, exec, args);
     compare("a query that writes");
     if (asked != WEFT_OK) need = 256;
     unsigned char *workspace = take(need, room & 1, 1);
