@@ -112,14 +112,19 @@ def failed_of(rows):
 
 
 def lacking_of(rows):
-    """Parts that have no result, or lines that say why there is none."""
-    return [
+    """Parts without a result, or with lines that say why there is none; of the others, suites and files without one."""
+    found = {part: [row for row in rows if row["part"] == part] for part in PARTS}
+    lacking = [
         part
         for part in PARTS
-        if part not in OPTIONAL
-        and not any(row["part"] == part for row in rows)
-        or any(row["part"] == part and row["result"] not in GOOD + BAD for row in rows)
+        if part not in OPTIONAL and (not found[part] or any(row["result"] not in GOOD + BAD for row in found[part]))
     ]
+    if "bench" not in lacking:
+        lacking += [f"suite {suite}" for suite in SUITES if suite not in {row["suite"] for row in found["bench"]}]
+    if "python" not in lacking:
+        files = {path.name for path in (ROOT / "tests" / "python").glob("test_*.py")}
+        lacking += sorted(files - {row["file"] for row in found["python"]})
+    return lacking
 
 
 def say(row, output):

@@ -210,6 +210,9 @@ def of_record(path):
         "",
         *of_tests(tested),
     ]
+    missing = [suite for suite in SUITES if suite not in timings]
+    if missing:
+        lines += [f"Not timed in this record: {', '.join(missing)}.", ""]
     for suite in [*(s for s in SUITES if s in timings), *(s for s in timings if s not in SUITES)]:
         lines += of_suite(suite, timings[suite], results.get(suite))
     return lines
