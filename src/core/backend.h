@@ -26,7 +26,7 @@ typedef struct weft_backend_table {
     /* The device of the call reaches the memory at p. NULL: the backend works on the host's memory. */
     weft_status (*check_pointer)(const weft_call *call, const char *prefix, const char *name, const void *p);
     const weft_kernel_set *(*kernels)(weft_isa isa);
-    /* Around the run of a call that was checked; NULL: nothing to do. `previous` is what leave wants back. */
+    /* Called before and after the run of a validated call; NULL: nothing to do. enter fills `previous` for leave. */
     weft_status (*enter)(const weft_call *call, int *previous);
     void (*leave)(const weft_call *call, int previous);
     /* Of its device. NULL: products run on the host. */
@@ -42,7 +42,7 @@ const weft_backend_table *weft_backend_of(weft_backend backend);
 /* For backends on the host: device and instruction set. */
 weft_status weft_check_host_exec(weft_call *call);
 
-/* The backend of the call can reach the memory at p, or the caller vouches for it. */
+/* Rejects a pointer that the call's backend cannot reach, unless exec.trust_pointers is set. */
 static inline weft_status weft_check_pointer(const weft_call *call, const char *prefix, const char *name,
                                              const void *p)
 {

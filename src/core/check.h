@@ -135,9 +135,9 @@ enum { WEFT_MAX_ARGS = 64 };
         .group = group_fn}
 #define WEFT_DESC(op, scalars, table, check_fn) WEFT_DESC_GROUPS(op, scalars, table, check_fn, NULL)
 
-/* Forgets all sizes of a call: the first tensor that shows one binds it. */
+/* Resets all sizes of a call; the first tensor with a size binds it. */
 void weft_unbind(weft_call *call);
-/* Spans of memory in the order of their addresses: one that keeps apart from the two beside it does so from all. */
+/* Memory spans in address order: a span that overlaps neither neighbour overlaps none. */
 typedef struct weft_shelf {
     int32_t count;
     bool
@@ -145,7 +145,7 @@ typedef struct weft_shelf {
     uint64_t begin[WEFT_MAX_ARGS + 1], end[WEFT_MAX_ARGS + 1];
 } weft_shelf;
 
-/* What a call was given: the workspace is kept apart from it. */
+/* The arguments of a call, which the workspace must not overlap. */
 typedef struct weft_operands {
     const weft_op_desc *desc;
     const void *args;

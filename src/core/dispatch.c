@@ -33,7 +33,7 @@ typedef union args_copy {
 #include "core/ops.def"
 #undef WEFT_OP
 
-/* A call that may run: its exec and its arguments are the caller's or lie in the copies. */
+/* A validated call. exec and args point to the caller's structs, or to the copies where those have another size. */
 typedef struct entered {
     weft_call call;
     const void *args;
@@ -60,10 +60,10 @@ static weft_status find_kernel(const weft_call *call, const weft_kernel **found)
                      (long long)call->streams);
 }
 
-/* What is asked about a call. */
+/* Who asks: a run, weft_op_path, weft_<op>_workspace. */
 typedef enum question { RUN, PATH, WORKSPACE } question;
 
-/* Everything up to the kernel, and its answer. */
+/* Validation, the row, and the row's prepare. */
 static weft_status enter(weft_op op, const weft_exec *exec, const void *args, question asked, entered *e,
                          weft_prepared *prepared)
 {
@@ -95,7 +95,7 @@ static weft_status enter(weft_op op, const weft_exec *exec, const void *args, qu
     return WEFT_OK;
 }
 
-/* A workspace that a caller can have at all. */
+/* Rejects sizes whose workspace no machine can address. */
 static weft_status fits_memory(const weft_call *call, size_t need)
 {
     if (need <= WEFT_MOST_BYTES) return WEFT_OK;
@@ -103,7 +103,7 @@ static weft_status fits_memory(const weft_call *call, size_t need)
                      weft_op_name(call->op));
 }
 
-/* The caller's workspace has so many bytes, where the backend reaches them, apart from all arguments. */
+/* exec.workspace has `need` bytes in the backend's memory and overlaps no argument. */
 static weft_status check_room(const weft_call *call, size_t need)
 {
     const weft_exec *exec = call->exec;

@@ -23,7 +23,7 @@ typedef enum weft_op {
     WEFT_OP_COUNT
 } weft_op;
 
-/* A call after validation: nobody below checks a shape again. No tensor has, spans or steps over more than WEFT_MOST_ELEMENTS, so
+/* A validated call: backends do not check shapes again. No tensor has, spans or steps over more than WEFT_MOST_ELEMENTS, so
  * offsets and products of the sizes of a tensor fit. */
 typedef struct weft_call {
     weft_op op;
@@ -44,7 +44,7 @@ typedef struct weft_call {
     int64_t batch, steps, key_heads, value_heads, heads, key_dim, value_dim, width, history, sequences, cache;
 } weft_call;
 
-/* What a row decided about a call: filled by prepare, read by what runs it. `plan` is the row's own; nobody clears it. */
+/* The decisions of a row about one call: filled by prepare, read by run. `plan` belongs to the row and is not cleared. */
 enum { WEFT_PLAN_BYTES = 4096 };
 typedef struct weft_prepared {
     size_t workspace; /* bytes of exec.workspace that the call needs */
@@ -61,7 +61,7 @@ typedef struct weft_prepared {
  * not have are zero). A row has either
  *   - one path: `run`, and `workspace`, which is asked with call->query and may be NULL: none needed; or
  *   - several: `prepare` decides on one for this call and fills in all of `prepared`. It looks at no data, launches nothing
- *     and cannot fail; of a call that will run, it may lay out exec.workspace before anybody knows that it is large enough.
+ *     and cannot fail; of a call that will run, it may compute addresses in exec.workspace before its size is checked.
  * A table ends with a row that has neither. */
 typedef struct weft_kernel {
     weft_dtype dtype; /* WEFT_NONE: any */
@@ -107,10 +107,10 @@ static inline weft_status weft_run(const weft_kernel *k, const weft_call *call, 
     return k->run ? k->run(call, args) : prepared->run(call, args, prepared);
 }
 
-/* Outputs from this size on are larger than what a cache would keep of them. */
+/* Outputs of this size or more do not stay in a cache. */
 enum { WEFT_LARGE_BYTES = 8 << 20 };
-/* Untouched outputs that come to no more than this ask for huge pages. A virtual machine may have returned its free ones to
- * the host, and to get many of them back takes longer than small pages would. */
+/* Huge pages are requested for untouched outputs up to this total. A virtual machine may have to get free huge pages back from
+ * its host, which for many of them takes longer than small pages do. */
 enum { WEFT_HUGE_BYTES = 64 << 20 };
 
 /* Threads of a team that is about to start, at most `wanted`: as many as the system lets this process create; 1 in a child of fork
@@ -121,7 +121,7 @@ int weft_team(int wanted);
 bool weft_pages_present(const void *data, size_t bytes);
 /* Asks for huge pages where whole pages of this memory will be written. */
 void weft_pages_huge(void *data, size_t bytes);
-/* Has whole pages of this memory handed out at once, instead of one by one as they are touched. */
+/* Populates the whole pages of this memory at once instead of one fault at a time. */
 void weft_pages_fill(void *data, size_t bytes);
 /* Asks for huge pages for the large outputs of a call, as far as they are dense and untouched. */
 void weft_outputs_ask(const weft_op_info *info, const void *args);
@@ -140,7 +140,7 @@ typedef struct weft_arena {
 
 #define WEFT_ARENA_ALIGN 64
 
-/* To whole pieces; what does not fit stays beyond all limits. */
+/* Rounds up to the arena's alignment; saturates on overflow. */
 static inline size_t weft_round_up(size_t bytes)
 {
     return weft_bytes_plus(bytes, WEFT_ARENA_ALIGN - 1) & ~(size_t)(WEFT_ARENA_ALIGN - 1);

@@ -15,7 +15,7 @@ static bool page_present(uintptr_t address, uintptr_t page)
     return mincore((void *)(address / page * page), page, &present) != 0 || (present & 1);
 }
 
-/* Looks at three pages: the system hands out memory in the order of first use, so these speak for the rest. */
+/* Samples three pages: the system maps memory in the order of first use, so these stand for the rest. */
 bool weft_pages_present(const void *data, size_t bytes)
 {
     long size = sysconf(_SC_PAGESIZE);
@@ -24,7 +24,7 @@ bool weft_pages_present(const void *data, size_t bytes)
                           page_present(first + bytes - 1, page));
 }
 
-/* Advice about the pages that lie wholly within; what an older system does not know it ignores. */
+/* Advice for the pages that lie wholly inside; an older system ignores advice that it does not know. */
 static void advise(void *data, size_t bytes, int advice)
 {
     long size = sysconf(_SC_PAGESIZE);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Sequences of weft/gdn.h: do batch, steps, offsets and indices fit each other? Values of offsets and indices are looked
- * at where they are the host's own memory. */
+ * Sequences of weft/gdn.h: checks that batch, steps, offsets and indices agree. Values of offsets and indices are read
+ * only where they are in host memory. */
 #include "core/sequences.h"
 #include "core/backend.h"
 #include "core/check.h"

@@ -39,8 +39,8 @@ static long thread_id(void)
     return syscall(SYS_gettid);
 }
 
-/* A thread that was joined still counts until the system has put it away. Bounded, because its number may have been given to
- * another thread meanwhile. */
+/* A joined thread counts against the limit until the system has reclaimed it. The wait is bounded, because its id may have been
+ * reused by another thread. */
 static void wait_until_gone(long id)
 {
     for (int i = 0; i < 1000 && syscall(SYS_tgkill, (long)getpid(), id, 0L) == 0; i++) sched_yield();
@@ -76,7 +76,7 @@ static int create_and_release(int count)
     sigset_t all, before;
     int created = 0;
     if (pthread_attr_init(&attributes)) return 0;
-    /* Somewhat larger stacks than a runtime asks for: those that the C library keeps for later then serve it. */
+    /* Stacks slightly larger than a runtime asks for, so that it can reuse those which the C library caches. */
     if (!pthread_attr_getstacksize(&attributes, &stack))
         pthread_attr_setstacksize(&attributes, stack + STACK_MARGIN);
     sigfillset(&all);
@@ -102,7 +102,7 @@ int weft_team(int wanted)
     if (wanted <= 1 || !may_team()) return 1;
     if (wanted > proven) {
         const int more = wanted - last, created = create_and_release(more);
-        /* Others may want what is left of a limit: half of it must do. */
+        /* Half of what the limit leaves: other threads of the process may need the rest. */
         if (created < more) most = wanted = last + created / 2;
         if (wanted > proven) proven = wanted;
     }

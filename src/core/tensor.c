@@ -142,7 +142,7 @@ static weft_status bind_size(weft_call *call, const weft_arg_info *info, int axi
                              const struct size_info *s)
 {
     int64_t *size = size_at(call, s);
-    if (*size == got && got >= 0) return WEFT_OK; /* what is bound has been within the limits */
+    if (*size == got && got >= 0) return WEFT_OK; /* a bound size was checked against the limits */
     if (got < s->low || got > s->high)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d (%s): expected %lld to %lld, got %lld",
                          weft_op_name(call->op), prefix, info->name, axis, s->name, (long long)s->low,
@@ -221,8 +221,8 @@ static bool writes_once(const weft_tensor *t)
     return true;
 }
 
-/* Nearly every tensor is small enough that nothing overflows, has elements, and strides that fall from the first to the last:
- * one look tells that its layout is right, and how many elements lie from its first to its last. 0 of the others. */
+/* Fast check of the usual tensor: not empty, small enough that nothing overflows, strides that decrease. Returns the elements
+ * from its first to its last, or 0 where the general check must decide. */
 static int64_t usual_length(const weft_tensor *t)
 {
     int64_t inner = 1;
@@ -272,7 +272,7 @@ static weft_status check_layout(const weft_call *call, const weft_arg_info *info
     if (t->data == NULL)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer to %lld elements, got NULL",
                          weft_op_name(call->op), prefix, info->name, (long long)elements(t));
-    /* of powers of two: a division for every tensor would count */
+    /* powers of two: a division for every tensor would be measurable */
     if ((uintptr_t)t->data & (weft_element_bytes(t->dtype) - 1))
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: expected a pointer aligned to its %d-byte elements, got %p",
                          weft_op_name(call->op), prefix, info->name, (int)weft_element_bytes(t->dtype), t->data);
@@ -306,7 +306,7 @@ weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const 
                                weft_shelf *shelf)
 {
     int64_t length;
-    shelf->count = 0, shelf->apart = true; /* to clear the rest would take longer than to fill it */
+    shelf->count = 0, shelf->apart = true; /* entries are valid up to count only */
     bool first = call->tokens < 0 && call->streams < 0 && call->channels < 0 && call->dtype == WEFT_NONE;
     for (int32_t i = 0; i < info->num_args; i++) {
         const weft_arg_info *a = &info->args[i];
@@ -340,7 +340,7 @@ weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const 
 
 /* ---- overlap ---------------------------------------------------------------------------------------------------- */
 
-/* A view as a set of bytes: steps in memory, the longest first, without those that lead nowhere. */
+/* A view as a set of bytes: its strides in bytes in descending order, without dimensions of one element. */
 typedef struct reach {
     uintptr_t at;
     int count;
@@ -373,7 +373,7 @@ static int64_t reach_bytes(const reach *r, int first)
     return bytes;
 }
 
-/* Do parts of two views from dimension `level` on share a byte, b lying `offset` bytes behind a? */
+/* True where two views, from dimension `level` on, share a byte; b begins `offset` bytes after a. */
 static bool parts_meet(const reach *a, const reach *b, int level, int64_t offset)
 {
     if (reach_bytes(a, level) <= offset || -reach_bytes(b, level) >= offset) return false;
@@ -415,7 +415,7 @@ static const char *full_name(char *buffer, size_t size, const weft_arg_group *g,
     return buffer;
 }
 
-/* What a group reads and writes, as spans: nearly every pair is told apart by these alone. */
+/* The byte spans that a group reads and writes; they decide nearly every pair. */
 typedef struct spans {
     int32_t count;
     const weft_arg_info *arg[WEFT_MAX_ARGS + 1]; /* NULL: the step of dropout */
@@ -442,8 +442,8 @@ static reach reach_of_arg(const weft_arg_group *g, const weft_arg_info *a)
     return a ? reach_of(tensor_of(a, g->args)) : reach_of_bytes(step_of(g->info, g->args), sizeof(uint64_t));
 }
 
-/* Two views whose spans meet share a byte? Exact for views whose rows lie common strides apart (slices of one padded
- * buffer, sections of one row of several sequences), which interleave without touching; otherwise the spans decide. */
+/* True where two views with overlapping spans share a byte. Exact for views with common row strides (slices of one padded
+ * buffer, sections of one row of several sequences), which may interleave; otherwise overlapping spans count as overlap. */
 static bool share_memory(const reach *a, const reach *b)
 {
     return parts_meet(a, b, 0, (int64_t)(b->at - a->at));
