@@ -264,8 +264,11 @@ def run(options):
     for name in names:
         if name not in GOALS or not os.access(folder / name, os.X_OK):
             sys.exit(f"fuzz_record.py: expected a target in {folder}, got {name}; there are {', '.join(sorted(GOALS))}")
-    # What one input has freed is all that the next must not meet.
-    env = {**os.environ, "ASAN_OPTIONS": "quarantine_size_mb=8:" + os.environ.get("ASAN_OPTIONS", "")}
+    # What one input has freed is all that the next must not meet; who allocated it a finding that is run again will tell.
+    env = {
+        **os.environ,
+        "ASAN_OPTIONS": "quarantine_size_mb=8:malloc_context_size=0:" + os.environ.get("ASAN_OPTIONS", ""),
+    }
     record, end = read(options.out), time.monotonic() + options.seconds
     options.work.mkdir(parents=True, exist_ok=True)
     for name in names:

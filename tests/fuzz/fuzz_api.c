@@ -202,7 +202,7 @@ UNTRACED static void fill(unsigned char *to, size_t bytes, weft_dtype dtype, uns
 static void fill_index(const weft_tensor *t, int64_t most)
 {
     const bool given = next() & 1;
-    for (int64_t k = 0; k < t->shape[0]; k++) {
+    for (int64_t k = 0; k < t->shape[0] && k < ROOM; k++) {
         int64_t v = given ? (int64_t)(int8_t)next() : k < most ? k : most;
         const int32_t narrow = (int32_t)v;
         unsigned char *to = (unsigned char *)t->data + (size_t)(k * t->stride[0]) * weft_dtype_size(t->dtype);
@@ -217,6 +217,27 @@ static void fill_index(const weft_tensor *t, int64_t most)
 
 static int64_t sizes[WEFT_DIM_CACHE + 1];
 static weft_dtype act, param, index_type;
+
+/* One number that no careful caller passes, or one that is merely rare. */
+static int64_t odd_number(void)
+{
+    static const int64_t odd[] = {0,
+                                  1,
+                                  2,
+                                  -1,
+                                  INT32_MAX,
+                                  (int64_t)1 << 31,
+                                  (int64_t)1 << 38,
+                                  (int64_t)1 << 40,
+                                  (int64_t)1 << 47,
+                                  (int64_t)1 << 48,
+                                  ((int64_t)1 << 48) + 1,
+                                  (int64_t)1 << 62,
+                                  INT64_MAX,
+                                  INT64_MIN};
+    const unsigned which = next();
+    return which < 0xf0 ? odd[which % (sizeof odd / sizeof *odd)] : next_number();
+}
 
 static void take_sizes(void)
 {
@@ -246,6 +267,13 @@ static void take_sizes(void)
     sizes[WEFT_DIM_WIDTH] = w;
     sizes[WEFT_DIM_HISTORY] = w - 1 + PICK(more);
     sizes[WEFT_DIM_SEQUENCES] = form & 1 ? PICK(sequences) : sizes[WEFT_DIM_BATCH];
+    if (form >= 0xf0) { /* sizes that only a query gets to */
+        static const int dim[] = {WEFT_DIM_TOKENS, WEFT_DIM_CHANNELS, WEFT_DIM_ROWS,
+                                  WEFT_DIM_BATCH,  WEFT_DIM_STEPS,    WEFT_DIM_SEQUENCES};
+        sizes[PICK(dim)] = odd_number();
+    }
+    if (sizes[WEFT_DIM_SEQUENCES] != (int64_t)(int32_t)sizes[WEFT_DIM_SEQUENCES])
+        sizes[WEFT_DIM_SEQUENCES] = INT32_MAX;
     sizes[WEFT_DIM_OFFSETS] = sizes[WEFT_DIM_SEQUENCES] + 1;
     sizes[WEFT_DIM_CACHE] = sizes[WEFT_DIM_SEQUENCES] + PICK(more);
     act = PICK(acts);
@@ -265,36 +293,17 @@ static weft_dtype dtype_of(weft_arg_type type)
     }
 }
 
-/* One number that no careful caller passes, or one that is merely rare. */
-static int64_t odd_number(void)
-{
-    static const int64_t odd[] = {0,
-                                  1,
-                                  2,
-                                  -1,
-                                  INT32_MAX,
-                                  (int64_t)1 << 31,
-                                  (int64_t)1 << 38,
-                                  (int64_t)1 << 40,
-                                  (int64_t)1 << 47,
-                                  (int64_t)1 << 48,
-                                  ((int64_t)1 << 48) + 1,
-                                  (int64_t)1 << 62,
-                                  INT64_MAX,
-                                  INT64_MIN};
-    const unsigned which = next();
-    return which < 0xf0 ? odd[which % (sizeof odd / sizeof *odd)] : next_number();
-}
-
 static void lay_out(weft_tensor *t, unsigned how)
 {
     int order[WEFT_MAX_DIMS] = {0, 1, 2, 3};
+    const int64_t most = (int64_t)1 << 61;
     int64_t step = 1;
     if ((how & 7) == 1 && t->ndim > 1) order[t->ndim - 1] = t->ndim - 2, order[t->ndim - 2] = t->ndim - 1;
     if ((how & 7) == 2 && t->ndim > 1) order[0] = 1, order[1] = 0;
     for (int k = t->ndim - 1; k >= 0; k--) {
         t->stride[order[k]] = step;
-        step *= t->shape[order[k]] > 0 ? t->shape[order[k]] : 1;
+        if (__builtin_mul_overflow(step, t->shape[order[k]] > 0 ? t->shape[order[k]] : 1, &step) || step > most)
+            step = most;
         if ((how & 7) == 3) step += 3; /* padded */
         if ((how & 7) == 4 && k == t->ndim - 1) step *= 2;
     }
@@ -621,6 +630,35 @@ static void require_memory(void)
     }
 }
 
+/* Sizes that would take long to go through: elements that a stride of zero puts into one place, sequences without a step. */
+static bool is_large(void)
+{
+    for (int i = 0; i < num_made; i++) {
+        double elements = 1;
+        for (int k = 0; made[i]->dtype && k < made[i]->ndim && k < WEFT_MAX_DIMS; k++)
+            elements *= made[i]->shape[k] > 1 ? (double)made[i]->shape[k] : 1;
+        if (elements > ROOM) return true;
+    }
+    return false;
+}
+
+/* What has run: an operator's kernels by instruction set (or the reference) and dtype, and by streams. The fuzzer keeps an input for
+ * each. */
+enum { OPS = 64, ISAS = 5, DTYPES = 4, STREAMS = 8 };
+__attribute__((section("__libfuzzer_extra_counters"))) static struct {
+    uint8_t kernel[OPS][ISAS + 1][DTYPES], streams[OPS][STREAMS];
+} ran;
+
+UNTRACED static void count_run(const weft_op_info *op, const weft_exec *exec)
+{
+    const unsigned way = exec->backend == WEFT_BACKEND_REF ? ISAS : (unsigned)exec->isa % ISAS;
+    int32_t number = 0;
+    while (weft_op_at(number) != op) number++;
+    require(number < OPS, "more operators than OPS");
+    ran.kernel[number][way][(unsigned)act % DTYPES] = 1;
+    ran.streams[number][(unsigned)sizes[WEFT_DIM_STREAMS] % STREAMS] = 1;
+}
+
 /* An error, whose sentence the next call must not leave there. */
 static void fail(const weft_op_info *op, const weft_exec *exec, const void *args)
 {
@@ -644,6 +682,8 @@ static void call(const weft_op_info *op, block *exec_block, const void *args)
     said(op, weft_op_path(op, exec, args, &path));
     fail(op, exec, args);
     compare("a query that writes");
+    if (asked == WEFT_OK) require_right();
+    if (asked == WEFT_OK && is_large()) return;
     if (asked != WEFT_OK) need = 256;
     unsigned char *workspace = take(need, room & 1, 1);
     const bool lacks = need && (!workspace || (room & 6) == 6);
@@ -651,13 +691,14 @@ static void call(const weft_op_info *op, block *exec_block, const void *args)
     fields->workspace_bytes = workspace ? need - ((room & 6) == 6 && need) : 0;
     if (workspace) buffers[used - 1].bytes = 0; /* its contents are undefined behind the call */
     const weft_tensor *under = room >= 0xf0 && num_made ? made[next() % (unsigned)num_made] : NULL;
-    if (under && bytes_of(under)) fields->workspace = under->data;
+    if (under && under->dtype && bytes_of(under)) fields->workspace = under->data;
     give(exec_block, sizeof *fields);
     remember(&buffers[0]); /* exec */
     const weft_status status = weft_op_call(op, exec, args);
     said(op, status);
-    if (asked == WEFT_OK || status == WEFT_OK) require_right();
+    if (status == WEFT_OK) require_right();
     if (status == WEFT_OK) require_memory();
+    if (status == WEFT_OK) count_run(op, fields);
     compare(status == WEFT_OK ? "a write beside the outputs" : "an error that writes");
     if (status == WEFT_OK) require(asked == WEFT_OK, "a call that runs where its query fails");
     if (status == WEFT_OK && need)
