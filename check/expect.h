@@ -108,7 +108,7 @@ void expect_gdn_rule_bwd(expect_call *call);
 /* The values after a store in that dtype. Where the error reaches across a rounding boundary, the backend may have
  * rounded the other way: the error becomes the distance to that value, and zero elsewhere. */
 quantity expect_stored(expect_scope *scope, weft_dtype dtype, quantity q, int64_t length);
-/* 1 where the operator has bounds of its own; 0 where it is held to those of its parts, or nobody has derived any. */
+/* single: 1 where the operator has bounds of its own. known: 1 also where it is compared with the chain of its parts. */
 int expect_is_single(const char *op);
 int expect_is_known(const char *op);
 /* a + b in float32; either may be absent. */

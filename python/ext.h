@@ -43,7 +43,7 @@ enum {
     HOOK_GRAD_ENABLED, /* () -> bool */
     HOOK_THREADS,      /* () -> threads for the CPU */
     HOOK_DESCRIBE,     /* (tensor) -> (size, strides, dtype) */
-    HOOK_EMPTY_CPU,    /* (size, strides, dtype) -> tensor; None where there is no short way */
+    HOOK_EMPTY_CPU,    /* (size, strides, dtype) -> tensor; None where the framework has none */
     HOOK_EMPTY_CUDA,   /* the same, on the current device */
     HOOK_CURRENT_GPU,  /* () -> index; None without CUDA */
     HOOK_WORKSPACE,    /* (bytes, device index) -> a tensor in CUDA memory */

@@ -13,8 +13,8 @@
  * of the library; those in `writes` are written. `sections` are arguments that may be views of one row of columns.
  *
  * fill writes into results that exist; bit k of `add` has it add to result k. A call makes them. To do that in Python takes
- * longer than the call itself, so what the scalars came to is kept for the next call with the same ones, and what outputs
- * made for the same shapes: the next call makes the like of it by the framework's short way. Neither changes a result.
+ * longer than the call itself, so the packed scalars are kept for the next call with the same scalars, and so are the sizes
+ * and dtypes of the results for the same shapes: the next call allocates them directly. Neither changes a result.
  * Calls that autograd records go to record(argument ...). Those that somebody else may want to see (subclasses, dispatch
  * modes), and those that look wrong, go to otherwise(argument ...). */
 #include "ext.h"
@@ -217,7 +217,7 @@ static void remember(const kernel_object *k, plan *p, const dl_tensor *views, Py
     Py_XDECREF(r.results);
 }
 
-/* The framework's short way to memory of the device of a call; NULL where there is none. */
+/* The framework's function that allocates on the device of a call without its dispatcher; NULL where there is none. */
 static PyObject *short_way(const kernel_object *k, dl_device device)
 {
     PyObject *const *hook = k->state->hook;

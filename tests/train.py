@@ -1229,7 +1229,7 @@ def bad_luck():
 
 
 def gpu():
-    """The same promises on a GPU; in words where there is none."""
+    """The same promises on a GPU; skipped with a message where there is none."""
     on = ("--backend", "cuda", "--steps", 8, "--save-every", 4, "--bias", "--dropout", 0.1, "--residual", "mhc")
     code, _, err = train("gpu", *on)
     if code == 2 and "--backend cuda" in err:

@@ -22,8 +22,8 @@ static void expect_unsupported(weft_status status, const char *op, const char *w
         test_failed("%s: %s: got \"%s\" (%s)", op, what, weft_status_name(status), text);
 }
 
-/* Refused in words, by the call and by the question for its workspace. The pointers are the host's: trust_pointers for, so that
- * nothing is said about them first. */
+/* The call and its workspace query return an error with a message. The pointers are the host's; trust_pointers is set, so that they
+ * are not rejected first. */
 static void operators_without_kernels_say_so(void **state)
 {
     (void)state;
