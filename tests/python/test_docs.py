@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 import weft.compat
+import weft.torch
 
 HEADING = re.compile(r"^(##|###) `([\w.]+)`$", re.M)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
@@ -125,6 +126,26 @@ def run_blocks(text: str, path: str) -> int:
 def test_examples_run(path, root):
     torch.manual_seed(0)
     assert run_blocks((root / path).read_text(), path) >= 1
+
+
+def numbers_of(text: str, name: str) -> torch.Tensor:
+    """The matrix of docs/concepts.md whose second row begins with `name =`."""
+    block = next(b for b in re.findall(r"^```\n(.*?)^```$", text, re.M | re.S) if re.search(rf"\b{name} = \|", b))
+    rows = re.findall(r"\|([^|\n]*)\|", block)
+    return torch.tensor([[float(number) for number in row.split()] for row in rows], dtype=torch.float64)
+
+
+def test_worked_example(root):
+    """The 4 x 4 example of docs/concepts.md, and its growth of an unconstrained mix, are what the library computes."""
+    text = (root / "docs" / "concepts.md").read_text()
+    logits, shown = numbers_of(text, "logits"), numbers_of(text, "res")
+    res = weft.torch.sinkhorn(logits.unsqueeze(0), "megatron_main")[0]
+    torch.testing.assert_close(res, shown, rtol=0, atol=5.01e-4)
+    for axis in (0, 1):
+        torch.testing.assert_close(res.sum(axis), torch.ones(4, dtype=torch.float64), rtol=0, atol=1e-5)
+    a = numbers_of(text, "A")
+    grown = torch.linalg.matrix_power(a, 48).abs().sum(1).max()
+    assert f"1.2^48 = {grown:.0f}" in text
 
 
 def test_version(root):
