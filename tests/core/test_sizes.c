@@ -281,6 +281,9 @@ static void optimisers(void **state)
         assert_int_equal(
             weft_muon_workspace(&exec, WEFT_ARGS(weft_muon_args, .rows = side, .columns = side), &bytes), WEFT_OK);
         assert_true(bytes >= (size_t)side * (size_t)side * 4 * (ref ? 8 : 4));
+        assert_int_equal(
+            weft_muon_workspace(&exec, WEFT_ARGS(weft_muon_args, .rows = side + 1, .columns = side), &bytes),
+            WEFT_ERR_ARGUMENT);
         static const int64_t counts[] = {-1, INT64_MIN, ((int64_t)1 << 48) + 1, INT64_MAX};
         for (int i = 0; i < 4; i++) {
             assert_int_equal(weft_sum_squares_workspace(&exec, counts[i], &bytes), WEFT_ERR_ARGUMENT);

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import _C
 from . import ops, ops_rebuild  # noqa: F401  (register the operators)
-from .grads import GradX, call, call_and_carry
+from .grads import GradX, call_and_carry, call_and_sum, operation
 from .numerics import RMS_EPS_KINDS, Numerics, choice, pack
 
 PRECISIONS = ("full", "tf32")
@@ -95,14 +95,15 @@ def _lean(
     name: str, tensors: tuple, scalars: tuple, source: Source | None, main_grad: bool = False, options: tuple = ()
 ):
     """Calls operator `name` in its form that keeps fewer streams (ops_rebuild.py)."""
+    rebuild = operation(f"{name}_rebuild", main_grad)
     if source is None:
-        return call(f"{name}_rebuild", (*tensors, *(None,) * 6, *scalars, 0.0, 0, *options), main_grad)
+        return rebuild(*tensors, *(None,) * 6, *scalars, 0.0, 0, *options)
     x, f, post, res, bias, p, step, token_base = source
     if p and step is None:
         raise ValueError(f"{name}: source: expected dropout_step beside dropout, got None")
     # Detached: a source is there to be read, and its gradients come by way of the streams that were made of it.
     made_of = (None if t is None else t.detach() for t in (x, _as_streams(x, f), post, res, bias, step))
-    return call(f"{name}_rebuild", (*tensors, *made_of, *scalars, float(p), token_base, *options), main_grad)
+    return rebuild(*tensors, *made_of, *scalars, float(p), token_base, *options)
 
 
 def project(
@@ -119,14 +120,14 @@ def project(
     phi is [R, n, C] with any strides, or [R, n*C]; norm_weight [n, C] or [n*C] is a gain folded into phi. precision,
     "full" or "tf32", decides nothing today."""
     args = (x, phi, norm_weight, choice("mhc_project: precision", precision, PRECISIONS))
-    return call("mhc_project", args, main_grad, grad_x, GradX.LAST)
+    return call_and_sum("mhc_project", args, grad_x, GradX.LAST, main_grad)
 
 
 def scale(
     h: Tensor, ms: Tensor, alpha: Tensor, beta: Tensor, numerics: Numerics | str, *, main_grad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gates: pre [..., n], post [..., n] and the residual logits [..., n, n] from a projection. alpha [3], beta [N]."""
-    return call("mhc_scale", (h, ms, alpha, beta, pack(numerics)), main_grad)
+    return operation("mhc_scale", main_grad)(h, ms, alpha, beta, pack(numerics))
 
 
 def sinkhorn(logits: Tensor, numerics: Numerics | str) -> Tensor:
@@ -138,12 +139,12 @@ def coef(
     h: Tensor, ms: Tensor, alpha: Tensor, beta: Tensor, numerics: Numerics | str, *, main_grad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gates and Sinkhorn in one call: pre [..., n], post [..., n] and res [..., n, n]."""
-    return call("mhc_coef", (h, ms, alpha, beta, pack(numerics)), main_grad)
+    return operation("mhc_coef", main_grad)(h, ms, alpha, beta, pack(numerics))
 
 
 def aggregate(x: Tensor, pre: Tensor, *, grad_x: GradX | None = None) -> Tensor:
     """u [..., C] = sum over streams of pre[i] x[i]."""
-    return call("mhc_aggregate", (x, pre), False, grad_x, GradX.ADDER)
+    return call_and_sum("mhc_aggregate", (x, pre), grad_x, GradX.ADDER)
 
 
 def post(
@@ -173,7 +174,7 @@ def post(
     p, step = _dropout(x, dropout, training, dropout_step)
     tensors, scalars = (x, _as_streams(x, f), post, res, bias, step), (pack(numerics), p, token_base)
     if source is None or not torch.is_grad_enabled():
-        return call("mhc_post", (*tensors, *scalars), False, grad_x, GradX.WRITER)
+        return call_and_sum("mhc_post", (*tensors, *scalars), grad_x, GradX.WRITER)
     if grad_x is not None:
         raise ValueError("mhc_post: expected grad_x or source, got both")
     return _lean("mhc_post", tensors, scalars, source)
@@ -207,7 +208,7 @@ def head(
     kind = choice("mhc_head: rms_eps_kind", rms_eps_kind, RMS_EPS_KINDS)
     tf32 = choice("mhc_head: precision", precision, PRECISIONS)
     args = (x, phi, alpha, beta, norm_weight, float(rms_eps), kind, float(pre_eps), tf32)
-    return call("mhc_head", args, main_grad)[0]
+    return operation("mhc_head", main_grad)(*args)[0]
 
 
 def pre(
@@ -247,7 +248,7 @@ def pre(
         tf32,
     )
     if not carry:
-        return Pre(*call("mhc_pre", args, main_grad)[:4])
+        return Pre(*operation("mhc_pre", main_grad)(*args)[:4])
     *results, x = call_and_carry("mhc_pre", args, main_grad)
     return Pre(*results[:4]), x
 
@@ -286,7 +287,7 @@ def boundary(
     tensors = (x, _as_streams(x, f), post, res, bias, phi, alpha, beta, norm_weight, sub_weight, pre_in, step)
     scalars = (pack(numerics), sub_norm, float(sub_eps), p, token_base, tf32)
     if (source is None and keep) or not torch.is_grad_enabled():
-        return Boundary(*call("mhc_boundary", (*tensors, *scalars), main_grad)[:5])
+        return Boundary(*operation("mhc_boundary", main_grad)(*tensors, *scalars)[:5])
     return Boundary(*_lean("mhc_boundary", tensors, scalars, source, main_grad, (keep,))[:5])
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import ops_gdn, register
-from .grads import Sink, call, params_of
+from .grads import Sink, operation, params_of
 from .numerics import choice
 
 ACTIVATIONS = ("silu", "linear")
@@ -144,7 +144,7 @@ def gdn_pre(
         sink = Sink(params_of(operator, args)) if main_grad else None
         *results, final = _ViewNode.apply(operator, sink, *args)
     else:
-        *results, final = call("gdn_pre", args, main_grad)
+        *results, final = operation("gdn_pre", main_grad)(*args)
         if kind:
             view = None if gate == "none" else own if alone else _view_of_z(parts, heads)
             results = (*results[:3], view, *results[4:])  # Dynamo of older versions takes them for a tuple
@@ -222,9 +222,8 @@ def gdn_rule(
         query, key, value, beta, g = map(_batched, (query, key, value, beta, g))
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     tensors = (query, key, value, beta, g, state, cu_seqlens)
-    o, final = call(
-        "gdn_rule", (*tensors, scale, choice("gdn_rule: head_map", head_map, HEAD_MAPS), chunk, final_state)
-    )
+    map_of = choice("gdn_rule: head_map", head_map, HEAD_MAPS)
+    o, final = operation("gdn_rule")(*tensors, scale, map_of, chunk, final_state)
     return o.squeeze(0) if lead else o, final if final_state else None
 
 

@@ -5,6 +5,9 @@ compiled graph returns its gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -160,25 +163,33 @@ def params_of(operator: register.Operator, args: tuple) -> dict[int, Tensor]:
     return {k: args[place] for k, place in operator.parameters if args[place] is not None}
 
 
+def operation(name: str, main_grad: bool = False) -> Callable:
+    """What to call for torch.ops.weft.<name>. With main_grad gradients of parameters go into their `main_grad`, where the
+    live parameter has one in backward. It is returned and not called here: a frame less in every call."""
+    operator = register.OPERATORS[name]
+    if main_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return partial(_apply_node, operator)
+    return operator.op
+
+
+def _apply_node(operator: register.Operator, *args):
+    return register.Node.apply(operator, Sink(params_of(operator, args)), *args)
+
+
 def call_and_carry(name: str, args: tuple, main_grad: bool = False) -> tuple:
     """The results of torch.ops.weft.<name>, and x (its first argument) to be used from there on: the gradient of that x
     is a buffer which this operator's backward pass adds to. Nobody else may hold that gradient."""
     operator, x = register.OPERATORS[name], args[0]
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
-        return *call(name, args, main_grad), x
+        return *operation(name, main_grad)(*args), x
     return CarryNode.apply(operator, Sink(params_of(operator, args) if main_grad else {}), *args)
 
 
-def call(name: str, args: tuple, main_grad: bool = False, grad_x: GradX | None = None, role: str = ""):
-    """Calls torch.ops.weft.<name>. With main_grad gradients of parameters go into their `main_grad`, where the live
-    parameter has one in backward; `grad_x` sums the gradient of the first argument."""
-    operator = register.OPERATORS[name]
-    if grad_x is None and not (main_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()):
-        return operator.op(*args)
+def call_and_sum(name: str, args: tuple, grad_x: GradX | None, role: str, main_grad: bool = False):
+    """The results of torch.ops.weft.<name>, with the gradient of the first argument summed in `grad_x`."""
     x = args[0]
-    if grad_x is not None:
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            grad_x = None
-        else:
-            grad_x.attach(role, x)
+    if grad_x is None or not (torch.is_grad_enabled() and x.requires_grad):
+        return operation(name, main_grad)(*args)
+    grad_x.attach(role, x)
+    operator = register.OPERATORS[name]
     return register.Node.apply(operator, Sink(params_of(operator, args) if main_grad else {}, grad_x, role), *args)
