@@ -58,6 +58,22 @@ static void far_one(bench *b, weft_exec exec)
 }
 TEST(strides_are_bounded, far_one)
 
+/* A stride that is allowed, in a dimension that steps through it: the first and the last element are too far apart. */
+static void wide_one(bench *b, weft_exec exec)
+{
+    EACH_ARG(b, a)
+    {
+        for (int d = 0; d < a->info->ndim; d++) {
+            if (a->view->shape[d] < 2) continue;
+            a->view->stride[d] = most;
+            query_refuses(b, WEFT_ERR_ARGUMENT, "a span beyond 2^48");
+            refuses(b, WEFT_ERR_ARGUMENT, a->name, "a span beyond 2^48");
+            restore(b, exec);
+        }
+    }
+}
+TEST(spans_are_bounded, wide_one)
+
 /* A dimension of 1 is never stepped through, so a long stride there is as good as any; and so where there are no tokens. */
 static void idle_strides(void **state)
 {
@@ -296,7 +312,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(products_do_not_wrap), cmocka_unit_test(strides_are_bounded),
-        cmocka_unit_test(idle_strides),         cmocka_unit_test(workspaces_grow),
+        cmocka_unit_test(spans_are_bounded),    cmocka_unit_test(idle_strides),
+        cmocka_unit_test(workspaces_grow),
 
         cmocka_unit_test(token_bases),          cmocka_unit_test(models),
         cmocka_unit_test(recomputes),           cmocka_unit_test(optimisers),
