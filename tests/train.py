@@ -1044,7 +1044,9 @@ def huge_context():
     asked = ("sample", "--from", "context", "--prompt", "the ", "--count", 20, "--temperature", 0, "--threads", 1)
     before = weft(*asked)
     model.write_bytes(rewritten(model.read_bytes(), {"option.context": str(1 << 20)}))
-    after = weft(*asked)
+    # Sanitizers reserve terabytes, so under them only the text is compared.
+    little = ("prlimit", f"--as={4 << 30}")
+    after = weft(*asked, before=little if weft("info", before=little)[0] == 0 else ())
     say(
         "a sample of a file that names a context of 1048576",
         before[0] == 0 and after == before,
