@@ -12,7 +12,6 @@ Bounds. A result is a value computed in fp32 (fp64 on the reference backend) and
                  tensor over DRAWS draws; streams of 16 bits on the GPU, bf16 on AMX
 Comparisons are written so that NaN fails."""
 
-import inspect
 import json
 import os
 import struct
@@ -290,17 +289,3 @@ def assert_golden(case: str, name: str, got: Tensor, want: Tensor, of_largest: f
     error = (got - wide).abs()
     worst = f"off by {float(error.max()):.3e}, allowed {float(allowed.max()):.3e}"
     assert (error <= allowed).all(), f"{case}.{name}: {worst}"
-
-
-# ---- signatures --------------------------------------------------------------------------------------------
-
-
-def signature(function: Callable) -> str:
-    """Parameters and defaults without annotations: "x, phi, *, eps=1e-06"."""
-    parts, starred = [], False
-    for p in inspect.signature(function).parameters.values():
-        if p.kind is p.KEYWORD_ONLY and not starred:
-            parts.append("*")
-            starred = True
-        parts.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}")
-    return ", ".join(parts)

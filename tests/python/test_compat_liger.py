@@ -27,23 +27,9 @@ def expected_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, tmax=20, rms_ep
 
 
 def coeffs(**arguments):
-    pre, post, res = liger.liger_mhc_coeffs(**arguments)
+    wide = arguments["x"].dtype.itemsize > 2
+    pre, post, res = liger.liger_mhc_coeffs(**arguments, allow_fp32=wide)
     return {"pre": pre, "post": post, "res": res}
-
-
-@pytest.mark.parametrize(
-    "name, parameters",
-    {
-        "liger_mhc_coeffs": "x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20, rms_eps=1e-06, "
-        "pre_eps=0.0, sinkhorn_eps=1e-06, post_mult=2.0",
-        "liger_mhc_pre": "x, h_pre",
-        "liger_mhc_post_res": "x, f_out, h_post, h_res",
-        "LigerMHC": "layer, *, hc, c, tmax=20, rms_eps=1e-06, pre_eps=0.0, sinkhorn_eps=1e-06, post_mult=2.0, "
-        "phi_dtype=torch.float16, allow_fp32=False",
-    }.items(),
-)
-def test_signature(name, parameters):
-    assert oracle.signature(getattr(liger, name)) == parameters
 
 
 @dtypes
@@ -105,6 +91,51 @@ def test_orientation_of_h_res():
     assert torch.equal(y, torch.tensor([[12.0, 104.0], [34.0, 308.0]]))
 
 
+def whole_layer(x, f_out, **parameters):
+    """A layer that does not look at its input."""
+    y, coefficients = liger.liger_mhc_forward(
+        x, lambda u: f_out, **parameters, allow_fp32=x.dtype.itemsize > 2, return_coeffs=True
+    )
+    return {"y": y, **dict(zip(("pre", "post", "res"), coefficients, strict=True))}
+
+
+def expected_layer(x, f_out, **parameters):
+    out = expected_coeffs(x, **parameters)
+    return {"y": oracle.combine(x, f_out, out["post"], out["res"], None, "out_in"), **out}
+
+
+@dtypes
+@sizes
+def test_forward(dtype, lead, n, c):
+    inputs = draw(9, **shapes(lead, n, c), f_out=(*lead, c))
+    inputs = as_dtypes(inputs, dtype, wide="phi b alpha_pre alpha_post alpha_res")
+    tokens = inputs["x"][..., 0, 0].numel()
+    stores = {"d_x": 2}  # the merge's, to which the site's is added
+    check(whole_layer, expected_layer, inputs, depth(n, c, tokens), stores, ALPHAS)
+    seen = []
+    plain = {k: t for k, t in inputs.items() if k != "f_out"}
+    alone = liger.liger_mhc_forward(**plain, layer=lambda u: seen.append(u) or u, allow_fp32=True)
+    pre, post, res = liger.liger_mhc_coeffs(**plain, allow_fp32=True)
+    assert torch.equal(seen[0], liger.liger_mhc_pre(inputs["x"], pre))
+    assert torch.equal(alone, liger.liger_mhc_post_res(inputs["x"], seen[0], post, res))
+
+
+@dtypes
+@sizes
+def test_apply(dtype, lead, n, c):
+    inputs = draw(10, x=(*lead, n, c), f_out=(*lead, c), h_pre=(*lead, n), h_post=(*lead, n), h_res=(*lead, n, n))
+    inputs = as_dtypes(inputs, dtype, wide="h_pre h_post h_res")
+
+    def expected(x, f_out, h_pre, h_post, h_res):
+        return {"y": oracle.combine(x, f_out, h_post, h_res, None, "out_in"), "u": oracle.aggregate(x, h_pre)}
+
+    def both(**arguments):
+        return dict(zip(("y", "u"), liger.liger_mhc_apply(**arguments, return_x_in=True), strict=True))
+
+    check(both, expected, inputs, depth(n, c, 0, 0), {"d_x": 3})  # two, added by autograd
+    assert torch.equal(liger.liger_mhc_apply(**inputs), both(**inputs)["y"])
+
+
 # ---- the module --------------------------------------------------------------------------------------------
 
 
@@ -155,7 +186,7 @@ def test_module_in_mixed_precision():
 
 def test_backward_of_one_output_alone():
     inputs = {k: t.float().requires_grad_() for k, t in draw(7, **shapes((3,), 4, 8)).items()}
-    _, post, _ = liger.liger_mhc_coeffs(**inputs)
+    _, post, _ = liger.liger_mhc_coeffs(**inputs, allow_fp32=True)
     post.sum().backward()
     assert inputs["alpha_post"].grad.abs() > 0
     assert inputs["alpha_pre"].grad is None or inputs["alpha_pre"].grad == 0
@@ -165,7 +196,7 @@ def test_backward_of_one_output_alone():
 
 
 def test_compile():
-    module = liger.LigerMHC(nn.Linear(16, 16), hc=4, c=16, phi_dtype=torch.float32)
+    module = liger.LigerMHC(nn.Linear(16, 16), hc=4, c=16, phi_dtype=torch.float32, allow_fp32=True)
     inputs = as_dtypes(draw(8, x=(5, 4, 16)), torch.float32)
 
     def layer_of(x):
@@ -176,7 +207,8 @@ def test_compile():
 
 # ---- misuse ------------------------------------------------------------------------------------------------
 
-X, PHI, B, ONE = torch.zeros(3, 4, 8), torch.zeros(32, 24), torch.zeros(24), torch.ones(())
+X, PHI, B, ONE = torch.zeros(3, 4, 8, dtype=torch.bfloat16), torch.zeros(32, 24), torch.zeros(24), torch.ones(())
+WIDE = X.float(), PHI, B, ONE, ONE, ONE
 MISUSE = {
     "phi is (K, N)": (
         lambda: liger.liger_mhc_coeffs(X, PHI.T, B, ONE, ONE, ONE),
@@ -186,6 +218,13 @@ MISUSE = {
     "b": (lambda: liger.liger_mhc_coeffs(X, PHI, B[1:], ONE, ONE, ONE), ValueError, "b: expected shape"),
     "alpha": (lambda: liger.liger_mhc_coeffs(X, PHI, B, ONE, 1.0, ONE), TypeError, "alpha_post: expected a tensor"),
     "tmax": (lambda: liger.liger_mhc_coeffs(X, PHI, B, ONE, ONE, ONE, tmax=0), ValueError, "iter"),
+    "fp32": (lambda: liger.liger_mhc_coeffs(*WIDE), ValueError, "x: expected torch.bfloat16 or .* without allow_fp32"),
+    "fp32 around a layer": (
+        lambda: liger.liger_mhc_forward(WIDE[0], nn.Identity(), *WIDE[1:]),
+        ValueError,
+        "liger_mhc_forward: x: expected .* got torch.float32",
+    ),
+    "module's fp32": (lambda: liger.LigerMHC(nn.Identity(), hc=4, c=8)(X.float()), ValueError, "without allow_fp32"),
     "h_pre": (lambda: liger.liger_mhc_pre(X, B), ValueError, "h_pre: expected shape"),
     "f_out": (lambda: liger.liger_mhc_post_res(X, X, X[..., 0], X[..., :4]), ValueError, "f_out: expected shape"),
     "h_res": (lambda: liger.liger_mhc_post_res(X, X[:, 0], X[..., 0], X), ValueError, "h_res: expected shape"),

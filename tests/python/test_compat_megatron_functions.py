@@ -84,6 +84,50 @@ def test_h_post_bda(prefix, dtype, s, b, n, c, biased):
     )
 
 
+@dtypes
+@sizes
+def test_h_post_bda_into(dtype, s, b, n, c):
+    shapes = {"h_res": (s, b, n, n), "original_residual": (s, b, n, c), "h_post": (s, b, n), "x": (s, b, c)}
+    inputs = as_dtypes(draw(17, **shapes, bias=(c,)), dtype, wide="h_res h_post bias")
+
+    def into(**arguments):
+        out = torch.full((s, b, n, c), float("nan"), dtype=dtype, device=arguments["x"].device)
+        for _ in range(2):  # a replay writes the same memory again
+            y = megatron.fused_h_post_bda_into(**arguments, out=out)
+            assert y.data_ptr() == out.data_ptr() and not out.requires_grad
+        assert torch.equal(out, megatron.fused_h_post_bda(**arguments))
+        return {"y": y}
+
+    def expected(h_res, original_residual, h_post, x, bias):
+        return {"y": oracle.combine(original_residual, x, h_post, h_res, bias, "in_out")}
+
+    check(into, expected, inputs, depth(n, c, s * b, 0))
+
+
+def test_into_makes_no_copy(native, device):
+    """The operator writes into `out` itself: PyTorch sees neither an allocation of the result nor a copy of it."""
+    if native:
+        pytest.skip("plain PyTorch computes and copies")
+    x, h_pre = torch.randn(3, 2, 4, 8, device=device), torch.rand(3, 2, 4, device=device)
+    res, f = torch.rand(3, 2, 4, 4, device=device), torch.randn(3, 2, 8, device=device)
+    calls = {
+        "fused_h_aggregate": ((x, h_pre), torch.empty_like(f)),
+        "fused_h_post_bda": ((res, x, h_pre, f, None), torch.empty_like(x)),
+    }
+    made = []
+    for name, (arguments, out) in calls.items():
+        for grad in (False, True):
+            tensors = [t.clone().requires_grad_(grad) if isinstance(t, torch.Tensor) else t for t in arguments]
+            want = getattr(megatron, name)(*tensors)
+            with torch.autograd.profiler.profile() as profile:
+                result = getattr(megatron, f"{name}_into")(*tensors, out)
+            made.append(
+                [e.name for e in profile.function_events if e.name in ("aten::copy_", "aten::empty", "aten::clone")]
+            )
+            assert torch.equal(result, want)
+    assert made == [[]] * 4
+
+
 @both
 @dtypes
 @pytest.mark.parametrize("tokens, rows, width", [(6, 24, 160), (4, 8, 66), (3, 5, 7)])
@@ -147,12 +191,12 @@ def test_learned_output_contract(dtype, s, b, n, c):
     )
 
 
+@both
 @dtypes
-def test_fused_add_3(dtype):
+def test_fused_add_3(prefix, dtype):
+    add = megatron.fused_add_3 if prefix == "fused" else megatron.native_fused_add_3
     inputs = as_dtypes(draw(14, a=(3, 5), b=(3, 5), c=(3, 5)), dtype)
-    check(
-        lambda **t: {"y": megatron.native_fused_add_3(**t)}, lambda a, b, c: {"y": a + b + c}, inputs, depth(3, 1, 0, 0)
-    )
+    check(lambda **t: {"y": add(**t)}, lambda a, b, c: {"y": a + b + c}, inputs, depth(3, 1, 0, 0))
 
 
 RULES = {

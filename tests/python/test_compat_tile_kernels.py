@@ -40,27 +40,6 @@ def pre(**arguments):
     return {"u": u, "post": post, "comb": comb}
 
 
-# ---- signatures --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name, parameters",
-    {
-        "mhc_pre": "residual, fn, scale, base, *, norm_weight=None, norm_eps=1e-06, mhc_mult=4, post_mult_value=1.0, "
-        "pre_eps=1e-06, sinkhorn_eps=1e-06, sinkhorn_repeat=10, n_splits=16",
-        "mhc_post": "x, residual, post_layer_mix, comb_res_mix, out=None",
-        "mhc_head": "residual, fn, scale, base, *, norm_weight=None, norm_eps=1e-06, mhc_mult=4, pre_eps=1e-06, "
-        "n_splits=16",
-        "expand_to_mhc": "hidden, mhc_mult, out=None",
-        "sinkhorn_normalize": "x, repeat=10, eps=1e-06",
-        "mhc_multilayer_recompute": "initial_residual, pre_mix_list, layer_output_list, post_mix_list, comb_mix_list, "
-        "layer_input_list, residual_list",
-    }.items(),
-)
-def test_signature(name, parameters):
-    assert oracle.signature(getattr(tk, name)) == parameters
-
-
 # ---- against the equations ---------------------------------------------------------------------------------
 
 
@@ -204,6 +183,101 @@ def test_multilayer_recompute_equals_the_layers(layers, posts, dtype):
             x = want
 
 
+def test_multilayer_recompute_writes_where_it_is_told():
+    drawn = draw(12, x=(3, 4, 8), pre=(3, 4, 1), f=(3, 8), post=(3, 4, 1), comb=(3, 4, 4))
+    x, pre, f, post, comb = (t.float() for t in drawn.values())
+    u, y = torch.empty(3, 8), torch.empty(3, 4, 8)
+    with torch.autograd.profiler.profile() as profile:
+        tk.mhc_multilayer_recompute(x, [pre], [f], [post], [comb], [u], [y])
+    assert not [e.name for e in profile.function_events if e.name in ("aten::copy_", "aten::empty")]
+    assert torch.equal(y, tk.mhc_post(f, x, post, comb))
+    for bad in (u.half(), torch.empty(8, 3).t()):
+        with pytest.raises(ValueError, match=r"layer_input_list\[0\]: expected contiguous torch.float32"):
+            tk.mhc_multilayer_recompute(x, [pre], [f], [post], [comb], [bad], [y])
+
+
+# ---- the parts of mhc_pre ----------------------------------------------------------------------------------
+
+
+@dtypes
+@sizes
+def test_pre_big_fuse(dtype, lead, n, c):
+    inputs = as_dtypes(draw(13, **layer_shapes(lead, n, c)), dtype, wide=PARAMETERS)
+    options = dict(norm_eps=0.5, post_mult_value=1.7, pre_eps=0.1, sinkhorn_eps=0.05, sinkhorn_repeat=3)
+
+    def call(residual, fn, scale, base):
+        post, comb, u = tk.mhc_pre_big_fuse(residual, fn, scale, base, 0.5, 0.1, 0.05, 1.7, 3)
+        return {"u": u, "post": post, "comb": comb}
+
+    tokens = inputs["residual"][..., 0, 0].numel()
+    check(call, lambda **a: expected_pre(**a, **options), inputs, depth(n, c, tokens))
+    for name, value in call(**inputs).items():
+        assert torch.equal(value, pre(**inputs, **options, mhc_mult=n)[name]), name
+
+
+@dtypes
+@sizes
+@pytest.mark.parametrize("gain", [False, True], ids=["plain", "norm_weight"])
+def test_parts_of_pre(dtype, lead, n, c, gain):
+    """The four calls that mhc_pre is made of in training: together, with the gradients of all of them."""
+    inputs = as_dtypes(draw(14, **layer_shapes(lead, n, c, gain)), dtype, wide=PARAMETERS)
+    options = dict(norm_eps=0.5, post_mult_value=1.7, pre_eps=0.1, sinkhorn_eps=0.05, sinkhorn_repeat=3)
+
+    def call(residual, fn, scale, base, norm_weight=None):
+        mixes = tk.mhc_pre_norm_fn(residual, fn, norm_weight, 0.5)
+        mix, post, comb = tk.mhc_pre_split_mixes(mixes, scale, base, n, 1.7, 0.1)
+        assert mixes.shape == (*lead, n * (n + 2)) and mix.shape == post.shape == (*lead, n, 1)
+        assert mixes.dtype == mix.dtype == scale.dtype
+        return {"u": tk.mhc_pre_apply_mix(residual, mix), "post": post, "comb": tk.sinkhorn_normalize(comb, 3, 0.05)}
+
+    tokens = inputs["residual"][..., 0, 0].numel()
+    stores = {"d_residual": 3}  # two, added by autograd
+    check(call, lambda **a: expected_pre(**a, **options), inputs, depth(n, c, tokens), stores)
+
+
+@dtypes
+@sizes
+def test_parts_of_head(dtype, lead, n, c):
+    shapes = {"residual": (*lead, n, c), "fn": (n, n * c), "scale": (1,), "base": (n,)}
+    inputs = as_dtypes(draw(15, **shapes), dtype, wide=PARAMETERS)
+
+    def call(residual, fn, scale, base):
+        mix = tk.mhc_head_compute_mix(tk.mhc_pre_norm_fn(residual, fn, None, 0.3), scale, base, 0.02)
+        out = residual.new_full((*lead, c), float("nan"))
+        u = tk.mhc_pre_apply_mix(residual, mix.unsqueeze(-1), out)
+        assert u.data_ptr() == out.data_ptr() and not out.requires_grad
+        return {"u": u}
+
+    tokens = inputs["residual"][..., 0, 0].numel()
+    expected = lambda **a: expected_head(**a, norm_eps=0.3, pre_eps=0.02)  # noqa: E731
+    check(call, expected, inputs, depth(n, c, tokens, 0), {"d_residual": 3}, ("scale", "base"))
+
+
+@dtypes
+@sizes
+def test_post_by_passes(dtype, lead, n, c):
+    """mhc_post_fwd and mhc_post_bwd have the bits of mhc_post and of its gradients."""
+    shapes = {"x": (*lead, c), "residual": (*lead, n, c), "post_layer_mix": (*lead, n, 1)}
+    inputs = draw(16, **shapes, comb_res_mix=(*lead, n, n))
+    inputs = as_dtypes(inputs, dtype, wide="post_layer_mix comb_res_mix")
+    results, upstream, grads = differentiate(lambda **a: {"y": tk.mhc_post(**a)}, inputs)
+    leaves = {k: t.clone().requires_grad_() for k, t in inputs.items()}
+    y = tk.mhc_post_fwd(**leaves)
+    assert torch.equal(y, results["y"]) and not y.requires_grad
+    found = tk.mhc_post_bwd(**leaves, d_o=upstream["y"])
+    for name, grad in zip(("x", "residual", "post_layer_mix", "comb_res_mix"), found, strict=True):
+        assert torch.equal(grad, grads[name]) and grad.dtype == inputs[name].dtype, name
+    residual = inputs["residual"].clone()
+    assert tk.mhc_post_fwd(**{**inputs, "residual": residual}, out=residual).data_ptr() == residual.data_ptr()
+    assert torch.equal(residual, y), "in place"
+
+
+def test_expand_from_embedding():
+    x = torch.randn(2, 3, 8)
+    assert torch.equal(tk.expand_from_embedding(x), tk.expand_to_mhc(x, 4))
+    assert torch.equal(tk.expand_from_embedding(x, mhc_mult=2), tk.expand_to_mhc(x, 2))
+
+
 # ---- against TileKernels -----------------------------------------------------------------------------------
 
 CASES = {"case0": 20, "case1": 10, "case2": 20}
@@ -300,13 +374,29 @@ MISUSE = {
     "post mix": (lambda: tk.mhc_post(F, X, POST.squeeze(-1), COMB), ValueError, "post_layer_mix: expected shape"),
     "comb mix": (lambda: tk.mhc_post(F, X, POST, POST), ValueError, "comb_res_mix: expected shape"),
     "out": (lambda: tk.mhc_post(F, X, POST, COMB, F), ValueError, "out: expected shape"),
-    "out's dtype": (lambda: tk.mhc_post(F, X, POST, COMB, X.half()), ValueError, "out: expected torch.float32"),
+    "out's dtype": (
+        lambda: tk.mhc_post(F, X, POST, COMB, X.half()),
+        ValueError,
+        "out: expected contiguous torch.float32",
+    ),
     "head's fn": (lambda: tk.mhc_head(X, FN[:5], SCALE[:1], BASE[:4]), ValueError, "fn: expected shape"),
     "head's scale": (lambda: tk.mhc_head(X, FN[:4], SCALE, BASE[:4]), ValueError, "scale: expected 1 elements"),
     "expand's streams": (lambda: tk.expand_to_mhc(F, 0), ValueError, "stream"),
     "square": (lambda: tk.sinkhorn_normalize(POST), ValueError, "x: expected shape"),
     "no layers": (lambda: recompute(pre=0, f=0, post=0, comb=0, u=0, x=0), ValueError, "at least one pre_mix"),
     "too many outputs": (lambda: recompute(f=3), ValueError, "got 2 and 3"),
+    "norm's fn": (lambda: tk.mhc_pre_norm_fn(X, FN[:, 1:], None, 0.0), ValueError, "mhc_fn: expected shape"),
+    "norm's gain": (lambda: tk.mhc_pre_norm_fn(X, FN, BASE, 0.0), ValueError, "mhc_norm_weight: expected shape"),
+    "mixes": (lambda: tk.mhc_pre_split_mixes(X, SCALE, BASE, 4, 1.0, 0.0), ValueError, "input_mixes: expected shape"),
+    "mix": (lambda: tk.mhc_pre_apply_mix(X, X), ValueError, r"mix: expected shape \(3, 4, 1\)"),
+    "mix's out": (lambda: tk.mhc_pre_apply_mix(X, POST, X), ValueError, "out: expected shape"),
+    "head's base": (lambda: tk.mhc_head_compute_mix(F, SCALE[:1], SCALE, 0.0), ValueError, "mhc_base: expected shape"),
+    "d_o": (lambda: tk.mhc_post_bwd(F, X, POST, COMB, F), ValueError, "d_o: expected shape"),
+    "big fuse's base": (
+        lambda: tk.mhc_pre_big_fuse(X, FN, SCALE, SCALE, 0.0, 0.0, 0.0, 1.0, 3),
+        ValueError,
+        "mhc_pre_big_fuse: mhc_base: expected shape",
+    ),
     "a short list": (lambda: recompute(comb=0), ValueError, r"len\(comb_mix_list\): expected 1"),
 }
 

@@ -69,26 +69,6 @@ def layer_by_parts(x, f, phi, alpha, beta, bias=None, norm_weight=None, buffer=N
     return {"u": u, "y": y}
 
 
-# ---- signatures --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name, parameters",
-    {
-        "mhc_generate_mix_and_aggregate": "x, phi, alpha, beta, norm_weight=None, use_tf32=True, "
-        "fused_grad_x_acc_buffer=None, use_split_k=False",
-        "mhc_fused_projection": "x, phi, use_tf32=True, norm_weight=None, fused_grad_x_acc_buffer=None, "
-        "use_split_k=False",
-        "mhc_fused_scale": "H, alpha, beta, ms, n",
-        "mhc_fused_sinkhorn": "H_res, n=4, recompute_hist=True, iters=20",
-        "mhc_fused_aggregate": "x, H_pre, n, use_tf32=True, fused_grad_x_acc_buffer=None",
-        "mhc_fused_expand_combine": "f, bias, H_post, x, H_res, n, use_tf32=True, fused_grad_x_acc_buffer=None",
-    }.items(),
-)
-def test_signature(name, parameters):
-    assert oracle.signature(getattr(te, name)) == parameters
-
-
 # ---- against the equations ---------------------------------------------------------------------------------
 
 
@@ -445,3 +425,8 @@ MISUSE = {
 def test_misuse(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_enforce_deterministic():
+    """Always, as docs/python.md says."""
+    assert te.ENFORCE_DETERMINISTIC is True

@@ -5,10 +5,14 @@ Conventions: x is (..., n, C); phi is (n*C, 2n + n*n), the transpose of what oth
 stream o takes of input stream i; eps inside the root; Sinkhorn starts with a softmax plus eps. Coefficients are
 fp32. n is 1 to 32 and need not be a power of two, and a CPU is enough.
 
-allow_fp32 is ignored: fp32 activations are served, at fp32, in any case. (Liger raises for them where it is False.)
+Activations of 32 bits, and of 64 on the reference backend, need allow_fp32=True, as in Liger. They are computed at that
+precision.
 
-The functions are single operators, as Liger's are: liger_mhc_coeffs reads x once, liger_mhc_pre again, and nothing here is
-the fused kernels of weft.torch.pre and weft.torch.boundary."""
+liger_mhc_forward, and LigerMHC, which calls it, have weft.torch.pre in front of the layer and read x once there and once
+in the merge. liger_mhc_coeffs, liger_mhc_pre and liger_mhc_post_res are single operators, as Liger's are: the first
+two read x once each."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +23,9 @@ from weft.torch import functional as weft
 
 __all__ = [
     "LigerMHC",
+    "liger_mhc_apply",
     "liger_mhc_coeffs",
+    "liger_mhc_forward",
     "liger_mhc_post_res",
     "liger_mhc_pre",
 ]
@@ -43,25 +49,19 @@ def liger_mhc_coeffs(
     post_mult: float = 2.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (..., n, C) -> h_pre (..., n), h_post (..., n), h_res (..., n, n)."""
-    op = "liger_mhc_coeffs"
-    require.tensor(op, "x", x, 2)
-    n, channels = x.shape[-2:]
-    gates = n * n + 2 * n
-    require.shape(op, "phi", phi, (n * channels, gates))
-    require.shape(op, "b", b, (gates,))
-    for name, alpha in (("alpha_pre", alpha_pre), ("alpha_post", alpha_post), ("alpha_res", alpha_res)):
-        require.numel(op, name, alpha, 1)
-    numerics = _NUMERICS._replace(
+    args, numerics = _site(
+        "liger_mhc_coeffs",
+        (x, phi, b, alpha_pre, alpha_post, alpha_res),
+        allow_fp32,
         rms_eps=rms_eps,
         pre_eps=pre_eps,
         post_mult=post_mult,
         sinkhorn_eps=sinkhorn_eps,
         sinkhorn_iters=tmax,
     )
-    rows = phi.t().unflatten(1, (n, channels))
-    alpha = torch.cat([alpha_pre.reshape(1), alpha_post.reshape(1), alpha_res.reshape(1)])
+    rows, alpha, beta = args
     h, ms = weft.project(x, rows)
-    return weft.coef(h, ms, alpha, b, numerics)
+    return weft.coef(h, ms, alpha, beta, numerics)
 
 
 def liger_mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
@@ -81,6 +81,50 @@ def liger_mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) 
     require.shape(op, "h_post", h_post, (*lead, n))
     require.shape(op, "h_res", h_res, (*lead, n, n))
     return weft.post(x, f_out.to(x.dtype), h_post, h_res, numerics=_NUMERICS)
+
+
+def liger_mhc_apply(
+    x: Tensor, f_out: Tensor, h_pre: Tensor, h_post: Tensor, h_res: Tensor, *, return_x_in: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """liger_mhc_post_res and, where return_x_in asks for it, liger_mhc_pre behind it in a pair."""
+    x_out = liger_mhc_post_res(x, f_out, h_post, h_res)
+    return (x_out, liger_mhc_pre(x, h_pre)) if return_x_in else x_out
+
+
+def liger_mhc_forward(
+    x: Tensor,
+    layer: Callable[[Tensor], Tensor],
+    phi: Tensor,
+    b: Tensor,
+    alpha_pre: Tensor,
+    alpha_post: Tensor,
+    alpha_res: Tensor,
+    *,
+    allow_fp32: bool = False,
+    tmax: int = 20,
+    rms_eps: float = 1e-6,
+    pre_eps: float = 0.0,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0,
+    return_coeffs: bool = False,
+) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """x (..., n, C) around layer (..., C) -> (..., C); with return_coeffs also (h_pre, h_post, h_res). The layer works in
+    the dtype of its parameters, the streams keep theirs."""
+    args, numerics = _site(
+        "liger_mhc_forward",
+        (x, phi, b, alpha_pre, alpha_post, alpha_res),
+        allow_fp32,
+        rms_eps=rms_eps,
+        pre_eps=pre_eps,
+        post_mult=post_mult,
+        sinkhorn_eps=sinkhorn_eps,
+        sinkhorn_iters=tmax,
+    )
+    coef, x = weft.pre(x, *args, numerics=numerics, carry=True)
+    parameters = layer.parameters() if hasattr(layer, "parameters") else iter(())
+    dtype = next((p.dtype for p in parameters), coef.u.dtype)
+    y = liger_mhc_post_res(x, layer(coef.u.to(dtype)), coef.post, coef.res)
+    return (y, coef[1:]) if return_coeffs else y
 
 
 class LigerMHC(nn.Module):
@@ -119,23 +163,38 @@ class LigerMHC(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         require.tensor("LigerMHC", "x", x, 2)
         require.shape("LigerMHC", "x", x, (*x.shape[:-2], self.hc, self.c))
-        h_pre, h_post, h_res = liger_mhc_coeffs(
+        return liger_mhc_forward(
             x,
+            self.layer,
             self.phi,
             self.b,
             self.alpha_pre,
             self.alpha_post,
             self.alpha_res,
+            allow_fp32=self.allow_fp32,
             tmax=self.tmax,
             rms_eps=self.rms_eps,
             pre_eps=self.pre_eps,
             sinkhorn_eps=self.sinkhorn_eps,
             post_mult=self.post_mult,
         )
-        u = liger_mhc_pre(x, h_pre)
-        # The layer works in its own dtype, the streams keep theirs.
-        dtype = next((p.dtype for p in self.layer.parameters()), u.dtype)
-        return liger_mhc_post_res(x, self.layer(u.to(dtype)), h_post, h_res)
 
     def extra_repr(self) -> str:
         return f"hc={self.hc}, c={self.c}, tmax={self.tmax}"
+
+
+def _site(op: str, tensors: tuple, allow_fp32: bool, **constants) -> tuple[tuple[Tensor, Tensor, Tensor], Numerics]:
+    """phi, alpha and beta as weft takes them, after a look at x (..., n, C) and Liger's parameters, and the numerics."""
+    x, phi, b, *alphas = tensors
+    require.tensor(op, "x", x, 2)
+    if x.dtype in (torch.float32, torch.float64) and not allow_fp32:
+        raise ValueError(f"{op}: x: expected torch.bfloat16 or torch.float16 without allow_fp32, got {x.dtype}")
+    n, channels = x.shape[-2:]
+    gates = n * n + 2 * n
+    require.shape(op, "phi", phi, (n * channels, gates))
+    require.shape(op, "b", b, (gates,))
+    for name, alpha in zip(("alpha_pre", "alpha_post", "alpha_res"), alphas, strict=True):
+        require.numel(op, name, alpha, 1)
+    rows = phi.t().unflatten(1, (n, channels))
+    alpha = torch.cat([alpha.reshape(1) for alpha in alphas])
+    return (rows, alpha, b), _NUMERICS._replace(**constants)

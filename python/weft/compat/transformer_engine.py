@@ -33,6 +33,7 @@ from weft.torch import GradX, Numerics
 from weft.torch import functional as weft
 
 __all__ = [
+    "ENFORCE_DETERMINISTIC",
     "mhc_fused_aggregate",
     "mhc_fused_expand_combine",
     "mhc_fused_projection",
@@ -41,6 +42,8 @@ __all__ = [
     "mhc_generate_mix_and_aggregate",
 ]
 
+# Sums have one order each, whatever NVTE_ALLOW_NONDETERMINISTIC_ALGO says.
+ENFORCE_DETERMINISTIC = True
 _NUMERICS = Numerics.preset("transformer_engine")
 _H_COLUMNS = 32  # H is stored in whole multiples of this, as TransformerEngine's kernels want it
 

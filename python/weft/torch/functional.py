@@ -303,14 +303,21 @@ def replay(x: Tensor, layers: list[ReplayLayer], numerics: Numerics | str) -> li
         isinstance(t, Tensor) and t.requires_grad for t in (x, *(t for layer in layers for t in layer))
     ):
         raise NotImplementedError("mhc_replay_fwd: it has no gradient: call it under torch.no_grad()")
-    results, rows = [], []
+    results = []
     for layer in layers:
         u = x.new_empty(x.shape[:-2] + x.shape[-1:]) if layer.want_u else None
         y = torch.empty_like(x) if layer.want_y and layer.f is not None else None
+        results.append((u, y))
+    _replay_into(x, layers, numerics, results)
+    return results
+
+
+def _replay_into(x: Tensor, layers: list[ReplayLayer], numerics: Numerics | str, results: list) -> None:
+    """`replay` into memory that is there: (u, y) of each layer, None where it is not wanted."""
+    rows = []
+    for layer, (u, y) in zip(layers, results, strict=True):
         row = {name: getattr(layer, name) for name in ("pre", "f", "bias", "post", "res", "sub_eps")}
         row |= {"dropout": (float(layer.dropout), layer.token_base), "step": layer.dropout_step}
-        row |= {"v" if layer.sub_norm else "u": u, "y": y, "sub_weight": layer.sub_weight if layer.want_u else None}
+        row |= {"v" if layer.sub_norm else "u": u, "y": y, "sub_weight": layer.sub_weight if u is not None else None}
         rows.append(row)
-        results.append((u, y))
     _C.replay(pack(numerics), torch.get_num_threads(), x, rows)
-    return results

@@ -31,9 +31,11 @@ from weft.torch import build_mhc_recompute_layer_plan, finalize_mhc_recompute_la
 
 from ._fused import (
     bind,
+    fused_add_3,
     fused_h_aggregate,
     fused_h_aggregate_into,
     fused_h_post_bda,
+    fused_h_post_bda_into,
     fused_proj_rms,
     fused_proj_rms_compute_h,
     fused_sinkhorn,
@@ -69,9 +71,11 @@ __all__ = [
     "bind",
     "build_mhc_recompute_layer_plan",
     "finalize_mhc_recompute_layer",
+    "fused_add_3",
     "fused_h_aggregate",
     "fused_h_aggregate_into",
     "fused_h_post_bda",
+    "fused_h_post_bda_into",
     "fused_mega_pre_gated_delta_rule",
     "fused_proj_rms",
     "fused_proj_rms_compute_h",

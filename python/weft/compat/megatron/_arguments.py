@@ -26,19 +26,6 @@ def merge(op: str, h_res: Tensor, x: Tensor, h_post: Tensor, f: Tensor, bias: Te
         require.shape(op, "bias", bias, x.shape[-1:])
 
 
-def into(op: str, x: Tensor, out: Tensor) -> None:
-    require.tensor(op, "x", x, 2)
-    require.shape(op, "out", out, (*x.shape[:-2], x.shape[-1]))
-    if out.dtype != x.dtype or out.device != x.device or not out.is_contiguous() or out.requires_grad:
-        want = f"contiguous {x.dtype} on {x.device} outside of autograd"
-        got = f"{out.dtype} on {out.device}, strides {out.stride()}, requires_grad {out.requires_grad}"
-        raise ValueError(f"{op}: out: expected {want}, got {got}")
-
-
-def store(out: Tensor, value: Tensor) -> Tensor:
-    return out.detach().copy_(value)
-
-
 def projection(op: str, x: Tensor, weight: Tensor) -> None:
     require.tensor(op, "x", x, 2)
     require.tensor(op, "weight", weight, 2)

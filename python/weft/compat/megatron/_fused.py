@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from weft.compat import _into
 from weft.compat import _require as require
 from weft.torch import CheckpointWithoutOutput, Numerics
 from weft.torch import functional as weft
+from weft.torch.numerics import pack
 
 from . import _arguments as check
 from . import _native as plain
@@ -30,10 +32,14 @@ def fused_h_aggregate(x: Tensor, h_pre: Tensor) -> Tensor:
 
 
 def fused_h_aggregate_into(x: Tensor, h_pre: Tensor, out: Tensor) -> Tensor:
-    """fused_h_aggregate, stored in out, whose address a captured graph may know. Returned is out's memory with
+    """fused_h_aggregate, written into out, whose address a captured graph may know. Returned is out's memory with
     the result's history; out itself stays outside of autograd and can be given again."""
-    check.into("fused_h_aggregate_into", x, out)
-    return check.store(out, fused_h_aggregate(x, h_pre))
+    op = "fused_h_aggregate_into"
+    check.streams_and(op, x, h_pre=(h_pre, 1))
+    _into.same_memory(op, out, x, (*x.shape[:-2], x.shape[-1]))
+    if uses_native():
+        return plain.native_h_aggregate_into(x, h_pre, out)
+    return _into.write("mhc_aggregate", (x, h_pre), out)
 
 
 def fused_h_post_bda(
@@ -41,6 +47,24 @@ def fused_h_post_bda(
 ) -> Tensor:
     """h_res^T residual + h_post (x + bias): original_residual [s, b, n, C], x [s, b, C], bias [C] -> [s, b, n, C]."""
     return h_post_bda("megatron_dev", h_res, original_residual, h_post, x, bias)
+
+
+def fused_h_post_bda_into(
+    h_res: Tensor, original_residual: Tensor, h_post: Tensor, x: Tensor, bias: Tensor | None, out: Tensor
+) -> Tensor:
+    """fused_h_post_bda, written into out as by fused_h_aggregate_into."""
+    op = "fused_h_post_bda_into"
+    check.merge(op, h_res, original_residual, h_post, x, bias)
+    _into.same_memory(op, out, original_residual, original_residual.shape)
+    if uses_native():
+        return out.detach().copy_(plain.merge(h_res.mT, original_residual, h_post, x, bias, 0.0, False))
+    f, numerics = x.to(original_residual.dtype), pack(PRESETS["megatron_dev"])
+    return _into.write("mhc_post", (original_residual, f, h_post, h_res, bias, None, numerics, 0.0, 0), out)
+
+
+def fused_add_3(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a + b + c, rounded once. Plain PyTorch, as in Megatron: the library has no operator for it."""
+    return plain.native_fused_add_3(a, b, c)
 
 
 def fused_proj_rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:

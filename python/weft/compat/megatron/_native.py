@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor, nn
 
+from weft.compat import _into
 from weft.compat import _require as require
 
 from . import _arguments as check
@@ -29,8 +30,9 @@ def native_h_aggregate(x: Tensor, h_pre: Tensor) -> Tensor:
 
 def native_h_aggregate_into(x: Tensor, h_pre: Tensor, out: Tensor) -> Tensor:
     """native_h_aggregate, stored in out."""
-    check.into("native_h_aggregate_into", x, out)
-    return check.store(out, native_h_aggregate(x, h_pre))
+    require.tensor("native_h_aggregate_into", "x", x, 2)
+    _into.same_memory("native_h_aggregate_into", out, x, (*x.shape[:-2], x.shape[-1]))
+    return out.detach().copy_(native_h_aggregate(x, h_pre))
 
 
 def native_h_post_bda(
