@@ -293,6 +293,31 @@ def test_grad_added_to_main_grad(device):
     same(plain.grad, phi.main_grad, "the gradient itself")
 
 
+def test_memory_that_is_there_in_backward_only(device):
+    """get_main_grad() returns it, and overwrite_main_grad says that it holds nothing."""
+    case = cases.make("project", device=device)
+    phi, plain = (nn.Parameter(case.tensors["phi"].clone()) for _ in range(2))
+    memory = torch.full_like(phi, float("nan"))
+    phi.get_main_grad, phi.overwrite_main_grad = lambda: memory, True
+    for _ in range(2):  # the second time over what the first has left
+        wt.project(case.tensors["x"], phi, main_grad=True)[0].sum().backward()
+    assert phi.main_grad is memory and phi.grad is None
+    wt.project(case.tensors["x"], plain, main_grad=True)[0].sum().backward()
+    same(memory, plain.grad, "d_phi")
+    phi.overwrite_main_grad = False
+    wt.project(case.tensors["x"], phi, main_grad=True)[0].sum().backward()
+    same(memory, 2 * plain.grad, "added")
+
+
+def test_stand_in_of_zeros(device):
+    """An engine that adds what autograd gets asks for zeros by zero_out_wgrad."""
+    case = cases.make("project", device=device)
+    phi = nn.Parameter(case.tensors["phi"])
+    phi.main_grad, phi.grad_added_to_main_grad, phi.zero_out_wgrad = torch.zeros_like(phi), False, True
+    wt.project(case.tensors["x"], phi, main_grad=True)[0].sum().backward()
+    assert phi.grad.shape == phi.shape and not phi.grad.any() and phi.main_grad.any()
+
+
 def test_main_grad_of_the_wrong_shape(device):
     case = cases.make("project", device=device)
     phi = nn.Parameter(case.tensors["phi"])

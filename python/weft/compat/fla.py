@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from weft.compat import _require as require
 from weft.torch import GdnOptions, GdnSections, gdn_pre, rmsnorm
+from weft.torch.grads import any_takes_part, deposit, lend
 
 __all__ = [
     "L2Norm",
@@ -58,6 +59,7 @@ def causal_conv1d(
     if cp_context is not None:
         raise NotImplementedError(f"{op}: cp_context: expected None: give the other rank's rows as initial_state")
     channels, width = _taps(op, weight, bias, activation)
+    weight, bias = deposit(weight), None if bias is None else deposit(bias)
     require.tensor(op, "x", x, 3)
     rows = x.flatten(2)
     require.shape(op, "x", rows, (*rows.shape[:2], channels))
@@ -151,7 +153,7 @@ class ShortConvolution(nn.Conv1d):
             return self.step(x, residual, cache, output_final_state, cu_seqlens)
         return causal_conv1d(
             x,
-            self.weight.squeeze(1),
+            deposit(self.weight).squeeze(1),
             self.bias,
             residual,
             initial_state=cache,
@@ -280,17 +282,23 @@ def fused_gdn_gate(
     require.numel(op, "A_log", A_log, heads)
     if dt_bias is not None:
         require.numel(op, "dt_bias", dt_bias, heads)
-        dt_bias = dt_bias.reshape(-1)
+        dt_bias = lend(dt_bias, _flat)
+    decay = lend(A_log, _flat)
     raw = g.reshape(1, -1, heads)
     nothing = g.new_zeros(1)
     unit, value = (nothing.expand(1, raw.shape[1], n, 1) for n in (1, heads))
     out = gdn_pre(
         GdnSections(unit, unit, value, None, nothing.expand(raw.shape), raw),
         nothing.expand(_PADDING + heads, 1),
-        A_log.reshape(-1),
+        decay,
         dt_bias,
         options=GdnOptions(activation="linear", l2norm=False),
         repeat=False,
         gate="none",
+        main_grad=any_takes_part(decay, dt_bias),
     )
     return out.g.view(g.shape).to(output_dtype)
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.reshape(-1)

@@ -6,7 +6,7 @@ stream o takes of input stream i; eps inside the root; Sinkhorn starts with a so
 fp32. n is 1 to 32 and need not be a power of two, and a CPU is enough.
 
 Activations of 32 bits, and of 64 on the reference backend, need allow_fp32=True, as in Liger. They are computed at that
-precision.
+precision. Gradients of parameters go into main_grad where these have one (docs/python.md).
 
 liger_mhc_forward, and LigerMHC, which calls it, have weft.torch.pre in front of the layer and read x once there and once
 in the merge. liger_mhc_coeffs, liger_mhc_pre and liger_mhc_post_res are single operators, as Liger's are: the first
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from weft.compat import _require as require
 from weft.torch import Numerics
 from weft.torch import functional as weft
+from weft.torch.grads import any_takes_part, deposit, lend
 
 __all__ = [
     "LigerMHC",
@@ -60,8 +61,8 @@ def liger_mhc_coeffs(
         sinkhorn_iters=tmax,
     )
     rows, alpha, beta = args
-    h, ms = weft.project(x, rows)
-    return weft.coef(h, ms, alpha, beta, numerics)
+    h, ms = weft.project(x, rows, main_grad=any_takes_part(rows))
+    return weft.coef(h, ms, alpha, beta, numerics, main_grad=any_takes_part(beta))
 
 
 def liger_mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ def liger_mhc_forward(
         sinkhorn_eps=sinkhorn_eps,
         sinkhorn_iters=tmax,
     )
-    coef, x = weft.pre(x, *args, numerics=numerics, carry=True)
+    coef, x = weft.pre(x, *args, numerics=numerics, main_grad=any_takes_part(*args), carry=True)
     parameters = layer.parameters() if hasattr(layer, "parameters") else iter(())
     dtype = next((p.dtype for p in parameters), coef.u.dtype)
     y = liger_mhc_post_res(x, layer(coef.u.to(dtype)), coef.post, coef.res)
@@ -195,6 +196,6 @@ def _site(op: str, tensors: tuple, allow_fp32: bool, **constants) -> tuple[tuple
     require.shape(op, "b", b, (gates,))
     for name, alpha in zip(("alpha_pre", "alpha_post", "alpha_res"), alphas, strict=True):
         require.numel(op, name, alpha, 1)
-    rows = phi.t().unflatten(1, (n, channels))
-    alpha = torch.cat([alpha.reshape(1) for alpha in alphas])
+    rows = lend(phi, lambda t: t.t().unflatten(1, (n, channels)))
+    alpha = torch.cat([deposit(alpha).reshape(1) for alpha in alphas])
     return (rows, alpha, b), _NUMERICS._replace(**constants)

@@ -12,7 +12,8 @@ On a GPU mhc_pre, mhc_pre_big_fuse and mhc_head are fused kernels over the resid
 weft.torch.pre is (docs/python.md): bf16, n 2 or 4, C a multiple of 8 up to 7168 (n = 4) or 14336 (n = 2), code for
 compute capability 9.0. Everything else takes a chain of kernels; fp32 and fp16 are slower by more than their bytes.
 Gradients of a residual meet in autograd, each rounded by itself as in the original; weft.torch.GradX adds them
-in fp32. norm_weight counts in inference as it does in training, and mhc_head can be trained."""
+in fp32. Gradients of parameters go into main_grad where
+these have one (docs/python.md). norm_weight counts in inference as it does in training, and mhc_head can be trained."""
 
 from itertools import zip_longest
 
@@ -23,6 +24,7 @@ from weft.compat import _into
 from weft.compat import _require as require
 from weft.torch import Numerics
 from weft.torch import functional as weft
+from weft.torch.grads import any_takes_part, deposit, lend
 from weft.torch.numerics import pack
 
 __all__ = [
@@ -135,7 +137,9 @@ def mhc_head(
     require.shape(op, "base", base, (n,))
     if norm_weight is not None:
         require.shape(op, "norm_weight", norm_weight, (width,))
-    return weft.head(residual, fn[:n], scale.reshape(1), base, norm_weight, rms_eps=norm_eps, pre_eps=pre_eps)
+    rows, factor = lend(fn, lambda t: t[:n]), lend(scale, lambda t: t.reshape(1))
+    options = {"rms_eps": norm_eps, "pre_eps": pre_eps, "main_grad": any_takes_part(rows, factor, base, norm_weight)}
+    return weft.head(residual, rows, factor, base, norm_weight, **options)
 
 
 def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> Tensor:
@@ -206,7 +210,7 @@ def mhc_pre_norm_fn(
     require.shape(op, "mhc_fn", mhc_fn, (mhc_fn.shape[0], width))
     if mhc_norm_weight is not None:
         require.shape(op, "mhc_norm_weight", mhc_norm_weight, (width,))
-    h, ms = weft.project(residual, mhc_fn, mhc_norm_weight)
+    h, ms = weft.project(residual, mhc_fn, mhc_norm_weight, main_grad=any_takes_part(mhc_fn, mhc_norm_weight))
     return h * torch.rsqrt(ms + mhc_norm_eps).unsqueeze(-1)
 
 
@@ -229,7 +233,8 @@ def mhc_pre_split_mixes(
     # The mixes are normalised: their mean square is 1, without an eps.
     ms = input_mixes.new_ones(input_mixes.shape[:-1])
     numerics = _NUMERICS._replace(rms_eps=0.0, pre_eps=mhc_pre_eps, post_mult=mhc_post_mult_value)
-    pre, post, logits = weft.scale(input_mixes, ms, mhc_scale, mhc_base, numerics)
+    main_grad = any_takes_part(mhc_scale, mhc_base)
+    pre, post, logits = weft.scale(input_mixes, ms, mhc_scale, mhc_base, numerics, main_grad=main_grad)
     return pre.unsqueeze(-1), post.unsqueeze(-1), logits
 
 
@@ -250,7 +255,7 @@ def mhc_head_compute_mix(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor,
     require.tensor(op, "input_mix", input_mix, 1)
     require.numel(op, "mhc_scale", mhc_scale, 1)
     require.shape(op, "mhc_base", mhc_base, input_mix.shape[-1:])
-    return torch.sigmoid(input_mix * mhc_scale + mhc_base) + mhc_pre_eps
+    return torch.sigmoid(input_mix * deposit(mhc_scale) + deposit(mhc_base)) + mhc_pre_eps
 
 
 # ---- recompute ---------------------------------------------------------------------------------------------
@@ -322,7 +327,9 @@ def _pre(names: tuple[str, ...], tensors: tuple, **constants) -> tuple[Tensor, t
     require.shape(op, base_name, base, (n * (n + 2),))
     if norm_weight is not None:
         require.shape(op, "norm_weight", norm_weight, (width,))
-    out = weft.pre(residual, fn, scale, base, norm_weight, numerics=_NUMERICS._replace(**constants))
+    main_grad = any_takes_part(fn, scale, base, norm_weight)
+    numerics = _NUMERICS._replace(**constants)
+    out = weft.pre(residual, fn, scale, base, norm_weight, numerics=numerics, main_grad=main_grad)
     return out.u, (out.post.unsqueeze(-1), out.res)
 
 

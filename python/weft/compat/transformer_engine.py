@@ -15,6 +15,9 @@ Arguments without a meaning of their own in weft:
     use_split_k     ignored: sums have an order that depends on the shape only
     recompute_hist  ignored: backward always recomputes the iterations and stores none of them
 
+Gradients of phi, alpha, beta and norm_weight go into main_grad where these have one (docs/python.md); that of the bias in
+mhc_fused_expand_combine, which belongs to the sub-layer, goes to autograd.
+
 fused_grad_x_acc_buffer: an fp32 tensor of x.numel() elements, uninitialised, given to projection (or
 mhc_generate_mix_and_aggregate), aggregate and expand_combine of one x. Backward sums the three gradients of x
 in it; x gets the sum, rounded once, in memory of its own. Order of the calls: the projection opens the buffer
@@ -31,6 +34,7 @@ from torch.nn import functional as F
 from weft.compat import _require as require
 from weft.torch import GradX, Numerics
 from weft.torch import functional as weft
+from weft.torch.grads import any_takes_part, lend
 
 __all__ = [
     "ENFORCE_DETERMINISTIC",
@@ -68,14 +72,15 @@ def mhc_generate_mix_and_aggregate(
     gain = _gain(op, norm_weight, n, streams.shape[-1])
     require.shape(op, "alpha", alpha, (3,))
     require.numel(op, "beta", beta, rows.shape[0])
+    biases = lend(beta, _flat)
     if fused_grad_x_acc_buffer is None:
-        precision = _precision(use_tf32)
-        out = weft.pre(streams, rows, alpha, beta.reshape(-1), gain, numerics=_NUMERICS, precision=precision)
+        options = {"precision": _precision(use_tf32), "main_grad": any_takes_part(rows, alpha, biases, gain)}
+        out = weft.pre(streams, rows, alpha, biases, gain, numerics=_NUMERICS, **options)
         return out.u, out.post, out.res
     grad_x = _open_buffer(op, x, fused_grad_x_acc_buffer)
     tokens = streams.flatten(0, -3)
-    h, ms = weft.project(tokens, rows, gain, precision=_precision(use_tf32), grad_x=grad_x)
-    pre, post, res = weft.coef(h, ms, alpha, beta.reshape(-1), _NUMERICS)
+    h, ms = _project(tokens, rows, gain, use_tf32, grad_x)
+    pre, post, res = weft.coef(h, ms, alpha, biases, _NUMERICS, main_grad=any_takes_part(alpha, biases))
     u = weft.aggregate(tokens, pre, grad_x=grad_x)
     lead = x.shape[:-2]
     return u.view(x.shape[:-1]), post.view(*lead, n), res.view(*lead, n, n)
@@ -107,7 +112,7 @@ def mhc_fused_projection(
     if fused_grad_x_acc_buffer is not None:
         grad_x = _open_buffer(op, x, fused_grad_x_acc_buffer)
     streams = x.unflatten(1, (channels, n)).transpose(1, 2)
-    h, ms = weft.project(streams, rows, gain, precision=_precision(use_tf32), grad_x=grad_x)
+    h, ms = _project(streams, rows, gain, use_tf32, grad_x)
     return F.pad(h, (0, -h.shape[1] % _H_COLUMNS)), ms
 
 
@@ -124,7 +129,9 @@ def mhc_fused_scale(H: Tensor, alpha: Tensor, beta: Tensor, ms: Tensor, n: int) 
     require.shape(op, "alpha", alpha, (3,))
     require.numel(op, "beta", beta, gates)
     full = require.full(H)
-    pre, post, logits = weft.scale(H[:, :gates].to(full), ms.to(full), alpha, beta.reshape(-1), _NUMERICS)
+    biases = lend(beta, _flat)
+    main_grad = any_takes_part(alpha, biases)
+    pre, post, logits = weft.scale(H[:, :gates].to(full), ms.to(full), alpha, biases, _NUMERICS, main_grad=main_grad)
     return pre.to(H.dtype), post.to(H.dtype), logits.flatten(1).to(H.dtype)
 
 
@@ -206,14 +213,23 @@ def _streams(op: str, x: Tensor, n: int | None = None) -> Tensor:
 
 def _phi(op: str, phi: Tensor, n: int, channels: int) -> Tensor:
     require.shape(op, "phi", phi, (2 * n + n * n, channels * n))
-    return phi.unflatten(1, (channels, n)).transpose(1, 2)
+    return lend(phi, lambda t: t.unflatten(1, (channels, n)).transpose(1, 2))
 
 
 def _gain(op: str, norm_weight: Tensor | None, n: int, channels: int) -> Tensor | None:
     if norm_weight is None:
         return None
     require.shape(op, "norm_weight", norm_weight, (channels * n,))
-    return norm_weight.view(channels, n).t()
+    return lend(norm_weight, lambda t: t.view(channels, n).t())
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.reshape(-1)
+
+
+def _project(streams: Tensor, rows: Tensor, gain: Tensor | None, use_tf32: bool, grad_x: GradX | None) -> tuple:
+    options = {"precision": _precision(use_tf32), "main_grad": any_takes_part(rows, gain)}
+    return weft.project(streams, rows, gain, grad_x=grad_x, **options)
 
 
 def _per_token(op: str, name: str, value: Tensor, x: Tensor, tail: tuple[int, ...]) -> Tensor:

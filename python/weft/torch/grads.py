@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,13 +90,106 @@ class GradX:
         return buffer.view(-1).as_strided(x.shape, dense.stride())
 
 
+# ---- main_grad ---------------------------------------------------------------------------------------------------
+# A parameter takes part in the protocol by attributes, all of them looked up when backward comes:
+#     main_grad                where its gradient is added, in a dtype of its own
+#     get_main_grad()          returns that memory, for engines that have it between backward passes only
+#     overwrite_main_grad      true: the memory holds nothing, the gradient is written over it
+#     grad_added_to_main_grad  is set to True, and autograd gets a stand-in, so that hooks run
+#     zero_out_wgrad           true: the stand-in is zero, for engines that add it
+
+PROTOCOL = ("main_grad", "get_main_grad", "grad_added_to_main_grad")
+
+
+class Lent(NamedTuple):
+    """Which parameter a tensor is a view of, and the same view of another tensor of its shape."""
+
+    param: Tensor
+    view: Callable[[Tensor], Tensor]
+
+
+def lend(param: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
+    """view(param), whose gradient goes into the main_grad of param, if that has one, where an operator is called with
+    main_grad=True. Elements that the view leaves out have no gradient."""
+    shown = view(param)
+    if not torch.compiler.is_compiling() and takes_part(param):
+        shown._weft_lent = Lent(param, view)
+    return shown
+
+
+def takes_part(param: Tensor) -> bool:
+    """Whether a parameter has anything of the protocol, now."""
+    return any(hasattr(param, name) for name in PROTOCOL)
+
+
+def any_takes_part(*params: Tensor | None) -> bool:
+    """Whether one of the parameters, or of the parameters that they are views of, does."""
+    if torch.compiler.is_compiling():
+        return False
+    return any(p is not None and (hasattr(p, "_weft_lent") or takes_part(p)) for p in params)
+
+
+def main_grad_of(param: Tensor) -> Tensor | None:
+    """Where the gradient of a parameter goes, or None where autograd gets it."""
+    get = getattr(param, "get_main_grad", None)
+    if get is not None:
+        param.main_grad = get()
+    return getattr(param, "main_grad", None)
+
+
 def _stand_in(param: Tensor) -> Tensor | None:
     """What autograd gets for a parameter whose gradient is in main_grad. Frameworks that ask by
     `grad_added_to_main_grad` need a tensor, so that their hooks run; they look at its shape only."""
     if not hasattr(param, "grad_added_to_main_grad"):
         return None
     param.grad_added_to_main_grad = True
-    return param.new_empty(1).expand(param.shape)
+    one = param.new_zeros(()) if getattr(param, "zero_out_wgrad", False) else param.new_empty(())
+    return one.expand(param.shape)
+
+
+def _target(shown: Tensor) -> tuple[Tensor | None, bool, Tensor | None]:
+    """Where the gradient of a parameter, or of a view of one, goes, whether to add to what is there, and what autograd
+    gets; (None, ...) where it gets the gradient itself."""
+    param, view = getattr(shown, "_weft_lent", None) or Lent(shown, _as_it_is)
+    main = main_grad_of(param)
+    if main is None:
+        return None, False, None
+    target, add = view(main), not getattr(param, "overwrite_main_grad", False)
+    if not add and target.numel() < main.numel():
+        main.zero_()
+    stand_in = _stand_in(param)
+    return target, add, stand_in if stand_in is None else view(stand_in)
+
+
+def _as_it_is(param: Tensor) -> Tensor:
+    return param
+
+
+class _Deposit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, param):
+        ctx.param = param
+        return param.view_as(param)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        target, add, stand_in = _target(ctx.param)
+        if target is None:
+            return grad
+        if add:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+        return stand_in
+
+
+def deposit(param: Tensor) -> Tensor:
+    """param, whose gradient goes into its main_grad, if it has one, whatever is done with it: for parameters that reach
+    an operator in another form than a view."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and param.requires_grad and takes_part(param)):
+        return param
+    return _Deposit.apply(param)
 
 
 class Sink:
@@ -115,11 +209,11 @@ class Sink:
             )
         targets, add, returned = {}, 0, {}
         for k, param in self.params.items():
-            main = getattr(param, "main_grad", None)
-            if want[k] and main is not None:
-                targets[k] = main
-                add |= 1 << k
-                returned[k] = _stand_in(param)
+            target, adds, stand_in = _target(param) if want[k] else (None, False, None)
+            if target is not None:
+                targets[k] = target
+                add |= adds << k
+                returned[k] = stand_in
         x = args[0]
         if self.grad_x is not None and want[0]:
             targets[0], adds = self.grad_x.target(self.role, x)

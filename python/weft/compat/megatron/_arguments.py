@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from weft.compat import _require as require
+from weft.torch.grads import deposit
 
 
 def positive(op: str, iterations: int) -> None:
@@ -49,4 +50,4 @@ def gates(
         raise ValueError(f"{op}: x: expected a multiple of n = {n} channels, got {x.shape[-1]}")
     for name, alpha in (("alpha_pre", alpha_pre), ("alpha_post", alpha_post), ("alpha_res", alpha_res)):
         require.numel(op, name, alpha, 1)
-    return torch.cat([alpha_pre.reshape(1), alpha_post.reshape(1), alpha_res.reshape(1)])
+    return torch.cat([deposit(alpha).reshape(1) for alpha in (alpha_pre, alpha_post, alpha_res)])

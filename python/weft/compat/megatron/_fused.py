@@ -10,6 +10,7 @@ from weft.compat import _into
 from weft.compat import _require as require
 from weft.torch import CheckpointWithoutOutput, Numerics
 from weft.torch import functional as weft
+from weft.torch.grads import any_takes_part, lend
 from weft.torch.numerics import pack
 
 from . import _arguments as check
@@ -73,7 +74,7 @@ def fused_proj_rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor
         return plain.native_proj_rms(x, weight, eps)
     check.projection("fused_proj_rms", x, weight)
     # The rows need no streams: one of K channels is the same sum.
-    h, ms = weft.project(x.unsqueeze(-2), weight)
+    h, ms = weft.project(x.unsqueeze(-2), weight, main_grad=any_takes_part(weight))
     return h.to(x.dtype), (1 / (plain.root(ms) + eps)).unsqueeze(-1).to(x.dtype)
 
 
@@ -93,8 +94,8 @@ def fused_proj_rms_compute_h(
         return plain.native_proj_rms_compute_h(x, weight, alpha_pre, alpha_post, alpha_res, bias, n, eps, compute_h_eps)
     alpha = check.gates("fused_proj_rms_compute_h", x, weight, alpha_pre, alpha_post, alpha_res, bias, n)
     numerics = PRESETS["megatron_dev"]._replace(rms_eps=eps, pre_eps=compute_h_eps)
-    h, ms = weft.project(x.unflatten(-1, (n, -1)), weight)
-    pre, post, logits = weft.scale(h, ms, alpha, bias, numerics)
+    h, ms = weft.project(x.unflatten(-1, (n, -1)), weight, main_grad=any_takes_part(weight))
+    pre, post, logits = weft.scale(h, ms, alpha, bias, numerics, main_grad=any_takes_part(bias))
     return pre, post, logits.flatten(-2), plain.root(ms).unsqueeze(-1)
 
 
@@ -113,7 +114,9 @@ def learned_output_contract(
     if uses_native():
         return plain.contract(hidden_states, head_fn, base, scale, n, eps)
     streams = hidden_states.unflatten(-1, (n, -1))
-    return weft.head(streams, head_fn, scale.reshape(1), base, rms_eps=eps, pre_eps=eps)
+    factor = lend(scale, lambda t: t.reshape(1))
+    main_grad = any_takes_part(head_fn, factor, base)
+    return weft.head(streams, head_fn, factor, base, rms_eps=eps, pre_eps=eps, main_grad=main_grad)
 
 
 def bind(module: nn.Module, preset: str = "megatron_dev") -> nn.Module:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from weft.compat import _require as require
 from weft.torch import GdnHeads, GdnOptions, gdn_pre
+from weft.torch.grads import any_takes_part
 
 from ._switch import uses_native
 
@@ -39,7 +40,9 @@ def fused_mega_pre_gated_delta_rule(
         return _native(qkvzba, conv1d_weight, conv1d_bias, A_log, dt_bias, heads, **settings)
     options = GdnOptions(l2norm=use_qk_l2norm, l2_eps=_EPS)
     rows = qkvzba.transpose(0, 1)
-    out = gdn_pre(rows, conv1d_weight, A_log, dt_bias, conv1d_bias, heads=heads, cu_seqlens=cu_seqlens, options=options)
+    parameters = (conv1d_weight, A_log, dt_bias, conv1d_bias)
+    settings = {"heads": heads, "cu_seqlens": cu_seqlens, "options": options}
+    out = gdn_pre(rows, *parameters, **settings, main_grad=any_takes_part(*parameters))
     return tuple(out[:6])
 
 

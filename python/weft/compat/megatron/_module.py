@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from weft.compat import _require as require
 from weft.torch import Numerics
 from weft.torch import functional as weft
+from weft.torch.grads import any_takes_part, deposit
 
 from . import _arguments as check
 from . import _native as plain
@@ -80,7 +81,8 @@ class HyperConnectionModule(_MegatronModule or _LocalModule):
         over the streams where its conditions hold; with one the coefficients are kept and the aggregate is what is discarded."""
         if mhc_recompute_manager is None and not uses_native():
             x, weight, alpha, bias = self._arguments("forward", hidden_states)
-            out = weft.pre(x, weight, alpha, bias, numerics=self._numerics)
+            main_grad = any_takes_part(weight, bias)
+            out = weft.pre(x, weight, alpha, bias, numerics=self._numerics, main_grad=main_grad)
             return out.u, out.res, out.post
         h_pre, h_post, h_res = self.compute_mappings(hidden_states)
         return run(mhc_recompute_manager, self.aggregate, hidden_states, h_pre), h_res, h_post
@@ -95,8 +97,8 @@ class HyperConnectionModule(_MegatronModule or _LocalModule):
             h_pre, h_post, logits = plain.gates(h, alpha.to(wide.dtype), bias.to(wide.dtype), self.n, 0.0)
             logits = logits.unflatten(-1, (self.n, self.n))
             return h_pre, h_post, plain.exp_sinkhorn(logits, self.sinkhorn_iterations, _EPS, "clamp")
-        h, ms = weft.project(streams, weight)
-        return weft.coef(h, ms, alpha, bias, self._numerics)
+        h, ms = weft.project(streams, weight, main_grad=any_takes_part(weight))
+        return weft.coef(h, ms, alpha, bias, self._numerics, main_grad=any_takes_part(bias))
 
     def _projection_and_get_norm(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The projection [s, b, N] and 1/(rms + eps) [s, b, 1], in fp32."""
@@ -104,13 +106,12 @@ class HyperConnectionModule(_MegatronModule or _LocalModule):
         if uses_native():
             wide = x.to(require.full(x))
             return wide @ weight.to(wide.dtype).T, 1 / (plain.root(wide.square().mean(-1, keepdim=True)) + _EPS)
-        h, ms = weft.project(streams, weight)
+        h, ms = weft.project(streams, weight, main_grad=any_takes_part(weight))
         return h, (1 / (plain.root(ms) + _EPS)).unsqueeze(-1)
 
     def _compute_h(self, proj: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h_pre, h_post and the logits [s, b, n*n] of _projection_and_get_norm's results: a few values per token."""
-        alpha = torch.cat([self.alpha_pre, self.alpha_post, self.alpha_res])
-        return plain.gates(r * proj, alpha.to(proj.dtype), self.bias.to(proj.dtype), self.n, 0.0)
+        return plain.gates(r * proj, self._alpha().to(proj.dtype), deposit(self.bias).to(proj.dtype), self.n, 0.0)
 
     def aggregate(self, x: Tensor, h_pre: Tensor) -> Tensor:
         """[s, b, n*C] -> [s, b, C]."""
@@ -243,8 +244,13 @@ class HyperConnectionModule(_MegatronModule or _LocalModule):
         return x.unflatten(-1, (self.n, self.hidden_size))
 
     def _arguments(self, op: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        alpha = torch.cat([self.alpha_pre, self.alpha_post, self.alpha_res])
-        return self._streams(op, x), self.mapping_proj.weight, alpha, self.bias
+        weight, bias = self.mapping_proj.weight, self.bias
+        if uses_native():
+            weight, bias = deposit(weight), deposit(bias)
+        return self._streams(op, x), weight, self._alpha(), bias
+
+    def _alpha(self) -> Tensor:
+        return torch.cat([deposit(alpha) for alpha in (self.alpha_pre, self.alpha_post, self.alpha_res)])
 
 
 def _streams_of(config) -> int:
