@@ -123,6 +123,22 @@ PEERS = [
                 "L2Norm": "eps=1e-06, output_dtype=None",
                 "L2Norm.forward": "self, x",
             },
+            "fla/modules/norm/fused_norm_gate.py": {
+                "FusedRMSNormGated": "hidden_size, elementwise_affine=True, eps=1e-05, activation='swish', "
+                "device=None, dtype=None",
+            },
+            "fla/ops/gated_delta_rule/chunk.py": {
+                "chunk_gated_delta_rule": "q, k, v, g, beta, scale=None, initial_state=None, "
+                "output_final_state=False, use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, "
+                "allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, "
+                "chunk_indices=None, cp_context=None, **kwargs",
+            },
+            "fla/ops/gated_delta_rule/fused_recurrent.py": {
+                "fused_recurrent_gated_delta_rule": "q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, "
+                "initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, "
+                "use_gate_in_kernel=False, A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False, "
+                "allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, **kwargs",
+            },
             "fla/ops/gated_delta_rule/gate.py": {
                 "fused_gdn_gate": "g, A_log, dt_bias=None, output_dtype=torch.float32",
             },

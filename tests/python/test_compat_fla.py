@@ -1,13 +1,195 @@
 # SPDX-License-Identifier: Apache-2.0
 """weft.compat.fla: against plain expressions in float64 with the bounds of compare.py, states, decoding, misuse."""
 
+import cases
+import gdn_oracle
 import pytest
 import torch
 import torch.nn.functional as TF
-from compare import check, same
+from compare import DRAWS, PATH, UNIT, Noise, check, close, move, same
 from compat_oracle import dtypes_but_f16 as dtypes
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from weft.compat import fla
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+
+H, HV, K, V = 2, 4, 8, 6
+
+
+def rule_inputs(device, dtype, b=2, t=9, sequences=None) -> dict:
+    """g below zero, beta between 0 and 1."""
+    full = torch.float64 if dtype == torch.float64 else torch.float32
+    return {
+        "q": torch.randn(b, t, H, K).to(device, dtype),
+        "k": torch.randn(b, t, H, K).to(device, dtype),
+        "v": torch.randn(b, t, HV, V).to(device, dtype),
+        "g": -torch.rand(b, t, HV).to(device, full),
+        "beta": torch.rand(b, t, HV).to(device, dtype),
+        "initial_state": torch.randn(sequences or b, HV, K, V).to(device, full),
+    }
+
+
+def unit(t):
+    return t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def rule(q, k, v, g, beta, initial_state=None, *, normalize=False, cu_seqlens=None, scale=None):
+    if normalize:
+        q, k = unit(q), unit(k)
+    return gdn_oracle.gdn_rule(q, k, v, beta, g, initial_state, scale=scale, cu_seqlens=cu_seqlens)
+
+
+@dtypes
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
+def test_rule(name, normalize, dtype, device):
+    cases.need("gdn_rule", device)
+    inputs = rule_inputs(device, dtype)
+    if not normalize:
+        inputs["k"] = unit(inputs["k"])  # long keys make the rule unstable
+    settings = {"output_final_state": True, "use_qk_l2norm_in_kernel": normalize, "scale": 0.3}
+    # Unit query and key are rounded to their dtype on their way into the rule.
+    rounded = {"coarse": ("q", "k"), "coarse_unit": 2.0**-8} if normalize and dtype == torch.bfloat16 else {}
+    check(
+        lambda **t: getattr(fla, name)(**t, **settings),
+        lambda **t: rule(**t, normalize=normalize, scale=0.3),
+        inputs,
+        **rounded,
+    )
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_rule_packed(index, device):
+    """Empty sequences and one token; fla's other lists of offsets mean nothing."""
+    cases.need("gdn_rule", device)
+    cu = torch.tensor([0, 0, 1, 4, 9], dtype=index, device=device)
+    inputs = rule_inputs(device, torch.float32, b=1, sequences=4)
+
+    def function(**t):
+        settings = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+        return fla.chunk_gated_delta_rule(**t, **settings, cu_seqlens=cu, cu_seqlens_cpu=cu.cpu(), chunk_size=64)
+
+    check(function, lambda **t: rule(**t, normalize=True, cu_seqlens=cu.cpu()), inputs)
+
+
+def test_rule_makes_gates_itself(device):
+    """Raw gates: the decay of fused_gdn_gate, and a beta between 0 and 1, or 2."""
+    cases.need("gdn_rule", device)
+    inputs = rule_inputs(device, torch.float32)
+    inputs |= {"g": torch.randn(2, 9, HV, device=device), "beta": torch.randn(2, 9, HV, device=device)}
+    inputs |= {"A_log": torch.randn(HV, device=device), "dt_bias": torch.randn(HV, device=device)}
+
+    for name, twice in (("chunk_gated_delta_rule", False), ("fused_recurrent_gated_delta_rule", True)):
+
+        def function(name=name, twice=twice, **t):
+            flags = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": twice}
+            return getattr(fla, name)(**t, **flags, use_qk_l2norm_in_kernel=True)[0]
+
+        def expression(q, k, v, g, beta, initial_state, A_log, dt_bias, twice=twice):
+            raw = g + dt_bias
+            g = -A_log.exp() * (raw.clamp_min(0) + torch.log1p(torch.exp(-raw.abs())))
+            beta = (2 if twice else 1) * beta.sigmoid()
+            return rule(q, k, v, g, beta, initial_state, normalize=True)[0]
+
+        check(function, expression, inputs)
+
+
+def test_rule_with_what_may_be_left_out(device):
+    cases.need("gdn_rule", device)
+    t = rule_inputs(device, torch.float32)
+    q, k, v, g = t["q"], unit(t["k"]), t["v"], t["g"]
+    o, none = fla.chunk_gated_delta_rule(q, k, v, g, t["beta"])
+    assert none is None
+    same(fla.fused_recurrent_gated_delta_rule(q, k, v, g, beta=t["beta"])[0], o, "one function")
+    zeros, ones = torch.zeros_like(g), torch.ones_like(g)
+    plain, _ = fla.fused_recurrent_gated_delta_rule(q, k, v)
+    same(plain, fla.chunk_gated_delta_rule(q, k, v, zeros, ones)[0], "without g and beta")
+    same(fla.chunk_gated_delta_rule(q, k, v, g.bfloat16(), t["beta"])[0],
+         fla.chunk_gated_delta_rule(q, k, v, g.bfloat16().float(), t["beta"])[0], "g of 16 bits")  # fmt: skip
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_state_v_first(older, device):
+    cases.need("gdn_rule", device)
+    t = rule_inputs(device, torch.float32)
+    t["k"] = unit(t["k"])
+    o, state = fla.chunk_gated_delta_rule(**t, output_final_state=True)
+    turned = {**t, "initial_state": t["initial_state"].mT.contiguous()}
+    name = "transpose_state_layout" if older else "state_v_first"
+    for function in (fla.chunk_gated_delta_rule, fla.fused_recurrent_gated_delta_rule):
+        again, after = function(**turned, output_final_state=True, **{name: True})
+        same(again, o, "o")
+        same(after, state.mT.contiguous(), "state")
+        assert after.is_contiguous()
+
+
+def test_rule_token_by_token(device):
+    """Prefill and decode: the states carry the sequence on, to the bit."""
+    cases.need("gdn_rule", device)
+    t = rule_inputs(device, torch.float32)
+    whole, final = fla.chunk_gated_delta_rule(**t, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    state = t.pop("initial_state")
+    for i in range(9):
+        token = {name: value[:, i : i + 1] for name, value in t.items()}
+        o, state = fla.fused_recurrent_gated_delta_rule(
+            **token, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        same(o, whole[:, i : i + 1], f"token {i}")
+    same(state, final, "state")
+
+
+@pytest.mark.parametrize("steps", [1, 70])
+def test_rule_of_transformers(steps):
+    """Hugging Face's own functions for the rule, of the package, called as its layers call them."""
+    modeling = pytest.importorskip(
+        "transformers.models.qwen3_next.modeling_qwen3_next",
+        reason="transformers is not installed: not compared with it",
+    )
+    t = rule_inputs("cpu", torch.float32, t=steps)
+    q, k, v, g, beta, state = t.values()
+    repeated = (q.repeat_interleave(2, 2), k.repeat_interleave(2, 2))
+    settings = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    exact = rule(*(x.double() for x in t.values()), normalize=True)
+    unit = UNIT[torch.float32]
+    with Noise(unit):
+        moved = [rule(*(move(x.double(), unit) for x in t.values()), normalize=True) for _ in range(DRAWS)]
+    for theirs, ours in (
+        (modeling.torch_chunk_gated_delta_rule, fla.chunk_gated_delta_rule),
+        (modeling.torch_recurrent_gated_delta_rule, fla.fused_recurrent_gated_delta_rule),
+    ):
+        want = theirs(*repeated, v, g=g, beta=beta, **settings)
+        got = ours(*repeated, v, g=g, beta=beta, **settings, cu_seqlens=None, max_length_q=None, use_cache=True)
+        for i, e in enumerate(exact):
+            noise = max(float((m[i] - e).abs().max()) for m in moved)
+            for result, whose in ((got[i], "weft"), (want[i], "transformers")):
+                close(result, e, PATH * noise, f"{whose}: result {i}")
+
+
+def test_misuse_of_the_rule():
+    t = rule_inputs("cpu", torch.float32)
+    chunk, recurrent = fla.chunk_gated_delta_rule, fla.fused_recurrent_gated_delta_rule
+    bad = [
+        (NotImplementedError, "cp_context: expected None", lambda: chunk(**t, cp_context=object())),
+        (NotImplementedError, "gk: expected None", lambda: recurrent(**t, gk=t["v"])),
+        (NotImplementedError, "gv: expected None", lambda: recurrent(**t, gv=t["v"])),
+        (ValueError, "A_log: expected a tensor", lambda: chunk(**t, use_gate_in_kernel=True)),
+        (ValueError, "allow_neg_eigval: expected False", lambda: chunk(**t, allow_neg_eigval=True)),
+        (ValueError, "transpose_state_layout: expected None",
+         lambda: chunk(**t, state_v_first=True, transpose_state_layout=True)),
+        (TypeError, "head_first: expected an argument", lambda: chunk(**t, head_first=True)),
+        (TypeError, "colour: expected an argument", lambda: recurrent(**t, colour=1)),
+        (TypeError, "beta: expected a tensor", lambda: chunk(**{**t, "beta": None})),
+        (ValueError, "gdn_rule.*beta", lambda: chunk(**{**t, "beta": t["v"]})),
+        (ValueError, "gdn_rule.*state", lambda: chunk(**{**t, "initial_state": t["initial_state"][:1]})),
+        (NotImplementedError, "FusedRMSNormGated: expected an operator", lambda: fla.FusedRMSNormGated(8)),
+    ]  # fmt: skip
+    for error, message, call in bad:
+        with pytest.raises(error, match=message):
+            call()
+
+
+# ---- short convolution -----------------------------------------------------------------------------------------------
 
 
 def convolution(x, weight, bias=None, state=None, residual=None, *, activation="silu", lengths=None):
@@ -120,6 +302,57 @@ def test_update(shape, device):
     plain, _ = fla.causal_conv1d_update(x[:, 0], cache.clone(), None, weight)
     added, _ = fla.causal_conv1d_update(x[:, 0], cache.clone(), residual, weight)
     same(added, plain + residual, "residual")
+
+
+class Made(TorchDispatchMode):
+    """The largest tensor with memory of its own that an operator has returned, and whether one read from the device."""
+
+    READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.reads = 0, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.reads |= func in self.READS
+        if not any(r.alias_info is not None for r in func._schema.returns):
+            found = result if isinstance(result, (tuple, list)) else (result,)
+            self.largest = max([self.largest, *(t.numel() for t in found if isinstance(t, torch.Tensor))])
+        return result
+
+
+@pytest.mark.parametrize("channels", [3, 4, 7, 11, 24, 384, 8192])
+def test_update_makes_no_copy(channels, device):
+    """Neither of the state nor of the weight, which has as many numbers as one state; and the host reads nothing."""
+    weight, bias = torch.randn(channels, 4, device=device), torch.randn(channels, device=device)
+    module = fla.ShortConvolution(channels, 4, bias=True, device=device)
+    x, cu = torch.randn(3, 1, channels, device=device), torch.tensor([0, 1, 2, 3], device=device)
+    cache = torch.randn(3, channels, 4, device=device)
+    calls = [
+        lambda: fla.causal_conv1d_update(x, cache, None, weight, bias, "silu"),
+        lambda: module(x, cache=cache),
+        lambda: module(x.transpose(0, 1), cache=cache, cu_seqlens=cu, output_final_state=True),
+    ]
+    with torch.no_grad():
+        for call in calls:
+            with Made() as made:
+                call()
+            assert made.largest == x.numel() and not made.reads
+
+
+def test_packed_tokens_of_any_lengths(device):
+    """As many tokens as sequences, but not one each: what a full call gives, and the cache in place."""
+    module = fla.ShortConvolution(24, 4, device=device)
+    x, cu = torch.randn(1, 4, 24, device=device), torch.tensor([0, 2, 2, 3, 4], device=device)
+    before = torch.randn(4, 24, 4, device=device)
+    whole, after = module(x, cache=before, cu_seqlens=cu, output_final_state=True)
+    cache = before.clone()
+    with torch.no_grad():
+        y, returned = module(x, cache=cache, cu_seqlens=cu, output_final_state=True)
+    same(y, whole.detach(), "tokens")
+    same(cache, after.detach(), "states")
+    assert returned is cache
 
 
 def test_short_convolution(device):
@@ -268,6 +501,17 @@ def test_misuse():
     for message, call in bad.items():
         with pytest.raises(ValueError, match=message):
             call()
-    for call in (lambda: fla.causal_conv1d(x), lambda: fla.causal_conv1d(x, weight, cp_context=object())):
-        with pytest.raises(NotImplementedError, match="causal_conv1d: "):
+    for message, call in {
+        "weight: ": lambda: fla.causal_conv1d(x),
+        "cp_context: ": lambda: fla.causal_conv1d(x, weight, cp_context=object()),
+        "seq_idx: ": lambda: fla.causal_conv1d(x, weight, seq_idx=torch.zeros(2, 6)),
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"causal_conv1d: {message}"):
             call()
+    with pytest.raises(NotImplementedError, match="causal_conv1d_update: x: expected at least 3 channels"):
+        fla.causal_conv1d_update(x[:, 0, :2], torch.zeros(2, 2, 4), None, weight[:2])
+    for call in (lambda: fla.causal_conv1d(x, weight, layout=1), lambda: fla.ShortConvolution(16, 4, layout=1)):
+        with pytest.raises(TypeError, match="layout: expected an argument that weft knows"):
+            call()
+    with pytest.raises(ValueError, match=r"ShortConvolution: cache: expected shape \(2, 16, 4\)"), torch.no_grad():
+        fla.ShortConvolution(16, 4)(x[:, :1], cache=torch.zeros(3, 16, 4))

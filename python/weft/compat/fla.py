@@ -1,38 +1,202 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash-linear-attention's short convolution, l2 norm and gate of Gated DeltaNet over weft (fla.modules.conv,
-fla.modules.l2norm, fla.ops.gated_delta_rule.gate).
+"""flash-linear-attention's gated delta rule, short convolution, l2 norm and gate over weft (fla.ops.gated_delta_rule,
+fla.modules.causal_conv1d, fla.modules.norm.l2norm).
 
-Conventions: x is [B, T, D], or [1, T, D] with cu_seqlens; weight is [D, W], its last tap meets the current token; a
-state is [N, D, W], of which the oldest column never meets a tap; the eps of the norm is inside the root; g is in
-natural logarithms. Arithmetic is fp32, with one rounding where a result is stored.
+Conventions: tokens are [B, T, ...], or [1, T, ...] with cu_seqlens; query and key have H heads, value, g and beta HV, a
+multiple of H; g is in natural logarithms; a state of the rule is [N, HV, K, V] in fp32. The weight of a convolution is
+[D, W], its last tap meets the current token; a state of it is [N, D, W], of which the oldest column never meets a tap.
+The eps of the norm is inside the root. Arithmetic is fp32, with one rounding where a result is stored.
 
-Arguments without a meaning here: backend, chunk_indices, cu_seqlens_cpu. With the projection row of a whole layer at
-hand, weft.torch.gdn_pre does all of this in one pass.
+Arguments without a meaning here: backend, chunk_indices, chunk_size, cu_seqlens_cpu; seq_idx beside cu_seqlens. With the
+projection row of a whole layer at hand, weft.torch.gdn_pre and weft.torch.gdn_rule do all of this in two calls.
 
-Slower than it could be: causal_conv1d_update, and ShortConvolution with one token a sequence, copy the weight and the
-whole state on every call (weft.torch.gdn_pre_step works in place), and ShortConvolution without gradients reads
-cu_seqlens on the host, which waits for the device."""
+The rule runs where weft.torch.gdn_rule does: on the CPU. fused_recurrent_gated_delta_rule is the same function as
+chunk_gated_delta_rule and has gradients, too. Norm and gates that are asked for "in the kernel" are operators in front
+of the rule, with a rounding of query and key in between, as in fla.
+
+causal_conv1d_update, and ShortConvolution without gradients where there are as many tokens as sequences, work on the
+state in place and read nothing from the device. Packed, ShortConvolution then updates the cache whatever the lengths
+are; fla reads the offsets on the host, and updates it only where every sequence has one token.
+
+Gradients of parameters go into main_grad where these have one (docs/python.md)."""
 
 import torch
 from torch import Tensor, nn
 
 from weft.compat import _require as require
-from weft.torch import GdnOptions, GdnSections, gdn_pre, rmsnorm
+from weft.torch import GdnHeads, GdnOptions, GdnSections, gdn_pre, gdn_pre_step, gdn_rule, rmsnorm
 from weft.torch.grads import any_takes_part, deposit, lend
 
 __all__ = [
+    "FusedRMSNormGated",
     "L2Norm",
     "ShortConvolution",
     "causal_conv1d",
     "causal_conv1d_update",
+    "chunk_gated_delta_rule",
     "fused_gdn_gate",
+    "fused_recurrent_gated_delta_rule",
     "l2_norm",
     "l2norm",
 ]
 
 _ACTIVATIONS = {None: "linear", "silu": "silu", "swish": "silu"}
 _MAX_DIM, _MAX_HEADS = 1024, 4096
+# What Hugging Face's layers hand on to the rule and to the convolution: it describes the batch or the outputs of the
+# model, and says nothing about the function.
+_OF_THE_BATCH = frozenset(
+    "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k seq_idx position_ids num_items_in_batch use_cache is_causal"
+    " output_attentions output_hidden_states output_router_logits".split()
+)
 _PADDING = 2  # channels of the query and the key that a call for values alone still has
+
+
+# ---- the rule ----------------------------------------------------------------------------------------------
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context=None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """q, k [B, T, H, K], v [B, T, HV, V], g and beta [B, T, HV] -> o [B, T, HV, V] and, with output_final_state, the state
+    [N, HV, K, V] after the last token ([N, HV, V, K] with state_v_first). Keyword arguments that fla takes beside these:
+    use_gate_in_kernel, A_log and dt_bias (g is then the raw input of fused_gdn_gate), chunk_size, and what Hugging
+    Face's layers hand on (max_length_q, ...), which means nothing here."""
+    op = "chunk_gated_delta_rule"
+    if cp_context is not None:
+        raise NotImplementedError(f"{op}: cp_context: expected None: give the other rank's state as initial_state")
+    raw = {name: kwargs.pop(name, None) for name in ("use_gate_in_kernel", "A_log", "dt_bias")}
+    state_v_first = _state_order(op, state_v_first, kwargs)
+    kwargs.pop("chunk_size", None)
+    _nothing_else(op, kwargs)
+    g = _decay(op, g, **raw)
+    beta = _strength(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    state = (initial_state, output_final_state, state_v_first)
+    return _rule(q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, cu_seqlens, *state)
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """chunk_gated_delta_rule; without g nothing decays, without beta it is 1. Decays by channel (gk, gv) are not served."""
+    op = "fused_recurrent_gated_delta_rule"
+    for name, value in (("gk", gk), ("gv", gv)):
+        if value is not None:
+            raise NotImplementedError(f"{op}: {name}: expected None: the rule decays by head, g")
+    state_v_first = _state_order(op, state_v_first, kwargs)
+    _nothing_else(op, kwargs)
+    require.tensor(op, "v", v, 3)
+    if g is None and not use_gate_in_kernel:
+        g = v.new_zeros(v.shape[:-1], dtype=require.full(v))
+    else:
+        g = _decay(op, g, use_gate_in_kernel, A_log, dt_bias)
+    if beta is None:
+        beta = v.new_ones(v.shape[:-1])
+    beta = _strength(op, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    state = (initial_state, output_final_state, state_v_first)
+    return _rule(q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, cu_seqlens, *state)
+
+
+def _rule(
+    q, k, v, g, beta, scale, normalize, cu_seqlens, state, final: bool, v_first: bool
+) -> tuple[Tensor, Tensor | None]:
+    if normalize:
+        q, k = l2norm(q), l2norm(k)
+    full = require.full(v)
+    if state is not None:
+        state = (state.mT if v_first else state).to(full).contiguous()
+    if beta.dtype not in (v.dtype, full):
+        beta = beta.to(full)
+    o, after = gdn_rule(
+        q, k, v, beta, g.to(full), scale=scale, cu_seqlens=cu_seqlens, state=state, final_state=bool(final)
+    )
+    return o, after.mT.contiguous() if final and v_first else after
+
+
+def _decay(op: str, g: Tensor, use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+    require.tensor(op, "g", g, 1)
+    if not use_gate_in_kernel:
+        return g
+    if A_log is None:
+        raise ValueError(f"{op}: A_log: expected a tensor beside use_gate_in_kernel, got None")
+    return fused_gdn_gate(g, A_log, dt_bias, require.full(g))
+
+
+def _strength(op: str, beta: Tensor, sigmoid: bool, twice: bool) -> Tensor:
+    require.tensor(op, "beta", beta)
+    if twice and not sigmoid:
+        raise ValueError(f"{op}: allow_neg_eigval: expected False without use_beta_sigmoid_in_kernel, got True")
+    if not sigmoid:
+        return beta
+    heads = beta.shape[-1]
+    beta, _ = _gates(beta, None, beta.new_zeros(heads, dtype=require.full(beta)), None, 2.0 if twice else 1.0)
+    return beta
+
+
+def _state_order(op: str, v_first: bool, kwargs: dict) -> bool:
+    """transpose_state_layout is an older name of state_v_first."""
+    older = kwargs.pop("transpose_state_layout", None)
+    if older is not None and v_first:
+        raise ValueError(f"{op}: transpose_state_layout: expected None beside state_v_first, got both")
+    return bool(v_first if older is None else older)
+
+
+def _nothing_else(op: str, kwargs: dict) -> None:
+    for name in kwargs:
+        if name not in _OF_THE_BATCH:
+            raise TypeError(f"{op}: {name}: expected an argument that weft knows, got another name")
+
+
+class FusedRMSNormGated(nn.Module):
+    """Not served: the library has no operator for a norm with a gate, and two operators in its place would read and write
+    twice what fla's one does. To make one is a NotImplementedError."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        activation: str = "swish",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        raise NotImplementedError(
+            "FusedRMSNormGated: expected an operator for a norm with a gate, the library has none: keep fla's module,"
+            " or use weft.torch.rmsnorm and multiply"
+        )
 
 
 # ---- short convolution -------------------------------------------------------------------------------------
@@ -58,6 +222,9 @@ def causal_conv1d(
     op = "causal_conv1d"
     if cp_context is not None:
         raise NotImplementedError(f"{op}: cp_context: expected None: give the other rank's rows as initial_state")
+    if kwargs.pop("seq_idx", None) is not None and cu_seqlens is None:
+        raise NotImplementedError(f"{op}: seq_idx: expected cu_seqlens beside it, got None")
+    _nothing_else(op, kwargs)
     channels, width = _taps(op, weight, bias, activation)
     weight, bias = deposit(weight), None if bias is None else deposit(bias)
     require.tensor(op, "x", x, 3)
@@ -67,13 +234,10 @@ def causal_conv1d(
     if initial_state is not None:
         require.shape(op, "initial_state", initial_state, (sequences, channels, width))
     y, state = _convolve(rows, weight, bias, initial_state, activation, cu_seqlens, bool(output_final_state))
-    y = y.view(x.shape)
-    if residual is not None:
-        require.shape(op, "residual", residual, x.shape)
-        y = y + residual
-    return y, state
+    return _plus(op, y.view(x.shape), residual), state
 
 
+@torch.no_grad()
 def causal_conv1d_update(
     x: Tensor,
     cache: Tensor,
@@ -83,20 +247,14 @@ def causal_conv1d_update(
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token for each of N sequences, x [N, D], [N, 1, D] or [1, N, D]; cache [N, D, W] is updated in place and
-    returned. Forward only. The bits are those of causal_conv1d on the whole sequence."""
+    returned. Forward only, weft.torch.gdn_pre_step. D is at least 3. The bits are those of causal_conv1d on the whole sequence."""
     op = "causal_conv1d_update"
     channels, width = _taps(op, weight, bias, activation)
     require.tensor(op, "cache", cache)
     require.shape(op, "cache", cache, (cache.shape[0], channels, width))
     require.numel(op, "x", x, cache.shape[0] * channels)
-    with torch.no_grad():
-        y, state = _convolve(x.reshape(-1, 1, channels), weight, bias, cache, activation, None, True)
-        cache.copy_(state)
-        y = y.view(x.shape)
-        if residual is not None:
-            require.shape(op, "residual", residual, x.shape)
-            y = y + residual
-    return y, cache
+    y = _advance(op, x.reshape(-1, 1, channels), cache, weight, bias, activation, None).view(x.shape)
+    return _plus(op, y, residual), cache
 
 
 class ShortConvolution(nn.Conv1d):
@@ -124,6 +282,8 @@ class ShortConvolution(nn.Conv1d):
             dtype=dtype,
         )
         _activation("ShortConvolution", activation)
+        kwargs.pop("use_fast_conv1d", None)  # deprecated, and ignored there too
+        _nothing_else("ShortConvolution", kwargs)
         self.hidden_size, self.activation, self.backend = hidden_size, activation, backend
 
     def extra_repr(self) -> str:
@@ -140,16 +300,15 @@ class ShortConvolution(nn.Conv1d):
         chunk_indices: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """x [B, T, D] -> [B, T, D] and the state [N, D, W] or None. A call without autograd that has one token for each
-        sequence updates cache in place; others leave it alone. mask [B, T] is multiplied with x."""
+        """x [B, T, D] -> [B, T, D] and the state [N, D, W] or None. A call without autograd that has as many tokens as
+        sequences updates cache in place; others leave it alone. mask [B, T] is multiplied with x."""
         require.tensor("ShortConvolution", "x", x, 3)
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("ShortConvolution: mask: expected None beside cu_seqlens, got both")
             x = x * mask.unsqueeze(-1).to(x.dtype)
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        single = not torch.is_grad_enabled() and x.shape[0] * x.shape[1] == sequences
-        if single and (cu_seqlens is None or bool((cu_seqlens.diff() == 1).all())):
+        if not torch.is_grad_enabled() and x.shape[0] * x.shape[1] == sequences:
             return self.step(x, residual, cache, output_final_state, cu_seqlens)
         return causal_conv1d(
             x,
@@ -171,11 +330,19 @@ class ShortConvolution(nn.Conv1d):
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """One token for each sequence; cache is updated in place."""
+        """One token for each sequence, or the new tokens that cu_seqlens says; cache is updated in place."""
+        op = "ShortConvolution"
+        channels, width = self.hidden_size, self.kernel_size[0]
+        require.tensor(op, "x", x, 3)
+        require.shape(op, "x", x, (*x.shape[:2], channels))
+        sequences = x.shape[0] * x.shape[1] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if cache is None:
-            cache = x.new_zeros(x.shape[0] * x.shape[1], self.hidden_size, self.kernel_size[0])
-        y, cache = causal_conv1d_update(x, cache, residual, self.weight.squeeze(1), self.bias, self.activation)
-        return y, cache if output_final_state else None
+            cache = x.new_zeros(sequences, channels, width)
+        require.shape(op, "cache", cache, (sequences, channels, width))
+        rows = x if cu_seqlens is not None else x.reshape(-1, 1, channels)
+        with torch.no_grad():
+            y = _advance(op, rows, cache, self.weight.squeeze(1), self.bias, self.activation, cu_seqlens)
+            return _plus(op, y.view(x.shape), residual), cache if output_final_state else None
 
     @property
     def state_size(self) -> int:
@@ -222,6 +389,54 @@ def _convolve(x, weight, bias, state, activation, cu_seqlens, final: bool) -> tu
         gate="none",
     )
     return out.value.flatten(2), out.final_state[:, _PADDING:] if final else None
+
+
+def _advance(op: str, rows, cache, weight, bias, activation, cu_seqlens) -> Tensor:
+    """rows [N, 1, D] as query, key and value of gdn_pre_step, side by side as they are; weight and cache as they are, too.
+    With cu_seqlens rows are [1, T, D]. Updates cache."""
+    channels = rows.shape[2]
+    heads = _sections(op, channels)
+    nothing = rows.new_zeros(1)
+    lead = rows.shape[:2]
+    gates = nothing.expand(*lead, heads.value_heads)
+    z = nothing.expand(*lead, heads.value_heads, heads.value_dim)
+    out = gdn_pre_step(
+        GdnSections(rows, None, None, z, gates, gates),
+        weight,
+        nothing.to(require.full(rows)).expand(heads.value_heads),
+        bias=bias,
+        state=cache,
+        heads=heads,
+        cu_seqlens=cu_seqlens,
+        options=GdnOptions(activation=_ACTIVATIONS[activation], l2norm=False),
+        repeat=False,
+        gate="none",
+    )
+    return torch.cat([t.flatten(2) for t in (out.query, out.key, out.value)], 2)
+
+
+def _sections(op: str, channels: int) -> GdnHeads:
+    """Heads of a query, a key and a value that have so many channels together, wide ones where that is possible."""
+    for dim in (128, 256, 64):
+        heads = channels // dim
+        if channels % dim == 0 and 3 <= heads <= _MAX_HEADS:
+            keys = heads // 4 if heads % 4 == 0 else heads // 3 if heads % 3 == 0 else 1
+            return GdnHeads(keys, heads - 2 * keys, dim, dim)
+    for key_dim in range(1, min((channels - 1) // 2, _MAX_DIM) + 1):
+        rest = channels - 2 * key_dim
+        dim = next(d for d in range(min(rest, _MAX_DIM), 0, -1) if rest % d == 0)
+        if rest // dim <= _MAX_HEADS:
+            return GdnHeads(1, rest // dim, key_dim, dim)
+    raise NotImplementedError(
+        f"{op}: x: expected at least 3 channels that make up to {_MAX_HEADS} heads, got {channels}"
+    )
+
+
+def _plus(op: str, y: Tensor, residual: Tensor | None) -> Tensor:
+    if residual is None:
+        return y
+    require.shape(op, "residual", residual, y.shape)
+    return y + residual
 
 
 def _padded(parameter: Tensor) -> Tensor:
@@ -282,22 +497,33 @@ def fused_gdn_gate(
     require.numel(op, "A_log", A_log, heads)
     if dt_bias is not None:
         require.numel(op, "dt_bias", dt_bias, heads)
-        dt_bias = lend(dt_bias, _flat)
-    decay = lend(A_log, _flat)
-    raw = g.reshape(1, -1, heads)
-    nothing = g.new_zeros(1)
-    unit, value = (nothing.expand(1, raw.shape[1], n, 1) for n in (1, heads))
+    _, decay = _gates(None, g, A_log, dt_bias, 1.0)
+    return decay.to(output_dtype)
+
+
+def _gates(
+    b: Tensor | None, a: Tensor | None, A_log: Tensor, dt_bias: Tensor | None, beta_scale: float
+) -> tuple[Tensor, Tensor]:
+    """beta_scale sigmoid(b) and -exp(A_log) softplus(a + dt_bias), [..., HV] in fp32, by gdn_pre beside a query, a key and
+    a value of nothing."""
+    like = b if a is None else a
+    heads = like.shape[-1]
+    nothing = like.new_zeros(1)
+    rows = [nothing.expand(1, like.numel() // heads, heads) if t is None else t.reshape(1, -1, heads) for t in (b, a)]
+    unit, value = (nothing.expand(1, rows[0].shape[1], n, 1) for n in (1, heads))
+    decay, steps = lend(A_log, _flat), None if dt_bias is None else lend(dt_bias, _flat)
     out = gdn_pre(
-        GdnSections(unit, unit, value, None, nothing.expand(raw.shape), raw),
+        GdnSections(unit, unit, value, None, *rows),
         nothing.expand(_PADDING + heads, 1),
         decay,
-        dt_bias,
-        options=GdnOptions(activation="linear", l2norm=False),
+        steps,
+        options=GdnOptions(activation="linear", l2norm=False, beta_scale=beta_scale),
         repeat=False,
         gate="none",
-        main_grad=any_takes_part(decay, dt_bias),
+        beta_dtype=require.full(like),
+        main_grad=any_takes_part(decay, steps),
     )
-    return out.g.view(g.shape).to(output_dtype)
+    return out.beta.view(like.shape), out.g.view(like.shape)
 
 
 def _flat(t: Tensor) -> Tensor:
