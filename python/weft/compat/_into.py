@@ -15,9 +15,7 @@ class _Node(register.Node):
     def forward(ctx, operator, out, *args):
         operator.fill(out, args)
         ctx.mark_dirty(out)
-        ctx.set_materialize_grads(False)
-        operator.gradient.save(ctx, args, out)
-        ctx.operator, ctx.sink = operator, None
+        register.Node.keep(ctx, operator, None, args, out)
         return out
 
 

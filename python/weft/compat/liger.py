@@ -6,7 +6,7 @@ stream o takes of input stream i; eps inside the root; Sinkhorn starts with a so
 fp32. n is 1 to 32 and need not be a power of two, and a CPU is enough.
 
 Activations of 32 bits, and of 64 on the reference backend, need allow_fp32=True, as in Liger. They are computed at that
-precision. Gradients of parameters go into main_grad where these have one (docs/python.md).
+precision. Gradients of parameters go into main_grad where these have one, and those of x are summed in place (docs/python.md).
 
 liger_mhc_forward, and LigerMHC, which calls it, have weft.torch.pre in front of the layer and read x once there and once
 in the merge. liger_mhc_coeffs, liger_mhc_pre and liger_mhc_post_res are single operators, as Liger's are: the first
@@ -121,7 +121,7 @@ def liger_mhc_forward(
         sinkhorn_eps=sinkhorn_eps,
         sinkhorn_iters=tmax,
     )
-    coef, x = weft.pre(x, *args, numerics=numerics, main_grad=any_takes_part(*args), carry=True)
+    coef = weft.pre(x, *args, numerics=numerics, main_grad=any_takes_part(*args))
     parameters = layer.parameters() if hasattr(layer, "parameters") else iter(())
     dtype = next((p.dtype for p in parameters), coef.u.dtype)
     y = liger_mhc_post_res(x, layer(coef.u.to(dtype)), coef.post, coef.res)

@@ -11,9 +11,9 @@ storage for another function to find.
 On a GPU mhc_pre, mhc_pre_big_fuse and mhc_head are fused kernels over the residual, forward and backward, where
 weft.torch.pre is (docs/python.md): bf16, n 2 or 4, C a multiple of 8 up to 7168 (n = 4) or 14336 (n = 2), code for
 compute capability 9.0. Everything else takes a chain of kernels; fp32 and fp16 are slower by more than their bytes.
-Gradients of a residual meet in autograd, each rounded by itself as in the original; weft.torch.GradX adds them
-in fp32. Gradients of parameters go into main_grad where
-these have one (docs/python.md). norm_weight counts in inference as it does in training, and mhc_head can be trained."""
+Gradients of a residual are summed in place, in its dtype (docs/python.md, "Gradients of the streams"); weft.torch.GradX sums
+them in fp32. Gradients of parameters go into main_grad where these have one. norm_weight counts in inference as it does in
+training, and mhc_head can be trained."""
 
 from itertools import zip_longest
 

@@ -18,6 +18,7 @@ Arguments without a meaning of their own in weft:
 Gradients of phi, alpha, beta and norm_weight go into main_grad where these have one (docs/python.md); that of the bias in
 mhc_fused_expand_combine, which belongs to the sub-layer, goes to autograd.
 
+Gradients of x are summed in place, in its dtype (docs/python.md, "Gradients of the streams"), where there is no
 fused_grad_x_acc_buffer: an fp32 tensor of x.numel() elements, uninitialised, given to projection (or
 mhc_generate_mix_and_aggregate), aggregate and expand_combine of one x. Backward sums the three gradients of x
 in it; x gets the sum, rounded once, in memory of its own. Order of the calls: the projection opens the buffer

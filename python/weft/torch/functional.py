@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import _C
 from . import ops, ops_rebuild  # noqa: F401  (register the operators)
-from .grads import GradX, call_and_carry, call_and_sum, operation
+from .grads import GradX, call_and_sum, operation
 from .numerics import RMS_EPS_KINDS, Numerics, choice, pack
 
 PRECISIONS = ("full", "tf32")
@@ -225,14 +225,10 @@ def pre(
     sub_eps: float = 1e-6,
     precision: str = "full",
     main_grad: bool = False,
-    carry: bool = False,
-) -> Pre | tuple[Pre, Tensor]:
+) -> Pre:
     """Everything in front of a sub-layer in one call: projection, gates, Sinkhorn, aggregate, and with sub_norm the
     sub-layer's RMSNorm (gain sub_weight [C], or 1). pre_in [..., n] makes the shifted form: u is aggregated with the
-    coefficients that the previous site predicted.
-
-    With carry=True the result is (Pre, x) and that x is the one to give to `post`: backward then adds to the gradient
-    that `post` wrote, in place, where autograd would sum two stream tensors. Use that x for nothing else."""
+    coefficients that the previous site predicted."""
     tf32 = choice("mhc_pre: precision", precision, PRECISIONS)
     args = (
         x,
@@ -247,10 +243,7 @@ def pre(
         float(sub_eps),
         tf32,
     )
-    if not carry:
-        return Pre(*operation("mhc_pre", main_grad)(*args)[:4])
-    *results, x = call_and_carry("mhc_pre", args, main_grad)
-    return Pre(*results[:4]), x
+    return Pre(*operation("mhc_pre", main_grad)(*args)[:4])
 
 
 def boundary(

@@ -18,8 +18,8 @@ from . import register
 class GradX:
     """One sum for the gradients that `project`, `aggregate` and `post` have for the same x.
 
-    Without it autograd adds the three in two passes over memory. With it, in the order in which backward reaches them,
-    `post` writes the sum, `aggregate` adds to it, `project` adds to it and hands it to autograd:
+    Without it they are summed in x's dtype, in place where that can be (joins.py). With it, in the order in which backward
+    reaches them, `post` writes the sum, `aggregate` adds to it, `project` adds to it and hands it to autograd:
 
         grad_x = GradX()
         h, ms = project(x, phi, grad_x=grad_x)
@@ -199,13 +199,12 @@ class Sink:
         self.params = params  # by the number of their gradient
         self.grad_x = grad_x
         self.role = role
-        self.carried: Tensor | None = None  # gradient of x from elsewhere, to be added to
 
-    def differentiate(self, gradient: register.Operator, want: list[bool], args: tuple) -> tuple:
+    def differentiate(self, gradient: register.Operator, want: list[bool], args: tuple, left: Tensor | None) -> tuple:
+        """Gradients, None for those that autograd does not get. left: what the site's readers of x have (joins.py)."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                "weft: gradients that go into main_grad, GradX or a carried x cannot be differentiated again"
-                " (create_graph=True)"
+                "weft: gradients that go into main_grad or GradX cannot be differentiated again (create_graph=True)"
             )
         targets, add, returned = {}, 0, {}
         for k, param in self.params.items():
@@ -218,38 +217,13 @@ class Sink:
         if self.grad_x is not None and want[0]:
             targets[0], adds = self.grad_x.target(self.role, x)
             add |= adds
-        elif self.carried is not None and want[0]:
-            # Saved tensors may be unpacked once only (checkpointing): x's layout is looked at here, not by the node.
-            like = self.carried.stride() == x.stride() and self.carried.dtype == x.dtype
-            targets[0] = self.carried if like else torch.empty_like(x).copy_(self.carried)
+        elif left is not None and want[0]:
+            targets[0] = left
             add |= 1
-            self.carried = None
-        fresh = gradient.outputs(*args[:-1], [w and k not in targets for k, w in enumerate(want)])
-        out = tuple(targets.get(k, t) for k, t in enumerate(fresh))
-        gradient.fill(out, args, add)
+        out = gradient.fill_wanted(want, args, targets, add)
         if self.grad_x is not None and want[0]:
             returned[0] = self.grad_x.finish(self.role, x)
         return tuple(returned.get(k, t) if w else None for k, (w, t) in enumerate(zip(want, out, strict=True)))
-
-
-class CarryNode(torch.autograd.Function):
-    """As register.Node, with x itself as one more result: what is done with that has its gradient added to in place,
-    instead of being summed with this operator's by autograd, in a pass of its own."""
-
-    @staticmethod
-    def forward(ctx, operator, sink, x, *args):
-        return *register.Node.forward(ctx, operator, sink, x, *args), x
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
-        *grads, carried = grads
-        if all(g is None for g in grads):
-            grads = [None] * len(ctx.needs_input_grad)
-            grads[register.Node.OWN] = carried
-            return tuple(grads)
-        ctx.sink.carried = carried
-        return register.Node.backward(ctx, *grads)
 
 
 def params_of(operator: register.Operator, args: tuple) -> dict[int, Tensor]:
@@ -268,15 +242,6 @@ def operation(name: str, main_grad: bool = False) -> Callable:
 
 def _apply_node(operator: register.Operator, *args):
     return register.Node.apply(operator, Sink(params_of(operator, args)), *args)
-
-
-def call_and_carry(name: str, args: tuple, main_grad: bool = False) -> tuple:
-    """The results of torch.ops.weft.<name>, and x (its first argument) to be used from there on: the gradient of that x
-    is a buffer which this operator's backward pass adds to. Nobody else may hold that gradient."""
-    operator, x = register.OPERATORS[name], args[0]
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
-        return *operation(name, main_grad)(*args), x
-    return CarryNode.apply(operator, Sink(params_of(operator, args) if main_grad else {}), *args)
 
 
 def call_and_sum(name: str, args: tuple, grad_x: GradX | None, role: str, main_grad: bool = False):

@@ -90,8 +90,8 @@ class HyperConnection(nn.Module):
                 f"HyperConnection: x: expected [..., {self.streams}, {self.channels}], got {list(x.shape)}"
             )
 
-    def forward(self, x: Tensor, pre_in: Tensor | None = None, carry: bool = False):
-        """Input u [..., C] of the sub-layer and coefficients, as a `Pre`; with carry=True also the x to merge with."""
+    def forward(self, x: Tensor, pre_in: Tensor | None = None) -> F.Pre:
+        """Input u [..., C] of the sub-layer and coefficients."""
         self._check(x)
         return F.pre(
             x,
@@ -106,7 +106,6 @@ class HyperConnection(nn.Module):
             sub_eps=self.sub_eps,
             precision=self.precision,
             main_grad=self.main_grad,
-            carry=carry,
         )
 
     def merge(
@@ -209,7 +208,7 @@ class HyperConnectionLayer(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """With pre_in, the coefficients that the layer before predicted, the result is (streams, this layer's own).
         recompute_group is for the stack that a layer is part of; other arguments go to the sub-layer."""
-        coef, x = self.connection(x, pre_in, carry=True)
+        coef = self.connection(x, pre_in)
         y = Unmerged.run(self, x, coef, pre_in, args, kwargs, recompute_group).merge()
         return y if pre_in is None else (y, coef.pre)
 

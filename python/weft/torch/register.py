@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import framework
+from . import framework, joins
 
 LIB = torch.library.Library("weft", "DEF")
 
@@ -232,6 +232,8 @@ class Operator:
         self.complete: Callable | None = None
         self.gradient: Gradient | None = None
         self.parameters: list[tuple[int, int]] = []  # (result of the gradient, argument) each
+        self.reads = tuple(self.place[a] for a in joins.READERS.get(name, ()))
+        self.joined = name in joins.HEADS or bool(self.reads)  # its gradient of x is summed with others'
 
     def replaced(self, args: tuple, **named) -> tuple:
         """Arguments with others in the places of those names."""
@@ -240,6 +242,12 @@ class Operator:
             args[self.place[name]] = value
         return tuple(args)
 
+    def join(self, ctx, args: tuple) -> None:
+        """Has the node of this call be found as the head of its site, or finds that (joins.py)."""
+        ctx.origin = joins.origin_of(args[0])
+        for place in self.reads:
+            ctx.head = ctx.head or joins.head_of(ctx.origin, args[place])
+
     def fill(self, results: Tensor | tuple, args: tuple, add: int = 0) -> None:
         """One call of the library into results that exist; bit k of `add`: it is added to result k."""
         if isinstance(results, Tensor):
@@ -247,6 +255,13 @@ class Operator:
         if self.complete is not None:
             args = self.complete(self, results, args, add)
         self.kernel.fill(add, *results, *args)
+
+    def fill_wanted(self, want: list[bool], args: tuple, targets: dict[int, Tensor], add: int) -> tuple:
+        """The results of a gradient, those in `targets` written where they say."""
+        fresh = self.outputs(*args[:-1], [w and k not in targets for k, w in enumerate(want)])
+        results = tuple(targets.get(k, t) for k, t in enumerate(fresh))
+        self.fill(results, args, add)
+        return results
 
 
 OPERATORS: dict[str, Operator] = {}
@@ -321,17 +336,29 @@ class Node(torch.autograd.Function):
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 output = operator.op(*args)
+        Node.keep(ctx, operator, sink, args, output)
+        return output
+
+    @staticmethod
+    def keep(ctx, operator, sink, args, output):
+        """All that backward looks at."""
         ctx.set_materialize_grads(False)
         if operator.gradient is not None:
             operator.gradient.save(ctx, args, output)
         ctx.operator, ctx.sink = operator, sink
-        return output
+        ctx.origin = ctx.head = None
+        ctx.left = {}  # gradients of x by backward pass
+        if operator.joined and (sink is None or sink.grad_x is None):
+            operator.join(ctx, args)
 
     @staticmethod
     def backward(ctx, *grads):
         operator, sink = ctx.operator, ctx.sink
         if all(g is None for g in grads) and (sink is None or sink.grad_x is None):
-            return (None,) * len(ctx.needs_input_grad)
+            nothing = [None] * len(ctx.needs_input_grad)
+            if ctx.left:
+                nothing[Node.OWN] = joins.take(ctx, ctx.origin)
+            return tuple(nothing)
         if operator.gradient is None:
             raise NotImplementedError(
                 f"{operator.name}: it has no gradient: weft's operators can be differentiated once"
@@ -431,11 +458,17 @@ class Gradient:
                 grad = same.new_zeros(1).expand(same.shape)
             above.append(grad)
         args = (*saved, *above, *ctx.scalars, want) if self.wants else (*saved, *above, *ctx.scalars)
+        heir = joins.heir_of(ctx) if want[0] else None
+        left = joins.take(ctx if heir is None else heir, ctx.origin)
         if ctx.sink is not None:
-            found = ctx.sink.differentiate(self.operator, want, args)
+            found = ctx.sink.differentiate(self.operator, want, args, left)
+        elif left is not None:
+            found = self.operator.fill_wanted(want, args, {0: left}, 1)
         else:
             found = self.operator.op(*args)
             found = (found,) if isinstance(found, Tensor) else found
+        if heir is not None:
+            found = (joins.leave(heir, found[0]), *found[1:])
         all_of = [None] * self.count
         for k, wanted, grad in zip(self.place, want, found, strict=True):
             if wanted:

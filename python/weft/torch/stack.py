@@ -196,7 +196,7 @@ class HyperConnectionStack(nn.Module):
                 x, pre = self._alone(layer, x, pre, group, args, kwargs)
                 continue
             if not joined[k]:
-                coef, x = layer.connection(x, pre, carry=True)
+                coef = layer.connection(x, pre)
             last = Unmerged.run(layer, x, coef, pre, args, kwargs, group, source)
             pre = coef.pre if self.shifted else None
             if not joined[k + 1]:
