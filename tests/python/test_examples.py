@@ -54,6 +54,20 @@ def test_gpt_fsdp2():
     assert losses([*command, "--recompute", "2"], gloo=True) == plain
 
 
+def test_finetune_deepseek_v4(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed: its example is not run")
+    command = [sys.executable, str(EXAMPLES / "finetune_deepseek_v4.py"), "--steps", "20", "--batch", "2"]
+    assert learned(losses([*command, "--out", str(tmp_path)]))
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_serve_by_token():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / "serve_by_token.py"), "--tokens", "4", "--batch", "2"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0 and run.stdout.count("same bits") == 2 and "DIFFERENT" not in run.stdout, run.stdout
+
+
 @pytest.fixture
 def layer_spec():
     module = importlib.util.spec_from_file_location("megatron_layer_spec", EXAMPLES / "megatron_layer_spec.py")
