@@ -224,9 +224,8 @@ def backward_hook(model):
 
 
 def site_hook(model):
-    def change(module, args, result):
-        coef, x = result
-        return coef._replace(u=2 * coef.u), x
+    def change(module, args, coef):
+        return coef._replace(u=2 * coef.u)
 
     model.layers[2].connection.register_forward_hook(change)
 

@@ -105,9 +105,8 @@ def enter(site: Any, norm: Any, streams: Tensor | Unmerged) -> Entered:
     if isinstance(streams, Unmerged):
         y, u, _, post, res = wt.boundary(*streams, site.fn, site.scale, site.base, **options)
     else:
-        carried: Any = wt.pre(streams.contiguous(), site.fn, site.scale, site.base, carry=True, **options)
-        found, y = carried
-        u, post, res = found.u, found.post, found.res
+        y = streams.contiguous()
+        u, _, post, res = wt.pre(y, site.fn, site.scale, site.base, **options)
     return Entered(y, post, res, u if inside else norm(u))
 
 
