@@ -750,7 +750,7 @@ def config_file():
     say("a file of options; the command line takes precedence", ok, err)
     for text, word in (
         ("layers = two\n", "line 1"),
-        ("\nlayer = 2\n", "unknown option 'layer'"),
+        ("\nlayer = 2\n", "line 2: unknown option 'layer'; did you mean layers?"),
         ("steps 3\n", "name = value"),
         ("bias = 1\n", "line 1: bias: expected on or off, got '1'"),
         ("seed = 1\nseed = 2\n", "twice"),
@@ -763,7 +763,10 @@ def config_file():
 def bad_options():
     base = ["--data", "text.txt", "--out", "never"]
     for args, word in (
-        (["--layer", 3], "unknown option"),
+        (["--layer", 3], "unknown option '--layer'; did you mean --layers?"),
+        (["--nothing-like-it", 3], "unknown option '--nothing-like-it'\n"),
+        (["--layers"], "--layers: expected 1 to 256, got nothing"),
+        (["3"], "expected an option, got '3'"),
         (["--layers", 0], "--layers: expected 1 to 256, got '0'"),
         (["--rate", "fast"], "--rate"),
         (["--dropout", 1.5], "--dropout: expected 0 to 0.999999, got '1.5'"),
@@ -790,6 +793,58 @@ def bad_options():
     ):
         refused(" ".join(map(str, args)), word, 2, *base, *args)
     say("nothing was written", not (WORK / "never").exists())
+    # Options in front of --help, and one whose value is that word, change no default.
+    code, out, err = weft("train", "--steps", 7, "--seed=9", "--help")
+    for line in (
+        "transformer layers (1 to 256; default 4)",
+        "nothing is learnt (0 to 1073741824; default 200)",
+        "the residual connection (default mhc)",
+        "log.jsonl and checkpoints (default runs/weft)",
+        "learning rate after warm-up (0 to 1e+30; default 0.001)",
+        "go on from the last checkpoint in DIR, or begin where there is none\n",
+    ):
+        say(f"help says: {line.strip()}", code == 0 and line in out, err)
+    code, out, err = weft("train", "--config", "--help", "--data", "text.txt", "--out", "never")
+    say("a value may be --help", code == 2 and "--help: No such file" in err, f"exit {code}, {err}")
+
+
+def longer():
+    """A run that is made longer: its first steps stay, the others have the rates of a run that long."""
+    base = ["--val-every", 5, "--save-every", 4]
+    code, _, err = train("longer", *base, "--steps", 8)
+    first = figures("longer")
+    code, _, err = train("longer", "--resume", "--steps", 16)
+    train("long", *base, "--steps", 16)
+    after, long = figures("longer"), figures("long")
+    rates = [[line["rate"] for line in lines] for lines in (after, long)]
+    say(
+        "a run made longer",
+        code == 0 and len(after) == 16 and after[:8] == first and rates[0][8:] == rates[1][8:] and rates[0] != rates[1],
+        f"{err} {rates}",
+    )
+    heads = [json.loads(line)["options"]["steps"] for line in open(WORK / "longer/log.jsonl") if "options" in line]
+    say("its log names both lengths", heads == ["8", "16"], str(heads))
+    # Killed after its first checkpoint and resumed, it is the same run.
+    train("longer-twice", *base, "--steps", 8)
+    train("longer-twice", "--resume", "--steps", 16)
+    for step in (12, 16):
+        say(f"again, step {step}, bit for bit", same_checkpoint("longer", "longer-twice", step))
+    shutil.rmtree(WORK / "longer-twice/step-00000016")
+    code, _, err = train("longer-twice", "--resume")
+    say("resumed, it keeps its length", code == 0 and same_checkpoint("longer", "longer-twice", 16), err)
+    refused(
+        "a run is not made shorter",
+        "--steps 15, but the run was begun with 16: expected at least that",
+        2,
+        *SMALL,
+        "--data",
+        "text.txt",
+        "--resume",
+        "--out",
+        "longer",
+        "--steps",
+        15,
+    )
 
 
 def bad_data():
@@ -1291,6 +1346,7 @@ ALONE = (
     odd_reports,
     config_file,
     bad_options,
+    longer,
     bad_data,
     bad_checkpoints,
     flipped_bits,

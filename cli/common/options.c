@@ -28,6 +28,28 @@ static int is_long(const option *options)
     return count > MANY;
 }
 
+static void print_allowed(const option *o, char *to, size_t size);
+
+/* "(1 to 256; default 4)", from what the option's variable holds. */
+static void print_facts(FILE *to, const option *o)
+{
+    char allowed[256] = "", value[64] = "";
+    int has_range = o->kind == OPTION_INT || o->kind == OPTION_REAL || o->kind == OPTION_NUMBER;
+    if (has_range) print_allowed(o, allowed, sizeof allowed);
+    switch (o->kind) {
+    case OPTION_FLAG: break;
+    case OPTION_TEXT:
+        snprintf(value, sizeof value, "%s", *(const char **)o->to ? *(const char **)o->to : "");
+        break;
+    case OPTION_INT: snprintf(value, sizeof value, "%lld", (long long)*(int64_t *)o->to); break;
+    case OPTION_REAL:
+    case OPTION_NUMBER: snprintf(value, sizeof value, "%.9g", *(double *)o->to); break;
+    case OPTION_CHOICE: snprintf(value, sizeof value, "%s", o->choices[*(int *)o->to]); break;
+    }
+    if (*allowed || *value)
+        fprintf(to, " (%s%s%s%s)", allowed, *allowed && *value ? "; " : "", *value ? "default " : "", value);
+}
+
 static void usage(FILE *to, const char *command, const option *options)
 {
     int is_list = is_long(options);
@@ -39,30 +61,66 @@ static void usage(FILE *to, const char *command, const option *options)
     }
     fprintf(to, "\n\n");
     for (const option *o = options; o->name; o++) {
-        if (!is_list) {
-            fprintf(to, "  --%-10s %s\n", o->name, o->help);
-            continue;
-        }
-        fprintf(to, "  --%s", o->name);
-        print_value(to, o);
-        fprintf(to, "\n        %s\n", o->help);
+        if (is_list) {
+            fprintf(to, "  --%s", o->name);
+            print_value(to, o);
+            fprintf(to, "\n        %s", o->help);
+        } else
+            fprintf(to, "  --%-10s %s", o->name, o->help);
+        print_facts(to, o);
+        fputc('\n', to);
     }
 }
 
-__attribute__((format(printf, 3, 4))) static int wrong(const char *command, const option *options,
-                                                       const char *format, ...)
+__attribute__((format(printf, 2, 3))) static int wrong(const char *command, const char *format, ...)
 {
     va_list list;
     fprintf(stderr, "weft %s: ", command);
     va_start(list, format);
     vfprintf(stderr, format, list);
     va_end(list);
-    fprintf(stderr, "\n\n");
-    if (is_long(options))
-        fprintf(stderr, "weft %s --help lists the options\n", command);
-    else
-        usage(stderr, command, options);
+    fprintf(stderr, "\n\nweft %s --help lists the options\n", command);
     return EXIT_UNUSABLE;
+}
+
+/* How many letters are to be put in, left out or changed to make one name the other. */
+static size_t distance(const char *a, size_t length, const char *b)
+{
+    enum { MOST = 32 };
+    size_t row[MOST + 1], n = strlen(b);
+    if (n > MOST) return SIZE_MAX;
+    for (size_t k = 0; k <= n; k++) row[k] = k;
+    for (size_t i = 1; i <= length; i++) {
+        size_t corner = row[0]; /* of the row above */
+        row[0] = i;
+        for (size_t k = 1; k <= n; k++) {
+            size_t change = corner + (a[i - 1] != b[k - 1]),
+                   shorter = (row[k] < row[k - 1] ? row[k] : row[k - 1]) + 1;
+            corner = row[k];
+            row[k] = change < shorter ? change : shorter;
+        }
+    }
+    return row[n];
+}
+
+/* The option whose name is within two letters of the word, or NULL. */
+static const option *nearest(const option *options, const char *word, size_t length)
+{
+    const option *best = NULL;
+    size_t least = 3;
+    for (const option *o = options; o->name; o++) {
+        size_t d = distance(word, length, o->name);
+        if (d >= least || d >= length) continue;
+        best = o;
+        least = d;
+    }
+    return best;
+}
+
+static const option *find(const option *options, const char *word, size_t length)
+{
+    while (options->name && (strlen(options->name) != length || strncmp(options->name, word, length))) options++;
+    return options->name ? options : NULL;
 }
 
 static int set_choice(const option *o, const char *value)
@@ -246,7 +304,9 @@ int options_read(char *text, const option *options, unsigned char *given, char *
         int i = 0;
         while (options[i].name && strcmp(options[i].name, name) != 0) i++;
         if (!options[i].name) {
-            snprintf(error, size, "line %d: unknown option '%.40s'", number, name);
+            const option *meant = nearest(options, name, strlen(name));
+            snprintf(error, size, "line %d: unknown option '%.40s'%s%s%s", number, name,
+                     meant ? "; did you mean " : "", meant ? meant->name : "", meant ? "?" : "");
             return 0;
         }
         if (given[i] & FROM_FILE) {
@@ -268,32 +328,62 @@ int options_parse(int argc, char **argv, const option *options)
     return options_parse_given(argc, argv, options, NULL);
 }
 
+/* Of "--name" or "--name=value". */
+static size_t name_length(const char *word)
+{
+    return strcspn(word + 2, "=");
+}
+
+static int is_help(const char *word)
+{
+    return !strcmp(word, "--help") || !strcmp(word, "-h");
+}
+
+/* Is --help among the options, and not the value of one? Asked before any value is taken, so that help shows defaults. */
+static int asks_for_help(int argc, char **argv, const option *options)
+{
+    for (int i = 1; i < argc; i++) {
+        if (is_help(argv[i])) return 1;
+        if (strncmp(argv[i], "--", 2)) continue;
+        size_t length = name_length(argv[i]);
+        const option *o = find(options, argv[i] + 2, length);
+        if (o && o->kind != OPTION_FLAG && !argv[i][2 + length]) i++;
+    }
+    return 0;
+}
+
 int options_parse_given(int argc, char **argv, const option *options, unsigned char *given)
 {
     const char *command = argv[0];
     char why[OPTIONS_ERROR];
+    if (asks_for_help(argc, argv, options)) {
+        usage(stdout, command, options);
+        return EXIT_PASSED;
+    }
     for (int i = 1; i < argc; i++) {
         const char *word = argv[i];
-        if (!strcmp(word, "--help") || !strcmp(word, "-h")) {
-            usage(stdout, command, options);
-            return EXIT_PASSED;
+        if (strncmp(word, "--", 2)) return wrong(command, "expected an option, got '%s'", word);
+        size_t length = name_length(word);
+        const char *value = word[2 + length] ? word + 3 + length : NULL;
+        const option *o = find(options, word + 2, length);
+        if (!o) {
+            const option *meant = nearest(options, word + 2, length);
+            return wrong(command, "unknown option '%.*s'%s%s%s", (int)length + 2, word,
+                         meant ? "; did you mean --" : "", meant ? meant->name : "", meant ? "?" : "");
         }
-        if (strncmp(word, "--", 2)) return wrong(command, options, "unexpected argument '%s'", word);
-        const char *equals = strchr(word, '=');
-        size_t length = equals ? (size_t)(equals - word - 2) : strlen(word + 2);
-        const option *o = options;
-        while (o->name && (strlen(o->name) != length || strncmp(o->name, word + 2, length))) o++;
-        if (!o->name) return wrong(command, options, "unknown option '%.*s'", (int)length + 2, word);
-        if (o->kind == OPTION_FLAG && equals)
-            return wrong(command, options, "--%s: expected no value, got '%s'", o->name, equals + 1);
-        const char *value = equals ? equals + 1 : NULL;
+        if (o->kind == OPTION_FLAG && value)
+            return wrong(command, "--%s: expected no value, got '%s'", o->name, value);
         if (o->kind != OPTION_FLAG && !value) {
-            if (i + 1 == argc) return wrong(command, options, "--%s: expected a value, got none", o->name);
+            if (i + 1 == argc) {
+                char allowed[256];
+                print_allowed(o, allowed, sizeof allowed);
+                return wrong(command, "--%s: expected %s, got nothing", o->name, allowed);
+            }
             value = argv[++i];
         }
         if (!set(o, value)) {
             options_explain(o, value, why, sizeof why);
-            return wrong(command, options, "--%s: %s", o->name, why);
+            return wrong(command, "--%s: %s", o->name, why);
         }
         if (given) given[o - options] = 1;
     }

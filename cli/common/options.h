@@ -26,12 +26,13 @@ typedef struct option {
     const char *const *choices; /* OPTION_CHOICE, ends with NULL */
     double low, high;           /* OPTION_NUMBER */
     int fixed;                  /* part of what a run is: a resumed run must have the same value */
+    int grows;                  /* OPTION_INT and fixed: a resumed run may have a larger one */
     int unsaved;                /* of this call only: neither in a checkpoint nor in a log */
     int local;                  /* of this process only: others of the same run may have another value */
 } option;
 
 /* Fills the variables that the options name. -1: go on; otherwise the exit code: --help was asked for and printed,
- * or something was wrong and is on stderr together with the usage. The table ends with an entry without a name. */
+ * or something was wrong and is on stderr. The table ends with an entry without a name. */
 int options_parse(int argc, char **argv, const option *options);
 /* The same; given[i] becomes 1 where option i is on the command line. */
 int options_parse_given(int argc, char **argv, const option *options, unsigned char *given);

@@ -93,12 +93,16 @@ static const char *saved_value(const checkpoint_file *c, const option *o)
     return safetensors_metadata(&c->file, key);
 }
 
-/* A fixed option that was given must be what the run was begun with. */
+/* A fixed option that was given must be what the run was begun with, or more of it where it grows. */
 static int same_value(const option *o, const char *saved, char *error, size_t size)
 {
     char *now = options_print(o);
-    int ok = now && (!o->fixed || !strcmp(now, saved));
-    if (!ok && now)
+    int more = o->grows && *(int64_t *)o->to > strtoll(saved, NULL, 10);
+    int ok = now && (!o->fixed || more || !strcmp(now, saved));
+    if (!ok && now && o->grows)
+        rejected(error, size, "--%s %.60s, but the run was begun with %.60s: expected at least that", o->name, now,
+                 saved);
+    else if (!ok && now)
         rejected(error, size, "--%s %.60s, but the run was begun with %.60s", o->name, now, saved);
     else if (!ok)
         rejected(error, size, "out of memory");

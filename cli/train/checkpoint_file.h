@@ -35,7 +35,8 @@ int checkpoint_file_parse(checkpoint_file *c, checkpoint_part part, const void *
                           char *error, size_t size);
 void checkpoint_file_close(checkpoint_file *c);
 
-/* Options that the checkpoint was made with, except those in given; a fixed option that is given and differs is an error.
+/* Options that the checkpoint was made with, except those in given; a fixed option that is given and differs is an error,
+ * except that one that grows may be larger.
  * *texts holds the texts among them and is the caller's to free, after an error too. */
 int checkpoint_file_options(const checkpoint_file *c, const option *table, const unsigned char *given, char **texts,
                             char *error, size_t size);

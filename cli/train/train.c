@@ -38,7 +38,8 @@ typedef struct session {
     char saved[FILES_PATH]; /* the last checkpoint; "" where there is none */
     checkpoint_file model;  /* of the checkpoint that the run goes on from, until it is loaded */
     char error[AGREE_WHY];
-    int together; /* all processes know that the run cannot begin: none has to end the others */
+    int64_t begun_with; /* --steps of the run so far; 0 where it is not resumed */
+    int together;       /* all processes know that the run cannot begin: none has to end the others */
     weft_model_config config;
     ranks ranks;
     corpus text;
@@ -106,6 +107,8 @@ static int prepare(session *s)
         (!checkpoint_open(&s->model, s->saved, s->error, sizeof s->error) ||
          !checkpoint_file_options(&s->model, s->table, s->given, &s->texts, s->error, sizeof s->error)))
         return 0;
+    const char *steps = s->saved[0] ? safetensors_metadata(&s->model.file, "option.steps") : NULL;
+    s->begun_with = steps ? strtoll(steps, NULL, 10) : 0;
     if (!train_options_model(o, &s->config, s->error, sizeof s->error) ||
         (s->saved[0] && !checkpoint_fits(&s->model, s->saved, &s->config, s->error, sizeof s->error)))
         return 0;
@@ -144,13 +147,19 @@ static int open_sums(session *s)
     return 0;
 }
 
+static int is_longer(const session *s)
+{
+    return s->begun_with && s->begun_with < s->options.steps;
+}
+
 static int open_log(session *s)
 {
     const train_options *o = &s->options;
     if (s->ranks.rank != 0) return 1;
     checkpoint_warn("train", &s->model, s->saved);
     if (!take_folder(s) || !runlog_open(&s->log, o->out, s->trainer.step, s->error, sizeof s->error)) return 0;
-    if (s->trainer.step == 0) runlog_options(&s->log, s->table);
+    /* A run that is made longer is another one from here on. */
+    if (s->trainer.step == 0 || is_longer(s)) runlog_options(&s->log, s->table);
     return 1;
 }
 
@@ -204,6 +213,9 @@ static void introduce(const session *s)
     if (s->ranks.count > 1) printf("%d processes\n", s->ranks.count);
     if (t->nccl.library) printf("gradients summed by NCCL\n");
     if (s->saved[0]) printf("goes on after step %lld of %s\n", (long long)t->step, s->saved);
+    if (is_longer(s))
+        printf("%lld steps instead of %lld; the rate is that of a run begun with %lld\n",
+               (long long)s->options.steps, (long long)s->begun_with, (long long)s->options.steps);
     fflush(stdout);
 }
 
