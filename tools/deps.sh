@@ -3,11 +3,12 @@
 #
 # tools/deps.sh build|run|test|format|check: makes sure that what a make target needs is on this machine. Missing Debian
 # packages are installed as root or through a sudo that asks no password, ruff by pip in .venv; where that is not possible, or
-# WEFT_INSTALL_DEPS is 0, they are named.
+# WEFT_INSTALL_DEPS is 0, they are named. A browser, which one test takes, is installed where it can be and otherwise done without.
 set -eu
 cd "$(dirname "$0")/.."
 
 missing=
+optional=
 need_command() { command -v "$1" >/dev/null 2>&1 || missing="$missing $2"; }
 need_header() { echo "#include <$1>" | "${CC:-cc}" -E -x c - >/dev/null 2>&1 || missing="$missing $2"; }
 need_library() {
@@ -18,12 +19,18 @@ need_python() { python3 -c "$1" >/dev/null 2>&1 || missing="$missing $2"; }
 # The one version that pyproject.toml asks for, from .venv or the path.
 ruff_version() { sed -n 's/^required-version = "==\(.*\)"$/\1/p' pyproject.toml; }
 has_ruff() { PATH=.venv/bin:$PATH ruff --version 2>/dev/null | grep -qx "ruff $(ruff_version)"; }
+want_browser() {
+    for name in chromium chromium-browser google-chrome google-chrome-stable; do
+        if command -v "$name" >/dev/null 2>&1; then return; fi
+    done
+    optional=" chromium"
+}
 need_clang_link() {
     echo 'int main(void) { return 0; }' | clang "$1" -x c -o /dev/null - >/dev/null 2>&1 || missing="$missing $2"
 }
 
 find_missing() {
-    missing=
+    missing= optional=
     if [ "$1" = format ]; then
         need_command clang-format clang-format
         has_ruff || need_python 'import venv, ensurepip' python3-venv
@@ -46,6 +53,7 @@ find_missing() {
     need_python 'import venv, ensurepip' python3-venv
     need_command pkg-config pkg-config
     need_header cmocka.h libcmocka-dev
+    want_browser
     if [ "$1" = test ]; then return; fi
     need_command clang clang
     need_command clang-format clang-format
@@ -69,13 +77,13 @@ as_root() {
 }
 
 # shellcheck disable=SC2086
-install_missing() {
+install_packages() {
     [ "${WEFT_INSTALL_DEPS:-1}" != 0 ] || return 1
     command -v apt-get >/dev/null 2>&1 && root=$(as_root) || return 1
-    echo "Installing Debian packages:$missing"
+    echo "Installing Debian packages:$1"
     $root apt-get -qq -o DPkg::Lock::Timeout=300 update || true
     $root DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o DPkg::Lock::Timeout=300 install \
-        --no-install-recommends $missing >/dev/null
+        --no-install-recommends $1 >/dev/null
 }
 
 install_ruff() {
@@ -89,6 +97,9 @@ install_ruff() {
 }
 
 finish() {
+    if [ -n "$optional" ] && ! install_packages "$optional"; then
+        echo "Missing on this machine, done without (names of Debian packages):$optional" >&2
+    fi
     [ "$1" != format ] || has_ruff || install_ruff
     exit 0
 }
@@ -97,7 +108,7 @@ finish() {
 for _ in 1 2; do
     find_missing "$1"
     [ -z "$missing" ] && finish "$1"
-    install_missing || break
+    install_packages "$missing" || break
 done
 find_missing "$1"
 [ -z "$missing" ] && finish "$1"

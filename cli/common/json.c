@@ -172,6 +172,26 @@ int json_number(json *j, double *value)
     return 1;
 }
 
+int json_skip(json *j, char *text)
+{
+    size_t length;
+    int depth = 0;
+    do {
+        int c = json_peek(j);
+        if (c == '"') {
+            if (!json_string(j, text, &length)) return 0;
+            continue;
+        }
+        int open = c == '[' || c == '{', close = c == ']' || c == '}', between = c == ',' || c == ':';
+        if (c < 0x20 || c >= 0x7f || (depth == 0 && (close || between))) return json_fail(j, "expected a value");
+        depth += open - close;
+        j->at++;
+        if (open || close || between) continue;
+        while (j->at<j->end && * j->at> 0x20 && *j->at < 0x7f && !strchr("\"[]{},:", *j->at)) j->at++;
+    } while (depth > 0);
+    return 1;
+}
+
 void json_put_string(FILE *to, const char *text)
 {
     fputc('"', to);

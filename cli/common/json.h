@@ -30,6 +30,10 @@ int json_integer(json *j, int64_t *value);
 /* Takes any number, or one of the words nan, inf, -inf and null (NaN), which logs of runs that went wrong hold. */
 int json_number(json *j, double *value);
 
+/* Passes over any value. Brackets must match in number and strings must be strings; nothing else is asked of it. `text` is for
+ * strings, as in json_string. */
+int json_skip(json *j, char *text);
+
 /* Writes text, which must be UTF-8, as a string that json_string takes back. */
 void json_put_string(FILE *to, const char *text);
 

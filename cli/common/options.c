@@ -37,7 +37,8 @@ static void print_facts(FILE *to, const option *o)
     int has_range = o->kind == OPTION_INT || o->kind == OPTION_REAL || o->kind == OPTION_NUMBER;
     if (has_range) print_allowed(o, allowed, sizeof allowed);
     switch (o->kind) {
-    case OPTION_FLAG: break;
+    case OPTION_FLAG:
+    case OPTION_WORDS: break;
     case OPTION_TEXT:
         snprintf(value, sizeof value, "%s", *(const char **)o->to ? *(const char **)o->to : "");
         break;
@@ -141,6 +142,7 @@ static void print_allowed(const option *o, char *to, size_t size)
     switch (o->kind) {
     case OPTION_FLAG: snprintf(to, size, "on or off"); break;
     case OPTION_TEXT: snprintf(to, size, "text"); break;
+    case OPTION_WORDS: snprintf(to, size, "one or several of %s", o->value); break;
     case OPTION_INT:
         if (o->max == INT64_MAX)
             snprintf(to, size, "%lld or more", (long long)o->min);
@@ -181,6 +183,7 @@ static int set(const option *o, const char *value)
     switch (o->kind) {
     case OPTION_FLAG: *(int *)o->to = 1; return 1;
     case OPTION_TEXT: *(const char **)o->to = value; return 1;
+    case OPTION_WORDS: return 0; /* the command line's alone */
     case OPTION_CHOICE: return set_choice(o, value);
     case OPTION_INT: {
         long long v = strtoll(value, &end, 10);
@@ -237,6 +240,7 @@ char *options_print(const option *o)
     switch (o->kind) {
     case OPTION_FLAG: return strdup(*(int *)o->to ? "on" : "off");
     case OPTION_TEXT: return print_text(*(const char **)o->to ? *(const char **)o->to : "");
+    case OPTION_WORDS: return NULL;
     case OPTION_CHOICE: return strdup(o->choices[*(int *)o->to]);
     case OPTION_INT:
         if ((text = malloc(MOST))) snprintf(text, MOST, "%lld", (long long)*(int64_t *)o->to);
@@ -352,19 +356,33 @@ static int asks_for_help(int argc, char **argv, const option *options)
     return 0;
 }
 
+/* Takes a word. What is kept moves to the front of argv, where all words before it have been read. */
+static void take_word(const option *o, char **argv, char *word)
+{
+    option_words *w = o->to;
+    w->words = argv + 1;
+    w->words[w->count++] = word;
+}
+
 int options_parse_given(int argc, char **argv, const option *options, unsigned char *given)
 {
     const char *command = argv[0];
+    const option *open = NULL; /* takes words until the next option */
     char why[OPTIONS_ERROR];
     if (asks_for_help(argc, argv, options)) {
         usage(stdout, command, options);
         return EXIT_PASSED;
     }
     for (int i = 1; i < argc; i++) {
-        const char *word = argv[i];
+        char *word = argv[i];
+        if (open && strncmp(word, "--", 2)) {
+            take_word(open, argv, word);
+            continue;
+        }
+        open = NULL;
         if (strncmp(word, "--", 2)) return wrong(command, "expected an option, got '%s'", word);
         size_t length = name_length(word);
-        const char *value = word[2 + length] ? word + 3 + length : NULL;
+        char *value = word[2 + length] ? word + 3 + length : NULL;
         const option *o = find(options, word + 2, length);
         if (!o) {
             const option *meant = nearest(options, word + 2, length);
@@ -374,14 +392,16 @@ int options_parse_given(int argc, char **argv, const option *options, unsigned c
         if (o->kind == OPTION_FLAG && value)
             return wrong(command, "--%s: expected no value, got '%s'", o->name, value);
         if (o->kind != OPTION_FLAG && !value) {
-            if (i + 1 == argc) {
+            if (i + 1 == argc || (o->kind == OPTION_WORDS && !strncmp(argv[i + 1], "--", 2))) {
                 char allowed[256];
                 print_allowed(o, allowed, sizeof allowed);
                 return wrong(command, "--%s: expected %s, got nothing", o->name, allowed);
             }
             value = argv[++i];
         }
-        if (!set(o, value)) {
+        if (o->kind == OPTION_WORDS)
+            take_word(open = o, argv, value);
+        else if (!set(o, value)) {
             options_explain(o, value, why, sizeof why);
             return wrong(command, "--%s: %s", o->name, why);
         }

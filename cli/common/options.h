@@ -14,7 +14,14 @@ typedef enum option_kind {
     OPTION_REAL,   /* double, positive */
     OPTION_NUMBER, /* double between low and high */
     OPTION_CHOICE, /* int: index of the word in choices */
+    OPTION_WORDS, /* option_words: the value and all words behind it that are no options; on the command line only */
 } option_kind;
+
+/* Words of the command line, which the parser has moved to the front of argv. */
+typedef struct option_words {
+    char **words;
+    int count;
+} option_words;
 
 typedef struct option {
     const char *name; /* without the dashes */

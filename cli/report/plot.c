@@ -6,7 +6,8 @@
 
 #include "common/utf8.h"
 
-enum { MOST_TICKS = 16, WIDTH = 640, HEIGHT = 320, LEFT = 64, RIGHT = 16, TOP = 34, BOTTOM = 44 };
+/* Small enough that its text can be read where a telephone shows it at 350 pixels. */
+enum { MOST_TICKS = 16, WIDTH = 460, HEIGHT = 270, LEFT = 52, RIGHT = 12, TOP = 10, BOTTOM = 40 };
 
 void html_text(FILE *to, const char *text)
 {
@@ -71,7 +72,7 @@ static void tick_y(const plot *p, double y)
 
 static void ticks(const plot *p)
 {
-    double step = fmax(1, round_step(p->x1 - p->x0, 8)); /* steps and layers are whole */
+    double step = fmax(1, round_step(p->x1 - p->x0, 5)); /* steps and layers are whole */
     double first = ceil(p->x0 / step), x, y;
     for (int i = 0; i < MOST_TICKS && (x = (first + i) * step) <= p->x1; i++)
         fprintf(p->to, "<text class=\"tick\" x=\"%.1f\" y=\"%d\" text-anchor=\"middle\">%.6g</text>\n",
@@ -94,8 +95,8 @@ static void ticks(const plot *p)
     }
 }
 
-void plot_begin(plot *p, FILE *to, const char *title, const char *x_label, const char *y_label, int log_y,
-                double x0, double x1, double y0, double y1)
+void plot_begin(plot *p, FILE *to, const char *title, const char *x_label, int log_y, double x0, double x1,
+                double y0, double y1)
 {
     *p = (plot){to, log_y, x0, x1 > x0 ? x1 : x0 + 1, y0, y1};
     if (!(y0 <= y1)) p->y0 = log_y ? 0.5 : 0, p->y1 = log_y ? 2 : 1; /* nothing to cover */
@@ -112,65 +113,64 @@ void plot_begin(plot *p, FILE *to, const char *title, const char *x_label, const
         p->y0 = floor(p->y0 / step) * step;
         p->y1 = ceil(p->y1 / step) * step;
     }
-    fprintf(to, "<svg viewBox=\"0 0 %d %d\" role=\"img\">\n<title>", WIDTH, HEIGHT);
+    fprintf(to, "<svg viewBox=\"0 0 %d %d\" role=\"img\" aria-label=\"", WIDTH, HEIGHT);
     html_text(to, title);
-    fprintf(to, "</title><text class=\"title\" x=\"%d\" y=\"18\">", LEFT);
-    html_text(to, title);
-    fprintf(to, "</text><text class=\"label\" x=\"%d\" y=\"%d\" text-anchor=\"end\">", WIDTH - RIGHT, HEIGHT - 8);
+    fprintf(to, "\"><text class=\"tick\" x=\"%d\" y=\"%d\" text-anchor=\"end\">", WIDTH - RIGHT, HEIGHT - 6);
     html_text(to, x_label);
-    fprintf(to, "</text><text class=\"label\" x=\"%d\" y=\"18\" text-anchor=\"end\">", WIDTH - RIGHT);
-    html_text(to, y_label);
     fputs("</text>\n", to);
     ticks(p);
 }
 
-void plot_line(plot *p, const double *x, const double *y, size_t count, int colour, plot_style style)
+static void name_mark(const plot *p, const char *name)
 {
-    static const char *const looks[] = {"stroke-width:2", "stroke-width:1;opacity:.3",
-                                        "stroke-width:2;stroke-dasharray:5 4", "stroke-width:1;opacity:.6"};
-    int open = 0;
-    fprintf(p->to, "<path style=\"fill:none;stroke:var(--c%d);%s\" d=\"", colour % PLOT_COLOURS, looks[style]);
-    for (size_t i = 0; i < count; i++) {
-        /* Gaps stay gaps, except where only every so many steps has a value. */
-        if (!plot_shows(y[i], p->log_y)) continue;
-        fprintf(p->to, "%c%.1f %.1f", open ? 'L' : 'M', across(p, x[i]), down(p, y[i]));
-        open = 1;
+    fputs("<title>", p->to);
+    html_text(p->to, name);
+    fputs("</title>", p->to);
+}
+
+void plot_line(plot *p, const double *x, const double *y, size_t count, int colour, plot_style style,
+               const char *name)
+{
+    static const char *const looks[] = {"stroke-width:2", "stroke-width:1;opacity:.35",
+                                        "stroke-width:1.5;stroke-dasharray:4 3", "stroke-width:2"};
+    size_t shown = 0;
+    for (size_t i = 0; i < count; i++) shown += (size_t)plot_shows(y[i], p->log_y);
+    if (shown > 1) {
+        int open = 0;
+        fprintf(p->to, "<path class=\"mark\" style=\"fill:none;stroke:var(--c%d);%s\" d=\"", colour % PLOT_COLOURS,
+                looks[style]);
+        for (size_t i = 0; i < count; i++) {
+            /* No gap: most columns have a value every so many steps only. */
+            if (!plot_shows(y[i], p->log_y)) continue;
+            fprintf(p->to, "%c%.1f %.1f", open ? 'L' : 'M', across(p, x[i]), down(p, y[i]));
+            open = 1;
+        }
+        fputs("\">", p->to);
+        name_mark(p, name);
+        fputs("</path>\n", p->to);
     }
-    fputs("\"/>\n", p->to);
-    for (size_t i = 0; style == PLOT_DOTS && i < count; i++)
+    for (size_t i = 0; (style == PLOT_DOTS || shown == 1) && i < count; i++)
         if (plot_shows(y[i], p->log_y))
-            fprintf(
-                p->to,
-                "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"3\" fill=\"var(--c%d)\"><title>%.6g: %.6g</title></circle>\n",
-                across(p, x[i]), down(p, y[i]), colour % PLOT_COLOURS, x[i], y[i]);
+            fprintf(p->to,
+                    "<circle class=\"mark\" cx=\"%.1f\" cy=\"%.1f\" r=\"3\" fill=\"var(--c%d)\"><title>%.6g: "
+                    "%.6g</title></circle>\n",
+                    across(p, x[i]), down(p, y[i]), colour % PLOT_COLOURS, x[i], y[i]);
+}
+
+void plot_band(plot *p, const double *x, const double *low, const double *high, size_t count, int colour)
+{
+    if (count == 1 && plot_shows(low[0], p->log_y) && plot_shows(high[0], p->log_y))
+        fprintf(p->to, "<path style=\"stroke:var(--c%d);stroke-width:8;opacity:.18\" d=\"M%.1f %.1fV%.1f\"/>\n",
+                colour % PLOT_COLOURS, across(p, x[0]), down(p, high[0]), down(p, low[0]));
+    if (count < 2) return;
+    fprintf(p->to, "<path style=\"stroke:none;fill:var(--c%d);opacity:.18\" d=\"", colour % PLOT_COLOURS);
+    for (size_t i = 0; i < count; i++)
+        fprintf(p->to, "%c%.1f %.1f", i ? 'L' : 'M', across(p, x[i]), down(p, high[i]));
+    for (size_t i = count; i-- > 0;) fprintf(p->to, "L%.1f %.1f", across(p, x[i]), down(p, low[i]));
+    fputs("Z\"/>\n", p->to);
 }
 
 void plot_end(plot *p)
 {
     fprintf(p->to, "<path class=\"axis\" d=\"M%d %dV%dH%d\"/></svg>\n", LEFT, TOP, HEIGHT - BOTTOM, WIDTH - RIGHT);
-}
-
-void plot_bars(FILE *to, const char *title, const char *const *labels, const char *const *texts,
-               const double *values, int count)
-{
-    enum { ROW = 30, NAME = 130 };
-    double most = 0;
-    for (int i = 0; i < count; i++) most = plot_shows(values[i], 0) && values[i] > most ? values[i] : most;
-    fprintf(to, "<svg viewBox=\"0 0 %d %d\" role=\"img\"><text class=\"title\" x=\"8\" y=\"18\">", WIDTH,
-            TOP + ROW * count);
-    html_text(to, title);
-    fputs("</text>\n", to);
-    for (int i = 0; i < count; i++) {
-        int y = TOP + ROW * i;
-        int shown = plot_shows(values[i], 0) && values[i] > 0;
-        double width = shown ? values[i] / most * (WIDTH - NAME - 170) : 0;
-        fprintf(to, "<text class=\"tick\" x=\"%d\" y=\"%d\" text-anchor=\"end\">", NAME - 8, y + 15);
-        html_text(to, labels[i]);
-        fprintf(to, "</text><rect x=\"%d\" y=\"%d\" width=\"%.1f\" height=\"20\" rx=\"2\" fill=\"var(--c%d)\"/>",
-                NAME, y, width, i % PLOT_COLOURS);
-        fprintf(to, "<text class=\"tick\" x=\"%.1f\" y=\"%d\">", NAME + width + 6, y + 15);
-        html_text(to, texts[i]);
-        fputs("</text>\n", to);
-    }
-    fputs("</svg>\n", to);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Line and bar charts as inline SVG. Colours are CSS variables of the page (--c0 .. --c7), so a chart follows its theme. */
+ * Line charts as inline SVG. Colours are CSS variables of the page (--c0 .. --c7), so a chart follows its theme. */
 #ifndef WEFT_CLI_PLOT_H
 #define WEFT_CLI_PLOT_H
 
@@ -20,17 +20,17 @@ int plot_shows(double value, int log_y);
 /* Grows a range by the values that are shown; begin with lowest > highest. */
 void plot_cover(double *lowest, double *highest, const double *values, size_t count, int log_y);
 
-/* Frame, title, axes. y is widened to round numbers; on a log axis to at least a factor of four. x0 and x1 are whole numbers. */
-void plot_begin(plot *p, FILE *to, const char *title, const char *x_label, const char *y_label, int log_y,
-                double x0, double x1, double y0, double y1);
+/* Frame and axes; the title is for readers of the screen. y is widened to round numbers; on a log axis to at least a factor of
+ * four. x0 and x1 are whole numbers. */
+void plot_begin(plot *p, FILE *to, const char *title, const char *x_label, int log_y, double x0, double x1,
+                double y0, double y1);
 typedef enum plot_style { PLOT_LINE, PLOT_FAINT, PLOT_DASHED, PLOT_DOTS } plot_style;
-/* Values that are not shown leave a gap. */
-void plot_line(plot *p, const double *x, const double *y, size_t count, int colour, plot_style style);
+/* Values that are not shown are passed over. A single one is a dot. */
+void plot_line(plot *p, const double *x, const double *y, size_t count, int colour, plot_style style,
+               const char *name);
+/* What lies between two lines of shown values, filled. */
+void plot_band(plot *p, const double *x, const double *low, const double *high, size_t count, int colour);
 void plot_end(plot *p);
-
-/* One horizontal bar per value, with its label and text; no bar where the value is not shown. */
-void plot_bars(FILE *to, const char *title, const char *const *labels, const char *const *texts,
-               const double *values, int count);
 
 /* Text with the characters of HTML made harmless; a byte that is not UTF-8 is shown as \\xFF. */
 void html_text(FILE *to, const char *text);

@@ -93,13 +93,36 @@ void runlog_number(runlog *log, const char *name, double value)
     put_number(log->file, value);
 }
 
+static void put_list(FILE *file, const double *values, int count)
+{
+    fputc('[', file);
+    for (int i = 0; i < count; i++) {
+        if (i) fputc(',', file);
+        put_number(file, values[i]);
+    }
+    fputc(']', file);
+}
+
 void runlog_numbers(runlog *log, const char *name, const double *values, int count)
 {
+    fprintf(log->file, ",\"%s\":", name);
+    put_list(log->file, values, count);
+}
+
+void runlog_open_lists(runlog *log, const char *name)
+{
     fprintf(log->file, ",\"%s\":[", name);
-    for (int i = 0; i < count; i++) {
-        if (i) fputc(',', log->file);
-        put_number(log->file, values[i]);
-    }
+    log->lists = 0;
+}
+
+void runlog_list(runlog *log, const double *values, int count)
+{
+    if (log->lists++) fputc(',', log->file);
+    put_list(log->file, values, count);
+}
+
+void runlog_close_lists(runlog *log)
+{
     fputc(']', log->file);
 }
 

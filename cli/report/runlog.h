@@ -11,6 +11,7 @@
 
 typedef struct runlog {
     FILE *file;
+    int lists; /* in the list of lists that is being written */
     int error; /* errno of the first write that failed */
 } runlog;
 
@@ -24,6 +25,10 @@ void runlog_options(runlog *log, const option *table);
 void runlog_begin(runlog *log, int64_t step);
 void runlog_number(runlog *log, const char *name, double value);
 void runlog_numbers(runlog *log, const char *name, const double *values, int count);
+/* Begins a list of lists; runlog_list adds one to it, and runlog_close_lists ends it. */
+void runlog_open_lists(runlog *log, const char *name);
+void runlog_list(runlog *log, const double *values, int count);
+void runlog_close_lists(runlog *log);
 void runlog_end(runlog *log);
 
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "report/runlog_read.h"
 
+#include <limits.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,6 +10,8 @@
 #include "common/files.h"
 #include "common/json.h"
 #include "common/utf8.h"
+
+enum { MOST_OPTIONS = 128, MOST_STREAMS = 1024 };
 
 static const char *const names[RUN_COLUMNS] = {
     [RUN_STEP] = "step",
@@ -43,38 +46,83 @@ static int add_row(run_record *r)
     return 1;
 }
 
-/* {"name":"value", ...}: remembers what a report shows. */
+static run_option *find_option(const run_record *r, const char *name)
+{
+    for (int i = 0; i < r->num_options; i++)
+        if (!strcmp(r->options[i].name, name)) return &r->options[i];
+    return NULL;
+}
+
+const char *run_record_option(const run_record *r, const char *name)
+{
+    const run_option *o = find_option(r, name);
+    return o ? o->value : NULL;
+}
+
+static int set_option(run_record *r, json *j, const char *name, const char *value)
+{
+    char shortened[sizeof r->options->name];
+    utf8_copy(shortened, sizeof shortened, name);
+    run_option *o = find_option(r, shortened);
+    if (!o) {
+        run_option *more = realloc(r->options, (size_t)(r->num_options + 1) * sizeof *more);
+        if (!more) return json_fail(j, "out of memory");
+        r->options = more;
+        o = &more[r->num_options++];
+        memcpy(o->name, shortened, sizeof shortened);
+    }
+    utf8_copy(o->value, sizeof o->value, value);
+    return 1;
+}
+
+/* {"name":"value", ...} */
 static int parse_options(run_record *r, json *j, char *key, char *value)
 {
-    static const char *const shown[] = {"layers", "channels", "streams", "context", "batch", "optimizer", NULL};
     size_t length;
     if (!json_take(j, '{')) return 0;
     if (json_peek(j) == '}') return json_take(j, '}');
     do {
         if (!json_string(j, key, &length) || !json_take(j, ':') || !json_string(j, value, &length)) return 0;
-        if (!strcmp(key, "residual")) utf8_copy(r->residual, sizeof r->residual, value);
-        for (int i = 0; shown[i]; i++)
-            if (!strcmp(key, shown[i])) {
-                size_t used = strlen(r->summary);
-                char part[64], text[24];
-                utf8_copy(text, sizeof text, value);
-                snprintf(part, sizeof part, "%s%s %s", used ? ", " : "", key, text);
-                utf8_copy(r->summary + used, sizeof r->summary - used, part);
-            }
+        if (r->num_options < MOST_OPTIONS && !set_option(r, j, key, value)) return 0;
     } while (json_peek(j) == ',' && json_take(j, ','));
     return json_take(j, '}');
+}
+
+/* [number, ...], put behind what the array holds. */
+static int parse_numbers(json *j, double **array, int *count)
+{
+    if (!json_take(j, '[')) return 0;
+    if (json_peek(j) == ']') return json_take(j, ']');
+    do {
+        double *more = *count == INT_MAX ? NULL : realloc(*array, (size_t)(*count + 1) * sizeof *more);
+        if (!more) return json_fail(j, "out of memory");
+        *array = more;
+        if (!json_number(j, &more[(*count)++])) return 0;
+    } while (json_peek(j) == ',' && json_take(j, ','));
+    return json_take(j, ']');
 }
 
 static int parse_norms(run_record *r, json *j)
 {
     r->num_layer_norms = 0;
+    return parse_numbers(j, &r->layer_norms, &r->num_layer_norms);
+}
+
+/* [[number, ...], ...], a square matrix each, all of one size. */
+static int parse_mixes(run_record *r, json *j)
+{
+    int used = 0;
+    r->num_mixes = r->streams = 0;
     if (!json_take(j, '[')) return 0;
     if (json_peek(j) == ']') return json_take(j, ']');
     do {
-        double *more = realloc(r->layer_norms, (size_t)(r->num_layer_norms + 1) * sizeof *more);
-        if (!more) return json_fail(j, "out of memory");
-        r->layer_norms = more;
-        if (!json_number(j, &more[r->num_layer_norms++])) return 0;
+        int before = used, n = r->streams;
+        if (!parse_numbers(j, &r->mixes, &used)) return 0;
+        while (!r->num_mixes && n * n < used && n < MOST_STREAMS) n++;
+        if (n == 0 || used - before != n * n)
+            return json_fail(j, "residual mixes that are not square, or not of one size");
+        r->streams = n;
+        r->num_mixes++;
     } while (json_peek(j) == ',' && json_take(j, ','));
     return json_take(j, ']');
 }
@@ -96,8 +144,16 @@ static int parse_line(run_record *r, json *j, char *key, char *value)
             if (!parse_norms(r, j)) return 0;
             continue;
         }
-        if (!json_number(j, &number)) return 0;
+        if (!strcmp(key, "residual_mix")) {
+            if (!parse_mixes(r, j)) return 0;
+            continue;
+        }
         while (c < RUN_COLUMNS && strcmp(key, names[c])) c++;
+        if (c == RUN_COLUMNS && has_row) {
+            if (!json_skip(j, value)) return 0;
+            continue;
+        }
+        if (!json_number(j, &number)) return 0;
         if (c == RUN_STEP && !(number >= 0 && number <= 0x1p53 && floor(number) == number))
             return json_fail(j, "a step that is not a whole number of at least zero");
         if (!has_row && (c != RUN_STEP || !add_row(r)))
@@ -131,7 +187,10 @@ int run_record_parse(run_record *r, const char *text, size_t size)
     free(key);
     free(value);
     if (ok && !r->count) {
-        snprintf(r->error, sizeof r->error, "not the log of a run, or of one without a step");
+        r->stepless = r->num_options > 0;
+        snprintf(r->error, sizeof r->error,
+                 r->stepless ? "the run ended before its first step"
+                             : "not the log of a run: there is no step in it");
         ok = 0;
     }
     return ok;
@@ -154,6 +213,10 @@ void run_record_close(run_record *r)
         r->column[c] = NULL;
     }
     free(r->layer_norms);
-    r->layer_norms = NULL;
+    free(r->mixes);
+    free(r->options);
+    r->layer_norms = r->mixes = NULL;
+    r->options = NULL;
+    r->num_layer_norms = r->num_mixes = r->num_options = 0;
     r->count = 0;
 }

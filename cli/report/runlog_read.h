@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Reads what cli/report/runlog.h writes. A last line that was cut off is left out; anything else that is not a log is an error. */
+ * Reads what cli/report/runlog.h writes, and what earlier and later versions write: names that are not known are passed over. A
+ * last line that was cut off is left out; anything else that is not a log is an error. */
 #ifndef WEFT_CLI_RUNLOG_READ_H
 #define WEFT_CLI_RUNLOG_READ_H
 
@@ -26,15 +27,26 @@ typedef enum run_column {
     RUN_COLUMNS
 } run_column;
 
+typedef struct run_option {
+    char name[32], value[64];
+} run_option;
+
 typedef struct run_record {
-    char residual[64], summary[160]; /* of its options */
+    run_option *options; /* each name once, with the value that was written last */
+    int num_options;
     double *column[RUN_COLUMNS];
     size_t count, room;
     double *layer_norms; /* the last that were written */
     int num_layer_norms;
+    double *
+        mixes; /* the last that were written: num_mixes matrices [streams, streams], from a stream and to a stream */
+    int num_mixes, streams;
+    int stepless; /* after an error: it is a log, but of a run that ended before its first step */
     char error[256];
 } run_record;
 
+/* The value of an option; NULL where the log does not say. */
+const char *run_record_option(const run_record *r, const char *name);
 /* 1, or 0 with the reason in error; run_record_close must follow either way. */
 int run_record_parse(run_record *r, const char *text, size_t size);
 int run_record_open(run_record *r, const char *path);

@@ -47,6 +47,7 @@ typedef struct session {
     lock lock; /* of the folder, in process 0 */
     runlog log;
     double *layer_norms;
+    double *mixes; /* of all sites, each [in, out]; NULL with one stream */
     double validation;
 } session;
 
@@ -125,9 +126,13 @@ static void note_run(const session *s, agree_notes *notes)
 static int open_model(session *s)
 {
     train_options *o = &s->options;
-    s->layer_norms = calloc((size_t)s->config.layers + 1, sizeof *s->layer_norms);
-    if (!s->layer_norms || !trainer_open(&s->trainer, o, &s->config, &s->text, &s->ranks, o->batch, o->context)) {
-        snprintf(s->error, sizeof s->error, "%s", s->layer_norms ? s->trainer.error : "out of memory");
+    const weft_model_config *c = &s->config;
+    size_t entries = (size_t)(2 * c->layers * c->streams * c->streams);
+    s->layer_norms = calloc((size_t)c->layers + 1, sizeof *s->layer_norms);
+    int memory =
+        s->layer_norms && (c->residual == WEFT_RESIDUAL_PLAIN || (s->mixes = calloc(entries, sizeof *s->mixes)));
+    if (!memory || !trainer_open(&s->trainer, o, c, &s->text, &s->ranks, o->batch, o->context)) {
+        snprintf(s->error, sizeof s->error, "%s", memory ? s->trainer.error : "out of memory");
         return 0;
     }
     if (s->saved[0] && !checkpoint_load(&s->trainer, &s->model, s->saved, s->error, sizeof s->error)) return 0;
@@ -230,6 +235,27 @@ static int64_t peak_bytes(void)
     return getrusage(RUSAGE_SELF, &usage) ? 0 : (int64_t)usage.ru_maxrss * 1024;
 }
 
+/* The mean residual mix of every site. The plain residual has none. */
+static int measure_mixes(session *s)
+{
+    const weft_model_config *c = &s->config;
+    for (int32_t site = 0; s->mixes && site < 2 * c->layers; site++)
+        if (!trainer_mix(&s->trainer, site, s->mixes + (int64_t)site * c->streams * c->streams)) {
+            snprintf(s->error, sizeof s->error, "%s", s->trainer.error);
+            return 0;
+        }
+    return 1;
+}
+
+static void write_mixes(session *s)
+{
+    int32_t entries = s->config.streams * s->config.streams;
+    runlog_open_lists(&s->log, "residual_mix");
+    for (int32_t site = 0; site < 2 * s->config.layers; site++)
+        runlog_list(&s->log, s->mixes + (int64_t)site * entries, entries);
+    runlog_close_lists(&s->log);
+}
+
 /* Writes down a step that has been done; 0 where a measurement or a write failed. */
 static int write_down(session *s, const step_figures *f, double seconds)
 {
@@ -238,7 +264,9 @@ static int write_down(session *s, const step_figures *f, double seconds)
     int64_t tokens = o->batch * o->context * o->micro * s->ranks.count;
     weft_model_gains gains;
     int with_gains = due(o->gain_every, t->step, o->steps), with_validation = due(o->val_every, t->step, o->steps);
-    /* The gains are those of the step's last forward, so they come before validation. */
+    int with_mixes = s->mixes && o->gain_every > 0 && (with_validation || t->step == o->steps);
+    /* Gains and mixes are those of the step's last forward, so they come before validation. */
+    if (with_mixes && !measure_mixes(s)) return 0;
     if (with_gains && weft_model_gain(&t->exec, &t->model, &gains) != WEFT_OK) {
         snprintf(s->error, sizeof s->error, "%s", weft_last_error());
         return 0;
@@ -268,6 +296,7 @@ static int write_down(session *s, const step_figures *f, double seconds)
         runlog_number(log, "stream_bytes", (double)t->model.bytes.recompute.total);
         runlog_number(log, "peak_bytes", (double)peak_bytes());
     }
+    if (with_mixes) write_mixes(s);
     runlog_end(log);
     if (!log->error) return 1;
     snprintf(s->error, sizeof s->error, "%s/log.jsonl: %s", o->out, strerror(log->error));
@@ -345,6 +374,7 @@ int command_train(int argc, char **argv)
     corpus_close(&s->text);
     ranks_close(&s->ranks);
     free(s->layer_norms);
+    free(s->mixes);
     free(s->config_text);
     checkpoint_file_close(&s->model);
     lock_release(&s->lock);

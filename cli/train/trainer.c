@@ -454,6 +454,25 @@ int trainer_validate(trainer *t, double *loss)
     return 1;
 }
 
+int trainer_mix(trainer *t, int32_t site, double *mix)
+{
+    weft_tensor res = weft_model_mix(&t->model, site);
+    int64_t n = t->config.streams, tokens = res.shape[0];
+    int turned = t->config.residual != WEFT_RESIDUAL_HC && t->config.numerics.apply == WEFT_APPLY_OUT_IN;
+    size_t bytes = (size_t)(tokens * n * n) * sizeof(float);
+    float *host = on_cuda(t) ? malloc(bytes) : res.data;
+    if (!host) return fail(t, "out of memory");
+    int ok = !on_cuda(t) || well(t, device_get(host, res.data, bytes));
+    for (int64_t e = 0; ok && e < n * n; e++) {
+        double sum = 0;
+        int64_t from = turned ? e % n * n + e / n : e;
+        for (int64_t k = 0; k < tokens; k++) sum += (double)host[k * n * n + from];
+        mix[e] = sum / (double)tokens;
+    }
+    if (on_cuda(t)) free(host);
+    return ok;
+}
+
 /* The model for sequences of at least so many tokens, in few different lengths: a library of products may prepare itself for
  * each. */
 static void shorten(trainer *t, int64_t count)

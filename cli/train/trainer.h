@@ -77,6 +77,8 @@ int trainer_connect(trainer *t);
 int trainer_step(trainer *t, step_figures *figures);
 /* Mean loss over the validation windows. */
 int trainer_validate(trainer *t, double *loss);
+/* The residual mix of a site, its mean over the tokens of the last forward: n * n numbers, [in, out]. */
+int trainer_mix(trainer *t, int32_t site, double *mix);
 /* Logits after the last of the first `count` tokens of host_batch.tokens. The cost follows the count, not the length that
  * the trainer was opened with. */
 int trainer_predict(trainer *t, int64_t count, float *logits);

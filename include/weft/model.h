@@ -179,6 +179,11 @@ WEFT_API weft_status weft_model_backward(const weft_exec *exec, weft_model *mode
  * it. */
 WEFT_API weft_tensor weft_model_logits(const weft_model *model);
 
+/* The residual mix of a site of the last forward, in the backend's memory: [tokens, n, n], f32 beside bf16. Sites are numbered
+ * through the layers of the stage, attention and MLP in turn, from 0 to 2 layers - 1. The indices are those of
+ * config.numerics.apply; in hc, [i, o]. Absent for the plain residual and for another site. */
+WEFT_API weft_tensor weft_model_mix(const weft_model *model, int32_t site);
+
 /* The composite residual map W_last ... W_1 of the last forward, token by token: how much a signal can grow on its way
  * (largest absolute row sum) and a gradient on its way back (largest absolute column sum), averaged and at their largest
  * over the tokens. All 1 for the plain residual. Frozen. */

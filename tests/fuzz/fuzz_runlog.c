@@ -23,7 +23,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         while (read && data[read - 1] != '\n') read--;
         require(read > 0 && !memchr(data, 0, read));
         require(r.count > 0 && !r.error[0]);
-        require(memchr(r.residual, 0, sizeof r.residual) && memchr(r.summary, 0, sizeof r.summary));
+        for (int i = 0; i < r.num_options; i++) {
+            const run_option *o = &r.options[i];
+            require(memchr(o->name, 0, sizeof o->name) && memchr(o->value, 0, sizeof o->value));
+            require(run_record_option(&r, o->name) == o->value);
+        }
+        for (int i = 0; i < r.num_mixes * r.streams * r.streams; i++) sum += r.mixes[i];
         for (int c = 0; c < RUN_COLUMNS; c++)
             for (size_t i = 0; i < r.count; i++) sum += r.column[c][i];
         for (int i = 0; i < r.num_layer_norms; i++) sum += r.layer_norms[i];

@@ -182,6 +182,57 @@ static void gains_tell_the_kinds_apart(void **state)
     }
 }
 
+/* The mixes that a model shows, multiplied from the first site to the last, have the gains that it tells. */
+static void mixes_have_the_gains(void **state)
+{
+    (void)state;
+    for (int k = WEFT_RESIDUAL_HC; k < WEFT_RESIDUAL_COUNT; k++) {
+        weft_model_config c = gpt_config((weft_residual)k, WEFT_F64);
+        weft_model_gains gains;
+        gpt g;
+        gpt_open(&g, &c, 2, 8, 0.3);
+        gpt_loss(&g);
+        assert_int_equal(weft_model_gain(&g.exec, &g.model, &gains), WEFT_OK);
+        const int n = (int)c.streams, transposed = k != WEFT_RESIDUAL_HC && c.numerics.apply == WEFT_APPLY_OUT_IN;
+        double most = 0;
+        for (int64_t t = 0; t < 16; t++) {
+            double all[8][8] = {{0}}, next[8][8];
+            assert_true(n <= 8);
+            for (int i = 0; i < n; i++) all[i][i] = 1; /* [in, out] */
+            for (int32_t site = 0; site < 2 * c.layers; site++) {
+                weft_tensor mix = weft_model_mix(&g.model, site);
+                assert_true(mix.dtype == WEFT_F64 && mix.ndim == 3 && mix.shape[0] == 16 && mix.shape[1] == n &&
+                            mix.shape[2] == n);
+                const double *w = (const double *)mix.data + t * n * n;
+                for (int i = 0; i < n; i++)
+                    for (int o = 0; o < n; o++) {
+                        next[i][o] = 0;
+                        for (int m = 0; m < n; m++)
+                            next[i][o] += all[i][m] * (transposed ? w[o * n + m] : w[m * n + o]);
+                    }
+                memcpy(all, next, sizeof all);
+            }
+            for (int o = 0; o < n; o++) { /* what reaches a stream at the end */
+                double sum = 0;
+                for (int i = 0; i < n; i++) sum += fabs(all[i][o]);
+                most = value_worst(most, sum);
+            }
+        }
+        if (!(fabs(most - gains.row_max) <= 1e-12 * gains.row_max))
+            fail_msg("%s: the mixes have a row gain of %.17g, the model tells %.17g",
+                     weft_residual_name((weft_residual)k), most, gains.row_max);
+        assert_int_equal(weft_model_mix(&g.model, -1).dtype, WEFT_NONE);
+        assert_int_equal(weft_model_mix(&g.model, 2 * c.layers).dtype, WEFT_NONE);
+        gpt_close(&g);
+    }
+    gpt plain;
+    weft_model_config c = gpt_config(WEFT_RESIDUAL_PLAIN, WEFT_F64);
+    gpt_open(&plain, &c, 2, 8, 0.3);
+    assert_int_equal(weft_model_mix(&plain.model, 0).dtype, WEFT_NONE);
+    assert_int_equal(weft_model_mix(NULL, 0).dtype, WEFT_NONE);
+    gpt_close(&plain);
+}
+
 /* ---- stages of a pipeline -------------------------------------------------------------------------------------------------- */
 
 /* Gives a stage the parameters that the whole has under its names, or compares the gradients. */
@@ -614,6 +665,7 @@ int main(void)
         cmocka_unit_test(threads_change_nothing),
         cmocka_unit_test(begins_as_the_plain_residual),
         cmocka_unit_test(gains_tell_the_kinds_apart),
+        cmocka_unit_test(mixes_have_the_gains),
         cmocka_unit_test(stages_are_the_whole),
         cmocka_unit_test(block_between_rows),
         cmocka_unit_test(recompute_changes_no_bit),
