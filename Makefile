@@ -2,7 +2,7 @@
 #
 # One command each; CMake and its presets do the work.
 #   make                   configure and build in build/
-#   make run               build, train a small model with the plain residual and with mHC -> report.html
+#   make run               build, train small models with the plain residual, hc and mHC, several seeds -> report.html
 #   make python            build the Python extension beside its sources: PYTHONPATH=python python3 -c "import weft"
 #   make test              build, install what the tests need, run all tests
 #   make bench             benchmark: OP=mhc_post_fwd BACKEND=cpu ARGS="--tokens 4096 --json"
@@ -57,17 +57,12 @@ python: deps-build
 	@cmake --preset release $(CMAKE_FLAGS) -DWEFT_PYTHON=ON >/dev/null
 	@cmake --build --preset release --target weft_python
 
-# About a minute of training on two cores, seconds on a GPU. CUDA is compiled only where there is a GPU to use it.
-RUNS = build/runs
+# Less than three minutes on two cores with the build. CUDA is compiled only where there is a GPU to use it.
 GPU = $(if $(filter OFF,$(CUDA)),,$(wildcard /dev/nvidia0))
-TRAIN = build/weft train --steps 200 --save-every 0 --backend $(if $(GPU),cuda,cpu)
+BEGUN := $(shell date +%s)
 run: CUDA := $(or $(CUDA),$(if $(wildcard /dev/nvidia0),AUTO,OFF))
 run: deps-run build
-	@rm -rf $(RUNS)
-	@$(TRAIN) --residual residual --out $(RUNS)/residual
-	@$(TRAIN) --residual mhc --out $(RUNS)/mhc
-	@echo; build/weft sample --from $(RUNS)/mhc --prompt "static int " --count 120
-	@echo; build/weft report --runs $(RUNS)/residual,$(RUNS)/mhc --out report.html
+	@tools/first_run.sh build/weft build/runs report.html $(if $(GPU),cuda,cpu) $(BEGUN)
 
 bench: build
 	build/weft bench $(if $(OP),--op $(OP)) $(if $(BACKEND),--backend $(BACKEND)) $(ARGS)

@@ -703,7 +703,11 @@ def report():
     code, _, err = weft("report", "--runs", hc[0], "nowhere", "--out", "never.html")
     say("report of a path that is not there", code == 2 and "nowhere: No such file" in err, err)
     code, _, err = weft("report", "--runs", "--out", "never.html")
-    say("report of --runs and nothing", code == 2 and "--runs: expected one or several of PATH..., got nothing" in err, err)
+    say(
+        "report of --runs and nothing",
+        code == 2 and "--runs: expected one or several of PATH..., got nothing" in err,
+        err,
+    )
     say("nothing is written", not (WORK / "never.html").exists())
     steps = [json.loads(line) for line in (WORK / "kind-mhc/log.jsonl").read_text().splitlines()]
     mixes = [line["residual_mix"] for line in steps if "residual_mix" in line]
@@ -727,6 +731,27 @@ def report():
     say("report of a log that was cut off", code == 0, err)
     code, _, err = weft("report", "--runs", "kind-mhc", "--out", "full.html", limit=1000)
     say("report on a full disk", code != 0 and not (WORK / "full.html").exists(), f"exit {code} {err}")
+
+
+def first_run():
+    """What `make run` does, with models that take no time."""
+    script = Path(__file__).resolve().parent.parent / "tools/first_run.sh"
+    tiny = ["--layers", "2", "--steps", "6", "--data", str(WORK / "text.txt"), "--val-every", "3"]
+    for name, begun, seeds in (("with time", time.time(), 5), ("without time", time.time() - 1000, 1)):
+        runs, page = WORK / f"first-{seeds}", WORK / f"first-{seeds}.html"
+        words = [script, WEFT, runs, page, "cpu", str(int(begun)), *tiny]
+        result = subprocess.run(words, capture_output=True, text=True, env=ENV, timeout=HANG_S)
+        made = sorted(folder.name for folder in runs.iterdir()) if runs.exists() else []
+        wanted = sorted(f"{kind}-{seed}" for kind in ("residual", "hc", "mhc") for seed in range(1, seeds + 1))
+        # On many processors seeds run side by side, and the first round has more than one.
+        ok = result.returncode == 0 and (made == wanted or (seeds == 1 and set(wanted) <= set(made)))
+        say(f"the first minutes, {name}", ok, f"{result.stderr} {made}")
+        sentence = re.search("<h1>(.*)</h1>", page.read_text()).group(1) if ok else ""
+        plain = re.sub("<[^>]*>", "", sentence.replace("<sup>", "^"))
+        say("end with the page's sentence", ok and plain in result.stdout and str(page) in result.stdout, result.stdout)
+    words = [script, WEFT, WORK / "first-bad", WORK / "bad.html", "cpu", "0", *tiny, "--heads", "3"]
+    result = subprocess.run(words, capture_output=True, text=True, env=ENV, timeout=HANG_S)
+    say("and fail where training does", result.returncode != 0 and not (WORK / "bad.html").exists(), result.stderr)
 
 
 def odd_reports():
@@ -1437,6 +1462,7 @@ ALONE = (
     kinds,
     report,
     odd_reports,
+    first_run,
     config_file,
     bad_options,
     longer,

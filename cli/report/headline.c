@@ -217,10 +217,12 @@ void headline_options(const report *r, FILE *to)
     } parts[] = {{"layers", "", " layers"},    {"channels", "", " channels"}, {"context", "context ", ""},
                  {"batch", "batch ", ""},      {"steps", "", " steps"},       {"rate", "rate ", ""},
                  {"rate-end", "down to ", ""}, {"optimizer", "", ""},         {"backend", "on ", ""}};
-    char text[64];
+    char text[64], rate[64] = "";
     int told = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         if (!report_common(r, parts[i].option, text, sizeof text) || !*text) continue;
+        if (!strcmp(parts[i].option, "rate-end") && !strcmp(text, rate)) continue; /* a constant rate */
+        if (!strcmp(parts[i].option, "rate")) memcpy(rate, text, sizeof rate);
         fprintf(to, "%s%s", told++ ? ", " : "", parts[i].before);
         html_text(to, text);
         fputs(parts[i].behind, to);
