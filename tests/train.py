@@ -667,6 +667,10 @@ def report():
     )
     order = re.findall(r"</span>([^<]*)</li>", page)
     say("kinds are called after what differs", order == ["mhc, rate 0.003", "mhc, rate 0.01"], order)
+    same = [log("r-c", "mhc", 1, 1, 3, streams="0"), log("r-d", "mhc", 2, 1, 3, streams="4")]
+    page, _ = page_of("streams by default and by name, and two", *same, log("r-e", "mhc", 1, 1, 3, streams="2"))
+    order = re.findall(r"</span>([^<]*)</li>", page)
+    say("kinds go by the streams that are used", order == ["mhc, streams 4", "mhc, streams 2"], order)
     page, _ = page_of("fifty runs", *(log(f"fifty-{i}", "mhc", i, 1, 2 + i / 100) for i in range(50)))
     say("of one kind", page.count("<li>") == 1 and "50 runs" in page and page.count("fifty-") == 50)
     page, _ = page_of("fifty kinds", *(log(f"many-{i}", f"k{i}", i, 1, 2 + i / 100) for i in range(50)))

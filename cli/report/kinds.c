@@ -40,7 +40,11 @@ int run_streams(const run_record *r)
 void run_option_text(const run_record *r, const char *name, char *text, size_t size)
 {
     const char *value = run_record_option(r, name);
-    char *end;
+    char *end, used[16];
+    if (value && !strcmp(name, "streams")) {
+        snprintf(used, sizeof used, "%d", run_streams(r));
+        value = used;
+    }
     double number = value ? strtod(value, &end) : 0;
     if (value && *value && !*end && strspn(value, "+-.0123456789e") == strlen(value))
         snprintf(text, size, "%.6g", number);
@@ -59,14 +63,19 @@ int report_common(const report *r, const char *name, char *text, size_t size)
     return first != NULL;
 }
 
+/* Have both runs the option, with one value? Streams as they are used. */
+static int is_shared(const run_record *a, const run_record *b, const char *name)
+{
+    const char *one = run_record_option(a, name), *other = run_record_option(b, name);
+    if (!one || !other) return 0;
+    return !strcmp(name, "streams") ? run_streams(a) == run_streams(b) : !strcmp(one, other);
+}
+
 /* Has b every option of a, with its value? */
 static int covers(const run_record *a, const run_record *b)
 {
-    for (int i = 0; i < a->num_options; i++) {
-        const run_option *o = &a->options[i];
-        const char *other = run_record_option(b, o->name);
-        if (!is_of_the_run(o->name) && (!other || strcmp(other, o->value) != 0)) return 0;
-    }
+    for (int i = 0; i < a->num_options; i++)
+        if (!is_of_the_run(a->options[i].name) && !is_shared(a, b, a->options[i].name)) return 0;
     return 1;
 }
 
@@ -209,9 +218,8 @@ static void name_kind(report *r, int index)
         int differs = 0;
         for (int other = 0; other < r->num_kinds; other++) {
             const run_record *log = &r->kinds[other].runs[0]->log;
-            const char *value = run_record_option(log, name);
             if (other != index && !strcmp(residual_of(log), residual_of(mine)) && !is_of_the_run(name))
-                differs |= !value || strcmp(value, mine->options[i].value) != 0;
+                differs |= !is_shared(log, mine, name);
         }
         char value[64], part[128];
         run_option_text(mine, name, value, sizeof value);
