@@ -78,9 +78,8 @@ class HyperConnection(nn.Module):
                 nn.init.ones_(weight)
 
     def is_itself(self) -> bool:
-        """Whether forward and merge compute what this class says, of what they are given, and no hook changes that."""
-        hooks = self._forward_pre_hooks or self._forward_hooks
-        return _not_itself(self, HyperConnection, "forward", "merge") is None and not hooks
+        """Whether forward and merge compute what this class says, and no hook has the last word on their results."""
+        return _not_itself(self, HyperConnection, "forward", "merge") is None and not self._forward_hooks
 
     def extra_repr(self) -> str:
         return f"channels={self.channels}, streams={self.streams}, sub_norm={self.sub_norm}"

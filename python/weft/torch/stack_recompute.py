@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import storage
+from . import joins, storage
 from .numerics import pack
 from .unmerged import Unmerged
 
@@ -89,6 +89,11 @@ class Run:
         _C.replay(self._numerics, torch.get_num_threads(), self._x, rows)
 
 
+def _has_read(layer: Unmerged) -> bool:
+    """Whether the site has seen the streams that the layer merges with, and no hook has given it others."""
+    return joins.head_of(joins.origin_of(layer.x), layer.coef.post) is not None
+
+
 class Group:
     """One group in one forward pass: a run of layers, or more of them where somebody has changed the streams on the way
     from one layer to the next."""
@@ -99,7 +104,8 @@ class Group:
     def add(self, layer: Unmerged, y: Tensor) -> None:
         """The next layer has been merged, with streams y as the result."""
         site = layer.layer.connection
-        if storage.hooked() or not site.is_itself():  # what backward reads, or what the site did, is not known here
+        known = not storage.hooked() and site.is_itself() and (not site._forward_pre_hooks or _has_read(layer))
+        if not known:  # what backward reads, or what the site did, or of which streams
             self.end()
             return
         if self._run is not None and not self._run.goes_on_with(layer):
