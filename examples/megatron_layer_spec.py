@@ -13,9 +13,11 @@ and in the configuration, on Megatron's main branch:
 Nothing is patched and names of parameters stay, so checkpoints go both ways. Expanding, contracting, dropout and
 recompute (recompute_granularity="selective", recompute_modules=["mhc"]) work as with Megatron's own module.
 
-On the branches dev and dsv4 the spec stays as it is, and the modules of the finished model get weft's operators:
+On the branches dev and dsv4 the spec stays as it is, and the modules of the finished model get weft's operators, those of
+GatedDeltaNet too:
 
     bind_weft(model)                          # dsv4: bind_weft(model, "megatron_dsv4")
+    bind_weft(model, rule=False)              # on a GPU: GatedDeltaNet keeps Megatron's gated delta rule
 
 Run as a program, it prints where the two modules went in the spec of the Megatron that is installed."""
 
@@ -42,11 +44,15 @@ def with_weft(layer_spec, layer_class: type | None = None):
     return spec
 
 
-def bind_weft(model: nn.Module, preset: str = "megatron_dev") -> int:
-    """Gives weft's operators to all hyper connections of a model of branch dev or dsv4; returns how many there are."""
-    modules = [m for m in model.modules() if hasattr(m, "_h_post_bda_op")]
+SLOTS = ("_h_post_bda_op", "_fused_streamed_pre_gated_delta_rule")  # of hyper connections and of GatedDeltaNet
+
+
+def bind_weft(model: nn.Module, preset: str = "megatron_dev", rule: bool = True) -> int:
+    """Gives weft's operators to all hyper connections and GatedDeltaNets of a model of branch dev or dsv4; returns how
+    many there are."""
+    modules = [m for m in model.modules() if any(hasattr(m, slot) for slot in SLOTS)]
     for module in modules:
-        bind(module, preset)
+        bind(module, preset, rule=rule)
     return len(modules)
 
 

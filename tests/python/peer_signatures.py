@@ -170,6 +170,13 @@ PEERS = [
             f"{CORE}/fusions/fused_bias_dropout.py": {
                 "get_bias_dropout_add": "training, fused, mhc_recompute_manager=None",
             },
+            f"{CORE}/ssm/gated_delta_net/gdn.py": {
+                "GatedDeltaNet._setup_variant_attrs": "self",
+                "GatedDeltaNet._fused_streamed_pre_gated_delta_rule": "self, qkvzba, cu_seqlens_q=None, seq_idx=None, "
+                "cp_group=None, cp_group_headwise=None",
+                "GatedDeltaNet.pre_gated_delta_rule": "self, qkvzba, batch, seq_len, cp_size_headwise, "
+                "cp_group_headwise, cu_seqlens_q=None, chunkwise_cp_context=None, packed_seq_params=None",
+            },
             f"{CORE}/fusions/fused_pre_gated_delta_rule.py": {
                 "fused_streamed_pre_gated_delta_rule": "qkvzba, conv1d_weight, conv1d_bias, A_log, dt_bias, *, "
                 "num_key_heads, num_value_heads, key_head_dim, value_head_dim, use_qk_l2norm=True, cu_seqlens=None, "
@@ -214,6 +221,7 @@ OWN = {
         "fused_h_post_bda_into",
         "fused_mega_pre_gated_delta_rule",
         "fused_proj_rms",
+        "gated_delta_rule",  # dev's protocol GatedDeltaRuleInterface
         "native_pre_gated_delta_rule",
         "native_proj_rms_compute_h",
         "use_native",

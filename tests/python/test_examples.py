@@ -95,5 +95,9 @@ def test_megatron_bind(layer_spec):
     model = nn.Sequential(nn.Linear(2, 2), nn.Identity(), nn.Sequential(nn.Identity()))
     for module in (model[1], model[2][0]):
         module._h_post_bda_op = module._sinkhorn_op = None
-    assert layer_spec.bind_weft(model) == 2
+    mixer = model[0]
+    mixer._fused_streamed_pre_gated_delta_rule = mixer.pre_gated_delta_rule = None
+    mixer.activation = "silu"
+    assert layer_spec.bind_weft(model, rule=False) == 3
     assert callable(model[1]._sinkhorn_op) and callable(model[2][0]._h_post_bda_op)
+    assert callable(mixer.pre_gated_delta_rule) and not hasattr(mixer, "gated_delta_rule")

@@ -7,9 +7,11 @@
                                                puts them into the slots of dev's or dsv4's own module
     get_bias_dropout_add                       with dev's mhc_recompute_manager
     build_mhc_recompute_layer_plan, finalize_mhc_recompute_layer    as in weft.torch
+    GatedDeltaNet                              to be put in front of branch dev's class of that name; `bind` does the same
+                                               to a module of it
     fused_mega_pre_gated_delta_rule, fused_streamed_pre_gated_delta_rule, native_pre_gated_delta_rule
-                                               what GatedDeltaNet does between its projection and the gated delta rule.
-                                               Functions only: nothing here takes the place of a method of its class
+                                               what GatedDeltaNet does between its projection and the gated delta rule
+    gated_delta_rule                           the rule, as the class calls it
 
 Where Megatron is installed the module derives from Megatron's, elsewhere from a small base here with the same
 constructor, so a checkpoint fits either.
@@ -49,6 +51,10 @@ from ._gdn import (
     fused_streamed_pre_gated_delta_rule,
     native_pre_gated_delta_rule,
 )
+from ._gdn_class import (
+    GatedDeltaNet,
+    gated_delta_rule,
+)
 from ._module import (
     HyperConnectionModule,
     SinkhornKnopp,
@@ -68,6 +74,7 @@ from ._switch import (
 )
 
 __all__ = [
+    "GatedDeltaNet",
     "HyperConnectionModule",
     "SinkhornKnopp",
     "bind",
@@ -83,6 +90,7 @@ __all__ = [
     "fused_proj_rms_compute_h",
     "fused_sinkhorn",
     "fused_streamed_pre_gated_delta_rule",
+    "gated_delta_rule",
     "get_bias_dropout_add",
     "learned_output_contract",
     "native_fused_add_3",

@@ -14,6 +14,7 @@ from weft.torch.grads import any_takes_part, lend
 from weft.torch.numerics import pack
 
 from . import _arguments as check
+from . import _gdn_class
 from . import _native as plain
 from ._switch import uses_native
 
@@ -119,9 +120,12 @@ def learned_output_contract(
     return weft.head(streams, head_fn, factor, base, rms_eps=eps, pre_eps=eps, main_grad=main_grad)
 
 
-def bind(module: nn.Module, preset: str = "megatron_dev") -> nn.Module:
+def bind(module: nn.Module, preset: str = "megatron_dev", *, rule: bool = True) -> nn.Module:
     """Puts weft into the slots of a HyperConnectionModule of branch dev ("megatron_dev"), of dsv4 ("megatron_dsv4")
-    or of the 26.04 alpha ("megatron_main"): _sinkhorn_op, _h_aggregate_op, ... The slots carry no dropout."""
+    or of the 26.04 alpha ("megatron_main"): _sinkhorn_op, _h_aggregate_op, ... The slots carry no dropout. Into a
+    GatedDeltaNet of branch dev go what stands in front of the gated delta rule and, unless rule is False, the rule."""
+    if _gdn_class.is_one(module):
+        return _gdn_class.bind(module, rule)
     if preset not in PRESETS:
         raise ValueError(f"bind: preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
     slots: dict[str, Callable] = {
@@ -136,7 +140,8 @@ def bind(module: nn.Module, preset: str = "megatron_dev") -> nn.Module:
     found = [name for name in slots if hasattr(module, name)]
     if not found:
         raise ValueError(
-            f"bind: module: expected a module with slots such as _sinkhorn_op, got {type(module).__name__}"
+            "bind: module: expected a module with slots such as _sinkhorn_op, or a GatedDeltaNet of branch dev, got"
+            f" {type(module).__name__}"
         )
     for name in found:
         setattr(module, name, slots[name])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands in front of the gated delta rule in Megatron's GatedDeltaNet, fused and in plain PyTorch: functions with
-the arguments that Megatron's methods pass on. The methods themselves are not replaced."""
+the arguments that Megatron's methods pass on."""
 
 import torch
 from torch import Tensor, nn

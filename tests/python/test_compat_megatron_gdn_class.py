@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""weft in the slots of Megatron's GatedDeltaNet of branch dev: the real class where its sources are at hand (a folder of
+WEFT_TEST_PEERS), and dev's calls of its methods, by position and by name, on a module with dev's attributes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import weft.torch as wt
+from compare import same
+from peer_signatures import PEERS
+from signature_support import ours, theirs
+from test_compat_signatures import root_of
+from torch import nn
+from weft.compat import megatron
+
+HEADS = wt.GdnHeads(2, 4, 8, 6)
+DEV = next(p for p in PEERS if "branch dev" in p.package)
+NO_DEV = "Megatron-LM's branch dev is not below a folder of WEFT_TEST_PEERS: its class is not tested"
+
+
+def test_the_real_class():
+    root = root_of(DEV)
+    if root is None:
+        pytest.skip(NO_DEV)
+    program = Path(__file__).with_name("megatron_real.py")
+    path = os.pathsep.join([str(root), str(program.parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program)], env=environment, capture_output=True, text=True, timeout=1800
+    )
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    assert run.stdout.count(": passed") == 4
+    print(run.stdout)
+
+
+RULE = (
+    "q, k, v, g, beta, *, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, "
+    "cu_seqlens=None, **kwargs"
+)
+
+
+def test_signature_of_the_rule():
+    """dev's protocol for it."""
+    assert ours(megatron.gated_delta_rule) == RULE
+    root = root_of(DEV)
+    if root is None:
+        pytest.skip(NO_DEV)
+    source = (root / "megatron/core/ssm/gated_delta_net/common.py").read_text()
+    assert theirs(source)["GatedDeltaRuleInterface.__call__"] == f"self, {RULE}"
+
+
+class Dev(nn.Module):
+    """The attributes that dev's class has when its methods are called, and methods that nobody should reach."""
+
+    def __init__(self, device, ranks=1, conv_bias=True, activation="silu"):
+        super().__init__()
+        torch.manual_seed(5)
+        self.qk_dim_local_tp, self.v_dim_local_tp = HEADS.key_heads * HEADS.key_dim, HEADS.value_heads * HEADS.value_dim
+        self.key_head_dim, self.value_head_dim = HEADS.key_dim, HEADS.value_dim
+        self.conv_bias, self.activation, self.use_qk_l2norm = conv_bias, activation, True
+        channels = HEADS.channels
+        self.conv1d = nn.Conv1d(channels, channels, 4, groups=channels, padding=3, bias=conv_bias, device=device)
+        self.A_log = nn.Parameter(torch.randn(HEADS.value_heads, device=device))
+        self.dt_bias = nn.Parameter(torch.randn(HEADS.value_heads, device=device))
+
+    def _setup_variant_attrs(self):
+        raise AssertionError("not called")
+
+    def _fused_streamed_pre_gated_delta_rule(self):
+        raise AssertionError("Megatron's own")
+
+    def pre_gated_delta_rule(self):
+        raise AssertionError("Megatron's own")
+
+
+class Hooked(megatron.GatedDeltaNet, Dev):
+    pass
+
+
+def modules(device, **options):
+    return [Hooked(device, **options), megatron.bind(Dev(device, **options), rule=False)]
+
+
+def group(size, rank=0):
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
+
+
+def direct(module, rows, **options):
+    parameters = (module.conv1d.weight, module.conv1d.bias, module.A_log, module.dt_bias)
+    sizes = dict(zip(("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"), HEADS, strict=True))
+    return megatron.fused_streamed_pre_gated_delta_rule(rows, *parameters, **sizes, **options)
+
+
+@pytest.mark.parametrize("conv_bias", [True, False])
+def test_calls_of_dev(conv_bias, device):
+    rows, cu = torch.randn(9, 1, HEADS.columns, device=device), torch.tensor([0, 4, 9], device=device)
+    for module in modules(device, conv_bias=conv_bias):
+        want, packed = direct(module, rows), direct(module, rows, cu_seqlens=cu)
+        fused = module._fused_streamed_pre_gated_delta_rule
+        same(fused(rows, cu_seqlens_q=None, seq_idx=None, cp_group=None, cp_group_headwise=None), want, "fused")
+        same(fused(rows, cu_seqlens_q=cu, seq_idx=None, cp_group=None, cp_group_headwise=group(1)), packed, "packed")
+        plain = module.pre_gated_delta_rule
+        same(plain(rows, 1, 9, 1, None, None, None, packed_seq_params=None), want, "unfused")
+        same(plain(rows, 1, 9, 1, group(1), cu, None, packed_seq_params=SimpleNamespace()), packed, "unfused, packed")
+
+
+def test_heads_of_a_rank(device):
+    """Head-wise context parallel: a rank has its heads of every section, and their parameters. Gradients of these come
+    back from all ranks."""
+    sizes = (16, 16, 24, 24, 4, 4)
+    rows = torch.randn(9, 2, HEADS.columns, device=device)
+    for module in modules(device):
+        whole = direct(module, rows)
+        (want,) = torch.autograd.grad(whole[0].sum() + whole[5].sum(), module.conv1d.weight)
+        got = torch.zeros_like(want)
+        for rank in range(2):
+            mine = torch.cat([part.chunk(2, -1)[rank] for part in rows.split(sizes, -1)], -1)
+            found = module._fused_streamed_pre_gated_delta_rule(mine, cp_group_headwise=group(2, rank))
+            same(found, [t.chunk(2, 2)[rank].contiguous() for t in whole], f"rank {rank}")
+            same(module.pre_gated_delta_rule(mine, 2, 9, 2, group(2, rank)), found, "unfused")
+            got += torch.autograd.grad(found[0].sum() + found[5].sum(), module.conv1d.weight)[0]
+        same(got, want, "d_weight")
+
+
+def test_main_grad_of_a_rank():
+    """Slices of a parameter are added where they belong."""
+    module = Hooked("cpu")
+    for p in module.parameters():
+        p.main_grad = torch.zeros_like(p)
+    sizes, rows = (16, 16, 24, 24, 4, 4), torch.randn(9, 2, HEADS.columns)
+    for rank in range(2):
+        mine = torch.cat([part.chunk(2, -1)[rank] for part in rows.split(sizes, -1)], -1)
+        out = module._fused_streamed_pre_gated_delta_rule(mine, cp_group_headwise=group(2, rank))
+        sum(t.sum() for t in out).backward()
+    plain = Hooked("cpu")
+    sum(t.sum() for t in direct(plain, rows)).backward()
+    for name, p in plain.named_parameters():
+        main = module.get_parameter(name).main_grad
+        assert module.get_parameter(name).grad is None
+        assert (main - p.grad).abs().max() <= 2**-22 * p.grad.abs().max(), name  # two ranks, added
+
+
+def test_rule(device):
+    """As dev calls it; one that is not weft's is left alone."""
+    if device.type == "cuda":
+        pytest.skip("gdn_rule: no kernels for a GPU")
+    module = megatron.bind(Dev(device))
+    q, k, v, _, beta, g = direct(module, torch.randn(9, 2, HEADS.columns, device=device))
+    settings = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": False}
+    o, none = module.gated_delta_rule(q=q, k=k, v=v, g=g, beta=beta, **settings, cu_seqlens=None, cp_context=None)
+    same(o, wt.gdn_rule(q, k, v, beta, g)[0], "o")
+    assert none is None
+    assert not hasattr(megatron.bind(Dev(device), rule=False), "gated_delta_rule")
+
+
+def test_misuse():
+    rows = torch.randn(9, 1, HEADS.columns)
+    module = Hooked("cpu")
+    bad = {
+        "cp_group: expected one rank": lambda: module._fused_streamed_pre_gated_delta_rule(rows, cp_group=group(2)),
+        "chunkwise_cp_context: expected None": lambda: module.pre_gated_delta_rule(rows, 1, 9, 1, None, None, object()),
+        "cp_context: expected None": lambda: megatron.gated_delta_rule(rows, rows, rows, rows, rows, cp_context=1),
+        "activation: expected one of silu, swish, got gelu": lambda: megatron.bind(Dev("cpu", activation="gelu")),
+    }
+    for message, call in bad.items():
+        with pytest.raises(NotImplementedError, match=message):
+            call()
+    wrong = {
+        "cp_size_headwise: expected 1, the size of its group, got 2": lambda: module.pre_gated_delta_rule(
+            rows, 1, 9, 2, None
+        ),
+        r"qkvzba: expected \(8, 1, columns\)": lambda: module.pre_gated_delta_rule(rows, 1, 8, 1, None),
+        "cp_group_headwise: expected a divisor of 16, got 3 ranks": lambda: module.pre_gated_delta_rule(
+            rows, 1, 9, 3, group(3)
+        ),
+        "bind: module: expected a module with slots .* or a GatedDeltaNet": lambda: megatron.bind(nn.Identity()),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match="bases: expected a class with _fused_streamed_pre_gated_delta_rule"):
+        type("Older", (megatron.GatedDeltaNet, nn.Module), {})
+    with pytest.raises(TypeError, match="GatedDeltaNet: expected a class that has Megatron's behind"):
+        megatron.GatedDeltaNet()
