@@ -89,9 +89,9 @@ def test_what_drop_ins_lack_is_true(root):
 def test_public_names_of_weft_torch_are_exported():
     """A class or function of these files without an underscore is public, or else has one."""
     import weft.torch as wt
-    from weft.torch import functional, gdn, gdn_modules, modules, stack
+    from weft.torch import convert, functional, gdn, gdn_modules, modules, stack
 
-    for module in (functional, gdn, gdn_modules, modules, stack):
+    for module in (convert, functional, gdn, gdn_modules, modules, stack):
         own = {
             k
             for k, v in vars(module).items()

@@ -68,6 +68,22 @@ def test_serve_by_token():
     assert run.returncode == 0 and run.stdout.count("same bits") == 2 and "DIFFERENT" not in run.stdout, run.stdout
 
 
+def test_convert_nanogpt():
+    """The function stays at the conversion, the old checkpoint loads, and the streams part in training."""
+    small = ["--steps", "30", "--layers", "2", "--channels", "32", "--context", "32"]
+    command = [sys.executable, str(EXAMPLES / "convert_nanogpt.py"), *small]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    assert run.returncode == 0, run.stderr[-3000:]
+    # Four parts, each with some dozen roundings more than plain addition.
+    assert float(re.search(r"logits off by (\S+)", run.stdout)[1]) <= 4 * 64 * 2**-24
+    assert "12 new ones stay fresh, same logits: True" in run.stdout
+    values = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)", run.stdout, re.MULTILINE)]
+    assert len(values) == 4 and 4 < values[0] < 7 and values[2] < values[0] - 0.5 and values[3] < values[2]
+    before, after = (float(x) for x in re.findall(r"streams apart: (\S+)", run.stdout))
+    assert before <= 64 * 2**-24 < 1e-4 < after
+
+
 @pytest.fixture
 def layer_spec():
     module = importlib.util.spec_from_file_location("megatron_layer_spec", EXAMPLES / "megatron_layer_spec.py")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """weft for PyTorch: operators, modules, recompute."""
 
+from .convert import Normed, block_names, convert_blocks
 from .functional import (
     Boundary,
     Pre,
@@ -53,6 +54,7 @@ __all__ = [
     "HyperConnection",
     "HyperConnectionLayer",
     "HyperConnectionStack",
+    "Normed",
     "Numerics",
     "Pre",
     "RecomputePhase",
@@ -61,11 +63,13 @@ __all__ = [
     "StreamBytes",
     "aggregate",
     "best_group",
+    "block_names",
     "boundary",
     "build_mhc_recompute_layer_plan",
     "bypass_recompute",
     "coef",
     "contract",
+    "convert_blocks",
     "draw_step",
     "expand",
     "finalize_mhc_recompute_layer",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
@@ -26,6 +27,20 @@ def _not_itself(module: nn.Module, kind: type, *methods: str) -> str | None:
         if getattr(type(module), name) is not getattr(kind, name) or name in module.__dict__:
             return f"has a {name} of its own"
     return None
+
+
+def _keywords_of(sublayer: nn.Module) -> frozenset[str] | None:
+    """The names that a sub-layer's forward takes by keyword beside its input; None: any."""
+    known = getattr(sublayer, "takes", None)
+    if isinstance(known, frozenset):
+        return known
+    try:
+        _, *parameters = inspect.signature(sublayer.forward).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 class HyperConnection(nn.Module):
@@ -184,7 +199,8 @@ class HyperConnectionLayer(nn.Module):
     """A sub-layer (attention, MLP, anything from [..., C] to [..., C]) in n residual streams: x -> x.
 
     `norm=True` puts an RMSNorm between the aggregate and the sub-layer, inside the same operator; a sub-layer that
-    normalises its own input takes norm=False. Other arguments as for HyperConnection."""
+    normalises its own input takes norm=False. Of a sub-layer that returns more than its output, `output` is the place
+    of that in the tuple. Other arguments as for HyperConnection."""
 
     def __init__(
         self,
@@ -194,6 +210,7 @@ class HyperConnectionLayer(nn.Module):
         *,
         norm: bool = True,
         dropout: float = 0.0,
+        output: int | None = None,
         **options,
     ):
         super().__init__()
@@ -201,7 +218,8 @@ class HyperConnectionLayer(nn.Module):
             raise ValueError(f"HyperConnectionLayer: dropout: expected a number in [0, 1), got {dropout}")
         self.connection = HyperConnection(channels, streams, sub_norm=norm, **options)
         self.sublayer = sublayer
-        self.dropout = dropout
+        self.dropout, self.output = dropout, output
+        self.takes = _keywords_of(sublayer)  # of what a stack is called with, this goes to the sub-layer
 
     def forward(
         self, x: Tensor, *args, pre_in: Tensor | None = None, recompute_group: Group | None = None, **kwargs

@@ -61,7 +61,8 @@ class HyperConnectionStack(nn.Module):
     """Sub-layers in n residual streams, with entry and exit: [..., C] to [..., C].
 
     contract: "mean", "sum", "learned" (a Head), or None to return the streams; expand=False takes streams as input: for
-    the stages of a pipeline. Positional and keyword arguments of forward after the input are handed to every sub-layer.
+    the stages of a pipeline. Positional arguments of forward after the input are handed to every sub-layer, keyword
+    arguments to those whose forward takes them. Of sub-layers that return a tuple, `output` is the place of the output.
 
     shifted=True: a sub-layer's input is aggregated with the coefficients that the site before it predicted, that of the
     first one is stream 0, and contract="pre" aggregates the output with those of the last site. The stages of a
@@ -84,6 +85,7 @@ class HyperConnectionStack(nn.Module):
         *,
         norm: bool = True,
         dropout: float = 0.0,
+        output: int | None = None,
         contract: str | None = "mean",
         expand: bool = True,
         shifted: bool = False,
@@ -104,7 +106,7 @@ class HyperConnectionStack(nn.Module):
             raise ValueError('HyperConnectionStack: contract: expected shifted=True with "pre", got False')
         make = {"device": device, "dtype": dtype}
         self.layers = nn.ModuleList(
-            HyperConnectionLayer(sub, channels, streams, norm=norm, dropout=dropout, **make, **options)
+            HyperConnectionLayer(sub, channels, streams, norm=norm, dropout=dropout, output=output, **make, **options)
             for sub in sublayers
         )
         self.shifted, self.join, self.rebuild, self.recompute = shifted, join, rebuild, recompute
@@ -153,6 +155,17 @@ class HyperConnectionStack(nn.Module):
         first = self.layers[0]
         return self._never() or _alone(0, first) or _not_followed(0, first.connection)
 
+    def _taken(self, kwargs: dict) -> list[dict]:
+        """For every layer the keyword arguments that its sub-layer takes."""
+        taken = []
+        for layer in self.layers:
+            takes = getattr(layer, "takes", None)
+            taken.append(kwargs if takes is None else {k: v for k, v in kwargs.items() if k in takes})
+        for name in kwargs:
+            if self.layers and not any(name in own for own in taken):
+                raise TypeError(f"HyperConnectionStack: {name}: expected an argument that a sub-layer takes, none does")
+        return taken
+
     def forward(self, x, *args, **kwargs):
         pre = entry = None
         if self.expand is None:
@@ -182,8 +195,9 @@ class HyperConnectionStack(nn.Module):
         rebuild = self.rebuild and graph
         recompute = self.recompute if graph and self.training and not torch.compiler.is_compiling() else None
         group, last = None, entry
+        taken = self._taken(kwargs)
         for k, layer in enumerate(self.layers):
-            source = None
+            kwargs, source = taken[k], None
             if joined[k]:
                 keep = not rebuild or last.source is not None or not layer.connection.is_itself()
                 coef, x = last.follow(layer.connection, pre, keep)

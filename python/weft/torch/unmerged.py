@@ -17,9 +17,26 @@ if TYPE_CHECKING:
     from .stack_recompute import Group
 
 
-def branch(result) -> tuple[Tensor, Tensor | None]:
-    """A sub-layer's result: its output, or the pair (output, bias) of those that leave the bias to the merge."""
-    return result if isinstance(result, tuple) else (result, None)
+def branch(result, output: int | None) -> tuple[Tensor, Tensor | None]:
+    """A sub-layer's result: its output, or the pair (output, bias [C]) of those that leave the bias to the merge, or a
+    tuple that has the output in that place."""
+    if isinstance(result, Tensor):
+        return result, None
+    if isinstance(result, tuple) and output is not None:
+        return result[output], None
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
+        f, bias = result
+        if bias is None or (isinstance(bias, Tensor) and bias.shape == f.shape[-1:]):
+            return f, bias
+    kinds = f"({', '.join(map(_kind, result))})" if isinstance(result, tuple) else _kind(result)
+    raise TypeError(
+        "HyperConnectionLayer: sublayer: expected an output [..., C] or the pair (output, bias [C]); with output=0 the first"
+        f" of a tuple is taken; got {kinds}"
+    )
+
+
+def _kind(value) -> str:
+    return f"tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 class Unmerged(NamedTuple):
@@ -43,7 +60,7 @@ class Unmerged(NamedTuple):
         """Runs a layer's sub-layer."""
         u = coef.u
         written = None if group is None else u._version
-        f, bias = branch(layer.sublayer(u, *args, **kwargs))
+        f, bias = branch(layer.sublayer(u, *args, **kwargs), layer.output)
         spares_u = (
             group is not None
             and f.untyped_storage().data_ptr() != u.untyped_storage().data_ptr()
