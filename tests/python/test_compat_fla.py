@@ -318,7 +318,8 @@ class Made(TorchDispatchMode):
         self.reads |= func in self.READS
         if not any(r.alias_info is not None for r in func._schema.returns):
             found = result if isinstance(result, (tuple, list)) else (result,)
-            self.largest = max([self.largest, *(t.numel() for t in found if isinstance(t, torch.Tensor))])
+            numbers = [t.numel() for t in found if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            self.largest = max([self.largest, *numbers])  # a workspace has bytes
         return result
 
 
