@@ -180,7 +180,7 @@ def assert_close(
     assert fine.all(), (
         f"{name}: {int((~fine).sum())} of {fine.numel()} elements are off, the largest error is "
         f"{float(error.max()):.3e}, the largest value {largest:.3e}, "
-        f"the bound there {float(allowed.max()):.3e}"
+        f"the bound there {float(torch.as_tensor(allowed).max()):.3e}"
     )
 
 

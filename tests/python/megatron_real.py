@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program for test_compat_megatron_gdn_class.py: weft in the GatedDeltaNet of Megatron-LM's branch dev, the real class,
-whose sources are on PYTHONPATH. What a machine without a GPU lacks is put in its place: Triton, which is imported and
-never called here, fla, of which the class's own plain PyTorch needs the l2 norm, and the number of the current device."""
+"""A program for test_compat_megatron_gdn_class.py: weft in the GatedDeltaNet and the HyperConnectionModule of Megatron-LM's
+branch dev, the real classes, whose sources are on PYTHONPATH. What a machine without a GPU lacks is put in its place:
+Triton, which is imported and never called here, fla, of which the class's own plain PyTorch needs the l2 norm, and the
+number of the current device."""
 
 import sys
 import types
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -56,6 +58,7 @@ def stand_in(name: str, **names) -> None:
 
 torch.compile = lambda f=None, **options: (lambda g: g) if f is None else f
 torch.cuda.current_device = lambda: torch.device("cpu")
+torch.cuda.nvtx.range = lambda *args: nullcontext()
 sys.modules |= {name: Absent(name) for name in ("triton", "triton.language", "triton.runtime")}
 for package in ("fla", "fla.modules", "fla.ops"):
     stand_in(package)
@@ -64,12 +67,14 @@ stand_in("fla.modules.l2norm", l2norm=l2norm)
 stand_in("fla.ops.cp", build_cp_context=not_here)
 stand_in("fla.ops.gated_delta_rule", chunk_gated_delta_rule=not_here)
 
+import compat_oracle as oracle  # noqa: E402
 import gdn_oracle  # noqa: E402
 import weft.torch as wt  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules, get_parameter_local_cp  # noqa: E402
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet as Real  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.hyper_connection import HyperConnectionModule  # noqa: E402
 from weft.compat import megatron  # noqa: E402
 
 HIDDEN, HEADS = 24, wt.GdnHeads(2, 4, 8, 6)
@@ -235,8 +240,57 @@ def by_heads() -> None:
         same(_of_this_rank(module, group)[0][0], sliced, "conv1d.weight")
 
 
+def hyper_connections() -> None:
+    """Forward, merge and all gradients of dev's HyperConnectionModule in its own plain PyTorch and with weft in its slots,
+    against the float64 equations; and the aggregate into memory that is given."""
+    n, c, s, b = 4, 24, 5, 2
+    config = TransformerConfig(
+        num_layers=1, hidden_size=c, num_attention_heads=2, num_residual_streams=n, mhc_sinkhorn_iterations=5
+    )
+    torch.manual_seed(9)
+    plain, module = HyperConnectionModule(config, 1), HyperConnectionModule(config, 1)
+    assert megatron.bind(module) is module
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.copy_(torch.randn(p.shape) / max(p.shape[-1], 4) ** 0.5)
+    module.load_state_dict(plain.state_dict())
+    tensors = {"x": torch.randn(s, b, n * c), "f": torch.randn(s, b, c), "bias": torch.randn(c)}
+    tensors |= {f"p.{k}": p.detach() for k, p in plain.named_parameters()}
+
+    def layer_of(net):
+        class Whole(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.p = net
+
+            def forward(self, x, f, bias):
+                u, res, post, residual = self.p(x)
+                y = self.p.fused_h_res_h_post_bda(res, residual, post, (f, bias), 0.0, True, False)
+                return u, res, post, y
+
+        whole = Whole()
+        return lambda x, f, bias, **p: torch.func.functional_call(whole, p, (x, f, bias))
+
+    def expected(x, f, bias, **p):
+        streams, rows = x.unflatten(-1, (n, c)), p["p.mapping_proj.weight"].unflatten(-1, (n, c))
+        h, ms = oracle.project(streams, rows)
+        alpha = torch.cat([p[f"p.alpha_{k}"] for k in ("pre", "post", "res")])
+        pre, post, logits = oracle.gates(h, ms, alpha, p["p.bias"], n, 1e-6, "outside", 1e-6, 2.0)
+        res = oracle.sinkhorn(logits, "softmax_eps", 5, 1e-6)
+        y = oracle.combine(streams, f, post, res, bias, "in_out").flatten(-2)
+        return oracle.aggregate(streams, pre), res, post, y
+
+    for whose, net in (("its own", plain), ("weft", module)):
+        print(f"hyper connections, {whose}: {check(layer_of(net), expected, tensors):.3f} of the bound")
+    out = torch.empty(s, b, c)
+    x, h_pre = tensors["x"], torch.rand(s, b, n)
+    got = module.aggregate(x, h_pre, out=out)
+    assert got.data_ptr() == out.data_ptr()
+    same(got, module.aggregate(x, h_pre), "into")
+
+
 if __name__ == "__main__":
     torch.manual_seed(1)
-    for part in (whole_layer, bound_module, packed, by_heads):
+    for part in (whole_layer, bound_module, packed, by_heads, hyper_connections):
         part()
         print(f"{part.__name__}: passed")

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """weft.compat.tile_kernels: against the equations, against the results of TileKernels' references, misuse."""
 
+import importlib.util
+
 import compat_oracle as oracle
 import pytest
 import torch
 from compat_oracle import as_dtypes, assert_golden, check, check_compiled, depth, differentiate, draw, dtypes, golden
+from peer_signatures import PEERS
+from test_compat_signatures import root_of
 from weft.compat import tile_kernels as tk
 
 sizes = pytest.mark.parametrize("lead, n, c", [((2, 3), 4, 40), ((5,), 2, 33), ((1, 1, 2), 3, 17), ((1,), 5, 8)])
@@ -337,6 +341,49 @@ def test_golden_head(case):
     assert_golden(case, "d_x_head", grads["residual"], g["d_x_head"], 2.0**-7)
     for name in ("fn", "scale", "base"):
         assert_golden(case, f"d_head_{name}", grads[name], g[f"d_head_{name}"], 1e-4)
+
+
+@pytest.fixture(scope="module")
+def references():
+    """TileKernels' own plain PyTorch of the parts, from its sources."""
+    peer = next(p for p in PEERS if p.drop_in == "tile_kernels")
+    root = root_of(peer)
+    if root is None:
+        pytest.skip(
+            f"{peer.package}: neither installed nor below a folder of WEFT_TEST_PEERS: its references do not run"
+        )
+    spec = importlib.util.spec_from_file_location("tile_kernels_references", root / "tile_kernels" / "torch" / "mhc.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_references(references):
+    """Calls of the original with its own arguments, bf16 residuals and fp32 coefficients."""
+    n, c, lead = 4, 256, (2, 3)
+    t = as_dtypes(draw(18, **layer_shapes(lead, n, c, True), x=(*lead, c)), torch.float32)
+    residual, x = t["residual"].bfloat16(), t["x"].bfloat16()
+    mixes = tk.mhc_pre_norm_fn(residual, t["fn"], t["norm_weight"], 1e-6)
+    split = (mixes, t["scale"], t["base"], n, 2.0, 1e-6)
+    pre_mix, post_mix, logits = tk.mhc_pre_split_mixes(*split)
+    comb = tk.sinkhorn_normalize(logits, 10, 1e-6)
+    head = (mixes[..., :n], t["scale"][:1], t["base"][:n], 1e-6)
+    r = references
+    gates = zip((pre_mix, post_mix, logits), r.mhc_pre_split_mixes_ref(*split), strict=True)
+    few = 16  # roundings of a sigmoid and what is round it, or of a sum over streams
+    pairs = {  # results, and how many roundings a chain has
+        "norm_fn": (mixes, r.mhc_pre_norm_fn_ref(residual, t["fn"], t["norm_weight"], 1e-6), n * c + few),
+        **{f"split {k}": (*pair, few) for k, pair in enumerate(gates)},
+        "sinkhorn": (comb, r.sinkhorn_normalize_ref(logits, 10, 1e-6), 4 * n * 10 + few),
+        "apply_mix": (tk.mhc_pre_apply_mix(residual, pre_mix), r.mhc_pre_apply_mix_ref(residual, pre_mix), few),
+        "post": (tk.mhc_post_fwd(x, residual, post_mix, comb), r.mhc_post_ref(x, residual, post_mix, comb), few),
+        "head": (tk.mhc_head_compute_mix(*head), r.mhc_head_compute_mix_ref(*head), few),
+        "expand": (tk.expand_to_mhc(x, n), r.expand_to_mhc_ref(x, n), 0),
+    }
+    for name, (got, want, roundings) in pairs.items():
+        assert got.dtype == want.dtype, name
+        # Both are rounded: twice the roundings of one chain, and two stores.
+        oracle.assert_close(name, got, want, 2 * roundings, stores=2)
 
 
 # ---- torch.compile -----------------------------------------------------------------------------------------
