@@ -57,6 +57,10 @@ if(WEFT_CUDA STREQUAL "ON")
     # Fused multiply-adds are written out here as well. Subnormals are kept, divisions and roots are correctly rounded.
     set(WEFT_CUDA_FLAGS --fmad=false --expt-relaxed-constexpr -Xcompiler=-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra,-Wno-missing-field-initializers
                         -Xptxas=-warn-spills,-warn-lmem-usage --threads=1)
+    # A quarter of the size. Every driver that runs code of this nvcc can read it, which is not so for earlier ones.
+    if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13.0)
+        list(APPEND WEFT_CUDA_FLAGS --compress-mode=size)
+    endif()
     foreach(arch IN LISTS WEFT_CUDA_CODE)
         string(REGEX REPLACE "-.*" "" number ${arch})
         if(NOT arch MATCHES "-virtual$")

@@ -2,11 +2,14 @@
 # Which GPUs the CUDA backend is compiled for. Functions only, so that a script can include them (tests/cuda_architectures.cmake).
 
 # The code in a library for all GPUs. 8.0 also as PTX, which the driver compiles for GPUs that there is no machine code for.
-set(WEFT_CUDA_ALL 80 90a-real 100-real)
+set(WEFT_CUDA_ALL 80 86-real 89-real 90a-real 100-real 120-real)
 # The nvcc that first knows them.
 set(WEFT_NVCC_OF_80 11.0)
+set(WEFT_NVCC_OF_86 11.1)
+set(WEFT_NVCC_OF_89 11.8)
 set(WEFT_NVCC_OF_90a 12.0)
 set(WEFT_NVCC_OF_100 12.8)
+set(WEFT_NVCC_OF_120 12.8)
 
 # weft_cuda_capabilities(<result> <nvidia-smi>): compute capabilities of the GPUs of this machine, e.g. 8.6;9.0, or nothing.
 function(weft_cuda_capabilities result nvidia_smi)
@@ -26,6 +29,24 @@ function(weft_cuda_capabilities result nvidia_smi)
     set(${result} "${lines}" PARENT_SCOPE)
 endfunction()
 
+# weft_cuda_code_of(<result> <capability> <known>): which of the known architectures runs on a GPU, e.g. 8.7 -> 86-real. Machine code
+# runs where the major number is its own and the minor one is not smaller, and code with an "a" on exactly its own.
+function(weft_cuda_code_of result capability known)
+    string(REPLACE "." "" asked ${capability})
+    set(best "")
+    foreach(arch IN LISTS known)
+        string(REGEX MATCH "^([0-9]+)([0-9])(a?)" unused ${arch})
+        set(number ${CMAKE_MATCH_1}${CMAKE_MATCH_2})
+        if(asked EQUAL number OR (asked GREATER number AND asked LESS_EQUAL ${CMAKE_MATCH_1}9 AND NOT CMAKE_MATCH_3))
+            set(best ${number}${CMAKE_MATCH_3}-real)
+        endif()
+    endforeach()
+    if(NOT best AND asked GREATER 80)
+        set(best 80-virtual)
+    endif()
+    set(${result} "${best}" PARENT_SCOPE)
+endfunction()
+
 # weft_cuda_architectures(<result> <asked> <capabilities> <version of nvcc>): the list to compile for. <asked> is "native": what
 # a library for all GPUs would run on those with the given capabilities, or one architecture where there are none; "all": as
 # much as nvcc knows; or a list, which stays as it is.
@@ -42,15 +63,8 @@ function(weft_cuda_architectures result asked capabilities nvcc)
     elseif(asked STREQUAL "native")
         set(list "")
         foreach(capability IN LISTS capabilities)
-            if(capability MATCHES "^8\\.")
-                list(APPEND list 80-real)
-            elseif(capability STREQUAL "9.0" AND "90a-real" IN_LIST known)
-                list(APPEND list 90a-real)
-            elseif(capability MATCHES "^10\\." AND "100-real" IN_LIST known)
-                list(APPEND list 100-real)
-            elseif(capability VERSION_GREATER "8.0")
-                list(APPEND list 80-virtual)
-            endif()
+            weft_cuda_code_of(code ${capability} "${known}")
+            list(APPEND list ${code})
         endforeach()
         list(REMOVE_DUPLICATES list)
         if(NOT list AND "90a-real" IN_LIST known)

@@ -13,19 +13,25 @@ endfunction()
 # <asked> <capabilities> <version of nvcc> <wanted>, lists with commas
 foreach(case
         "native  9.0          13.0.88 90a-real"
-        "native  8.0,8.6      13.0.88 80-real"
-        "native  8.9,9.0      12.9    80-real,90a-real"
+        "native  8.0,8.6      13.0.88 80-real,86-real"
+        "native  8.7          13.0.88 86-real"
+        "native  8.6,8.9      11.4    86-real"
+        "native  8.6          11.0    80-real"
+        "native  8.9,9.0      12.9    89-real,90a-real"
         "native  10.0         12.8    100-real"
+        "native  10.3         12.8    100-real"
         "native  10.3         12.6    80-virtual" # an nvcc that does not know it
         "native  9.0          11.8    80-virtual"
-        "native  12.0         13.0.88 80-virtual"
+        "native  11.0         13.0.88 80-virtual" # no machine code of its major number
+        "native  12.0,12.1    13.0.88 120-real"
+        "native  12.0         12.6    80-virtual"
         "native  7.5,9.0      13.0.88 90a-real"   # there is no code for 7.5 at all
         "native  7.5          13.0.88 90a-real"
         "native  -            13.0.88 90a-real"
         "native  -            11.8    80"
-        "all     -            13.0.88 80,90a-real,100-real"
-        "all     9.0          12.4    80,90a-real"
-        "all     -            11.8    80"
+        "all     -            13.0.88 80,86-real,89-real,90a-real,100-real,120-real"
+        "all     9.0          12.4    80,86-real,89-real,90a-real"
+        "all     -            11.8    80,86-real,89-real"
         "86-real 9.0          13.0.88 86-real"
         "80,90a  -            13.0.88 80,90a")
     string(REGEX REPLACE " +" ";" case "${case}")
