@@ -10,13 +10,14 @@
 #   make check             all that CI asks for: format, tests, sanitizers, fuzzing
 #   make gpu-record        on a machine with a GPU: all tests, compute-sanitizer, benchmarks -> bench/baselines/<gpu>.jsonl
 #   make fuzz              fuzz what takes data from outside, FUZZ_SECONDS a target
-#   make install           PREFIX=/usr/local DESTDIR=
+#   make install           PREFIX=/usr/local DESTDIR=, and make uninstall with the same
 # What is missing on the machine is installed: Debian packages as root or through a sudo that asks no password, Python packages in
 # .venv. WEFT_INSTALL_DEPS=0 has it named instead.
 # The CUDA backend is built where nvcc is: CUDA=OFF leaves it out, CUDA=ON insists. It is compiled for the GPUs of this machine, or
 # for one kind where there is none; CUDA_ARCH=all compiles for all of them, CUDA_ARCH="80;90a-real" for a list.
 
 PREFIX ?= /usr/local
+LIBDIR ?= lib
 DESTDIR ?=
 WERROR ?= OFF
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
@@ -29,13 +30,13 @@ PTX_BUILD ?= build-ptx80
 CUDA ?=
 CUDA_ARCH ?=
 
-CMAKE_FLAGS = -DWEFT_WERROR=$(WERROR) -DCMAKE_INSTALL_PREFIX=$(PREFIX)
+CMAKE_FLAGS = -DWEFT_WERROR=$(WERROR) -DCMAKE_INSTALL_PREFIX=$(PREFIX) -DCMAKE_INSTALL_LIBDIR=$(LIBDIR)
 CMAKE_FLAGS += -DWEFT_CUDA=$(or $(CUDA),AUTO) $(if $(CUDA_ARCH),"-DWEFT_CUDA_ARCHITECTURES=$(CUDA_ARCH)")
 export CTEST_PARALLEL_LEVEL ?= $(JOBS)
 
 SHELL = /bin/bash
 
-.PHONY: all build python run test bench format check check-format check-asan check-tsan check-fuzz fuzz install clean
+.PHONY: all build python run test bench format check check-format check-asan check-tsan check-fuzz fuzz install uninstall clean
 .PHONY: gpu-record check-record build-ptx80
 .PHONY: deps-build deps-run deps-test deps-format deps-check build-tests
 
@@ -118,7 +119,10 @@ gpu-record: $(if $(NO_DEPS),,build-tests build-ptx80)
 		$(if $(NO_DEPS),,--python "$$(tools/python_env.sh)") $(ARGS)
 
 install: build
-	@DESTDIR=$(DESTDIR) cmake --install build --prefix $(PREFIX)
+	@DESTDIR=$(DESTDIR) cmake --install $(BUILD) --prefix $(PREFIX)
+
+uninstall:
+	@DESTDIR=$(DESTDIR) tools/uninstall.sh $(BUILD) $(PREFIX)
 
 clean:
 	rm -rf build build-asan build-tsan build-fuzz

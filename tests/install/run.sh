@@ -3,12 +3,13 @@
 #
 # tests/install/run.sh <build folder> <cc> <work folder>: installs into an empty prefix and uses what is there as
 # strangers would: through CMake's package, through pkg-config, and the program by itself. The tree is moved first, so
-# that a path of the build machine in it would show.
+# that a path of the build machine in it would show. Then README's program, built by the commands that README prints.
 set -eu
 build=$1
 cc=$2
 work=$3
 source=$(cd "$(dirname "$0")" && pwd)
+root=$source/../..
 
 rm -rf "$work"
 mkdir -p "$work"
@@ -38,9 +39,55 @@ echo "- pkg-config"
 PKG_CONFIG_PATH=$libdir/pkgconfig
 export PKG_CONFIG_PATH
 # shellcheck disable=SC2046
-"$cc" -std=c11 "$source/consumer.c" -o "$work/consumer_pc" $(pkg-config --cflags --libs weft) -Wl,-rpath,"$libdir"
+"$cc" -std=c11 "$source/consumer.c" -o "$work/consumer_pc" $(pkg-config --cflags --libs weft)
 "$work/consumer_pc"
 [ "$(pkg-config --modversion weft)" = "$(basename "$(readlink -f "$libdir/libweft.so")" | sed 's/libweft\.so\.//')" ]
+unset PKG_CONFIG_PATH
 
 echo "- the program"
 "$prefix/bin/weft" info
+
+echo "- README's program, as printed"
+HOME=$work/home
+export HOME
+mkdir -p "$HOME/program"
+# block <language> <number>: that block of README's section on C
+block() {
+    sed -n '/^## In C$/,/^## /p' "$root/README.md" |
+        awk -v want="$1" -v number="$2" '/^```/ { on = !on && $0 == "```" want && ++k == number; next } on'
+}
+# The tree's make, without the part that compiles: the build is there, and other tests use it.
+cat >"$work/make" <<END
+#!/bin/sh
+exec make -C "$root" -o build BUILD="$build" "\$@"
+END
+chmod +x "$work/make"
+# run_block <number>: the commands, in the user's folder; in place of make, cc and cmake's compiler what the test was given
+run_block() {
+    block sh "$1" >"$work/commands_$1"
+    [ -s "$work/commands_$1" ] || { echo "README.md: section 'In C' has no sh block $1" >&2; exit 1; }
+    sed 's/^/    $ /' "$work/commands_$1"
+    (
+        cd "$HOME/program"
+        make() { "$work/make" "$@"; }
+        cc() { command "$cc" "$@"; }
+        CC=$cc
+        export CC
+        # shellcheck disable=SC1090
+        . "$work/commands_$1"
+    ) >"$work/printed_$1"
+}
+block c 1 >"$HOME/program/example.c"
+block cmake 1 >"$HOME/program/CMakeLists.txt"
+run_block 1
+run_block 2
+for k in 1 2; do
+    tail -2 "$work/printed_$k" | grep -E '^column 0 of the first res sums to (1|0\.99999[0-9]*|1\.00000[0-9]*)$'
+done
+
+echo "- uninstall"
+touch "$HOME/weft/include/weft/of_another.h" "$HOME/weft/lib/of_another.so"
+"$work/make" uninstall PREFIX="$HOME/weft"
+left=$(cd "$HOME/weft" && find . ! -type d | sort | tr '\n' ' ')
+[ "$left" = "./include/weft/of_another.h ./lib/of_another.so " ] || { echo "left after uninstall: $left" >&2; exit 1; }
+[ ! -e "$HOME/weft/lib/cmake/weft" ] || { echo "left after uninstall: lib/cmake/weft" >&2; exit 1; }
