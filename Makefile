@@ -10,6 +10,7 @@
 #   make check             all that CI asks for: format, tests, sanitizers, fuzzing
 #   make gpu-record        on a machine with a GPU: all tests, compute-sanitizer, benchmarks -> bench/baselines/<gpu>.jsonl
 #   make fuzz              fuzz what takes data from outside, FUZZ_SECONDS a target
+#   make wheel             CUDA=ON for the one with CUDA, for all GPUs -> dist/*.whl, for machines without a compiler
 #   make install           PREFIX=/usr/local DESTDIR=, and make uninstall with the same
 # What is missing on the machine is installed: Debian packages as root or through a sudo that asks no password, Python packages in
 # .venv. WEFT_INSTALL_DEPS=0 has it named instead.
@@ -36,7 +37,7 @@ export CTEST_PARALLEL_LEVEL ?= $(JOBS)
 
 SHELL = /bin/bash
 
-.PHONY: all build python run test bench format check check-format check-asan check-tsan check-fuzz fuzz install uninstall clean
+.PHONY: all build python run test bench format check check-format check-asan check-tsan check-fuzz fuzz install uninstall wheel clean
 .PHONY: gpu-record check-record build-ptx80
 .PHONY: deps-build deps-run deps-test deps-format deps-check build-tests
 
@@ -124,5 +125,9 @@ install: build
 uninstall:
 	@DESTDIR=$(DESTDIR) tools/uninstall.sh $(BUILD) $(PREFIX)
 
+# Without CUDA unless asked: code for all GPUs is compiled six times over.
+wheel: deps-build
+	@tools/wheel.sh dist build-wheel $(or $(PYTHON),python3) $(or $(CUDA),OFF) "$(or $(CUDA_ARCH),all)"
+
 clean:
-	rm -rf build build-asan build-tsan build-fuzz
+	rm -rf build build-asan build-tsan build-fuzz build-wheel

@@ -12,17 +12,26 @@ if(WEFT_SANITIZE)
     set(WEFT_CUDA OFF)
 endif()
 
+if(NOT WEFT_CUDA STREQUAL "OFF")
+    # What was found once stays where no GPU can be seen: a build folder may be used from machines with one and without.
+    find_program(WEFT_NVIDIA_SMI nvidia-smi)
+    weft_cuda_capabilities(found "${WEFT_NVIDIA_SMI}")
+    if(found)
+        set(WEFT_CUDA_CAPABILITIES "${found}" CACHE INTERNAL "compute capabilities of this machine's GPUs")
+    endif()
+endif()
 if(WEFT_CUDA STREQUAL "AUTO")
     include(CheckLanguage)
     if(NOT CMAKE_CUDA_COMPILER AND EXISTS /usr/local/cuda/bin/nvcc)
         set(CMAKE_CUDA_COMPILER /usr/local/cuda/bin/nvcc)
     endif()
     check_language(CUDA)
-    if(CMAKE_CUDA_COMPILER)
-        set(WEFT_CUDA ON)
-    else()
-        message(STATUS "No CUDA compiler: building without the CUDA backend")
+    set(level STATUS)
+    if(SKBUILD)
+        set(level NOTICE) # pip -v shows both, but one among many lines is not seen
     endif()
+    weft_cuda_choice(WEFT_CUDA why "${SKBUILD}" "${WEFT_CUDA_CAPABILITIES}" "${CMAKE_CUDA_COMPILER}")
+    message(${level} "CUDA: ${why}")
 endif()
 
 if(WEFT_CUDA STREQUAL "ON")
@@ -39,14 +48,6 @@ if(WEFT_CUDA STREQUAL "ON")
     # Static: the library loads on a machine without a GPU or a CUDA installation, and says so when it is asked for one.
     set(WEFT_CUDA_LIBRARIES CUDA::cudart_static)
 
-    if(WEFT_CUDA_ARCHITECTURES STREQUAL "native")
-        # What was found once stays where no GPU can be seen: a build folder may be used from machines with one and without.
-        find_program(WEFT_NVIDIA_SMI nvidia-smi)
-        weft_cuda_capabilities(found "${WEFT_NVIDIA_SMI}")
-        if(found)
-            set(WEFT_CUDA_CAPABILITIES "${found}" CACHE INTERNAL "compute capabilities of this machine's GPUs")
-        endif()
-    endif()
     weft_cuda_architectures(WEFT_CUDA_CODE "${WEFT_CUDA_ARCHITECTURES}" "${WEFT_CUDA_CAPABILITIES}"
                             ${CMAKE_CUDA_COMPILER_VERSION})
     if(WEFT_CUDA_ARCHITECTURES STREQUAL "native" AND NOT WEFT_CUDA_CAPABILITIES)
@@ -54,10 +55,14 @@ if(WEFT_CUDA STREQUAL "ON")
                        "WEFT_CUDA_ARCHITECTURES=all in CMake: for all GPUs)")
     endif()
 
+    if(SKBUILD)
+        message(NOTICE "CUDA: compiling for ${WEFT_CUDA_CODE}; -C cmake.define.WEFT_CUDA_ARCHITECTURES=all is for all GPUs, or a list")
+    endif()
+
     # Fused multiply-adds are written out here as well. Subnormals are kept, divisions and roots are correctly rounded.
     set(WEFT_CUDA_FLAGS --fmad=false --expt-relaxed-constexpr -Xcompiler=-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra,-Wno-missing-field-initializers
                         -Xptxas=-warn-spills,-warn-lmem-usage --threads=1)
-    # A quarter of the size. Every driver that runs code of this nvcc can read it, which is not so for earlier ones.
+    # A seventh of the size. Every driver that runs code of this nvcc can read it, which is not so for earlier ones.
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13.0)
         list(APPEND WEFT_CUDA_FLAGS --compress-mode=size)
     endif()
