@@ -31,8 +31,8 @@ if ! has_all "$venv/bin/python"; then
         echo "Python tests: there is no Python with PyTorch 2.11, NumPy and pytest, and WEFT_INSTALL_DEPS is 0" >&2
         exit 0
     fi
-    echo "Installing PyTorch, NumPy and pytest in .venv for the tests of the Python package." >&2
-    { "$python" -m venv "$venv" && "$venv/bin/python" -m pip -q install torch==2.13.0 numpy pytest; } >&2 ||
+    echo "Installing PyTorch, NumPy, pytest and mypy in .venv for the tests of the Python package." >&2
+    { "$python" -m venv "$venv" && "$venv/bin/python" -m pip -q install torch==2.13.0 numpy pytest mypy; } >&2 ||
         { echo "Python tests: PyTorch and pytest could not be installed" >&2; exit 0; }
 fi
 has_all "$venv/bin/python" || exit 0

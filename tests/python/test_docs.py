@@ -14,6 +14,7 @@ import weft.torch
 
 HEADING = re.compile(r"^(##|###) `([\w.]+)`$", re.M)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+WITH_EXAMPLES = ("docs/python.md", "README.md")
 
 
 def documented(text: str) -> dict[str, dict[str, str]]:
@@ -122,7 +123,7 @@ def run_blocks(text: str, path: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("path", ["docs/python.md", "README.md"])
+@pytest.mark.parametrize("path", WITH_EXAMPLES)
 def test_examples_run(path, root):
     torch.manual_seed(0)
     assert run_blocks((root / path).read_text(), path) >= 1

@@ -9,7 +9,7 @@ the projection. Dtypes are those of weft.torch.functional; offsets and indices a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -197,6 +197,57 @@ def gdn_pre_step(
     if kind:
         results[3] = _view_of_z(parts, heads) if gate == "view" else None
     return GdnPre(*_unbatched(results, lead))
+
+
+@overload
+def gdn_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    state: Tensor | None = ...,
+    final_state: Literal[False] = ...,
+    head_map: str = ...,
+    chunk: int = ...,
+) -> tuple[Tensor, None]: ...
+
+
+@overload
+def gdn_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    state: Tensor | None = ...,
+    final_state: Literal[True],
+    head_map: str = ...,
+    chunk: int = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def gdn_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    state: Tensor | None = ...,
+    final_state: bool,
+    head_map: str = ...,
+    chunk: int = ...,
+) -> tuple[Tensor, Tensor | None]: ...
 
 
 def gdn_rule(

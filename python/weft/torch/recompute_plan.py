@@ -5,16 +5,29 @@ Between forward and backward a group keeps one stream tensor, its input, so long
 tensors are all there at a time, at the end of its forward and in its backward, so short groups need little then.
 `best_group` finds the balance."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 from torch import Tensor
 
 from .recompute import CheckpointWithoutOutputManager
 
 
+@overload
+def build_mhc_recompute_layer_plan(
+    num_layers: int, mhc_recompute_layer_num: int | None, use_mhc_recompute: Literal[True]
+) -> tuple[list[CheckpointWithoutOutputManager], list[bool]]: ...
+
+
+@overload
 def build_mhc_recompute_layer_plan(
     num_layers: int, mhc_recompute_layer_num: int | None, use_mhc_recompute: bool
-) -> tuple[list[CheckpointWithoutOutputManager | None], list[bool]]:
+) -> tuple[Sequence[CheckpointWithoutOutputManager | None], list[bool]]: ...
+
+
+def build_mhc_recompute_layer_plan(
+    num_layers: int, mhc_recompute_layer_num: int | None, use_mhc_recompute: bool
+) -> tuple[Sequence[CheckpointWithoutOutputManager | None], list[bool]]:
     """For every layer of a block, or of a pipeline stage, its manager and whether it ends a group. Groups have
     `mhc_recompute_layer_num` layers, the last one perhaps fewer; None makes the block one group. Managers hold the
     state of one pass: every forward needs a plan of its own."""
