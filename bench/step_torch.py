@@ -15,16 +15,20 @@ weights and gradients. Before timing, outputs and input gradients of the kinds a
 
 Kinds: plain; weft, a stack whose layers are joined (mhc_boundary); weft_layers, layer by layer (mhc_pre, mhc_post);
 weft_rebuild, joined with every second stream tensor made again; weft_recompute, joined with groups of two sub-layers
-rebuilt; native.
+rebuilt; transformer_engine, megatron and tile_kernels, layer by layer through weft's drop-ins, in their layouts and with their
+numerics; native. With --compile every kind goes through torch.compile as a whole, and the table has the seconds of the first
+step; that is the first compilation of a process for the first kind only, so give one kind for such a figure.
 
 Without options the two slices of docs/performance.md are measured, 16384 tokens each, which needs a GPU with 40 GB."""
 
 import argparse
+import copy
 import json
 import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from xml.sax.saxutils import escape
 
 import torch
@@ -36,6 +40,7 @@ try:
 except ImportError:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
     import weft.torch as wt
+from weft.compat import megatron, tile_kernels, transformer_engine
 
 SLICES = ((4096, 3), (2048, 4))
 HEAD, EPS = 128, 1e-6
@@ -45,7 +50,12 @@ WEFT = {
     "weft_rebuild": {"rebuild": True},
     "weft_recompute": {"recompute": 2},
 }
-KINDS = ("plain", *WEFT, "native")
+DROP_INS = {
+    "transformer_engine": "transformer_engine",
+    "megatron": "megatron_main",
+    "tile_kernels": "deepseek_v4",
+}  # numerics
+KINDS = ("plain", *WEFT, *DROP_INS, "native")
 
 
 # ---- sub-layers: the same for every kind -------------------------------------------------------------------------
@@ -135,26 +145,146 @@ class Native(nn.Module):
         return x.mean(-2)
 
 
+class TransformerEngineSite(nn.Module):
+    """Streams are the last axis: (s, b, C, n)."""
+
+    def __init__(self, site):
+        super().__init__()
+        n, channels = site.streams, site.channels
+        self.n, self.alpha, self.beta = n, site.alpha, site.beta
+        self.phi = nn.Parameter(site.phi.detach().view(-1, n, channels).transpose(1, 2).flatten(1))
+
+    def lay_out(self, x):
+        return x.transpose(-1, -2).contiguous()
+
+    def pre(self, x):
+        u, *coef = transformer_engine.mhc_generate_mix_and_aggregate(x, self.phi, self.alpha, self.beta)
+        return u, coef
+
+    def post(self, x, f, coef):
+        return transformer_engine.mhc_fused_expand_combine(f, None, coef[0], x, coef[1], self.n)
+
+    def leave(self, x):
+        return x.mean(-1)
+
+
+class TileKernelsSite(nn.Module):
+    def __init__(self, site):
+        super().__init__()
+        self.n, self.phi, self.alpha, self.beta = site.streams, site.phi, site.alpha, site.beta
+
+    def lay_out(self, x):
+        return x.contiguous()
+
+    def pre(self, x):
+        options = {"mhc_mult": self.n, "post_mult_value": 2.0, "sinkhorn_repeat": 20}
+        return tile_kernels.mhc_pre(x, self.phi, self.alpha, self.beta, **options)
+
+    def post(self, x, f, coef):
+        return tile_kernels.mhc_post(f, x, *coef)
+
+    def leave(self, x):
+        return x.mean(-2)
+
+
+class MegatronSite(nn.Module):
+    """HyperConnectionModule of branch main: [s, b, n*C]."""
+
+    def __init__(self, site):
+        super().__init__()
+        self.n = site.streams
+        config = SimpleNamespace(
+            mhc_num_residual_streams=site.streams,
+            hidden_size=site.channels,
+            mhc_sinkhorn_iterations=20,
+            mhc_init_gating_factor=1.0,
+            params_dtype=torch.float32,
+            sequence_parallel=False,
+            perform_initialization=True,
+        )
+        self.module = megatron.HyperConnectionModule(config, 1).to(site.phi.device)
+        self.module.mapping_proj.weight = nn.Parameter(site.phi.detach())
+        self.module.bias = nn.Parameter(site.beta.detach())
+
+    def lay_out(self, x):
+        return x.flatten(-2).contiguous()
+
+    def pre(self, x):
+        u, res, post = self.module(x)
+        return u, (res, post)
+
+    def post(self, x, f, coef):
+        res, post = coef
+        return self.module.fused_h_res_h_post_bda(res, x, post, (f, None), 0.0, True, True)
+
+    def leave(self, x):
+        return x.unflatten(-1, (self.n, -1)).mean(-2)
+
+
+SITES = {"transformer_engine": TransformerEngineSite, "megatron": MegatronSite, "tile_kernels": TileKernelsSite}
+
+
+class DropIn(nn.Module):
+    """Layer by layer, as users of the library that a drop-in stands for call it."""
+
+    def __init__(self, stack, kind):
+        super().__init__()
+        self.subs = nn.ModuleList(layer.sublayer for layer in stack.layers)
+        sites = [layer.connection for layer in stack.layers]
+        self.norms = nn.ModuleList(norm_of(site) for site in sites)
+        self.sites = nn.ModuleList(SITES[kind](site) for site in sites)
+
+    def chain(self, x):
+        """From streams to streams, as the drop-in has them."""
+        for site, norm, sub in zip(self.sites, self.norms, self.subs, strict=True):
+            u, coef = site.pre(x)
+            x = site.post(x, sub(norm(u)), coef)
+        return x
+
+    def forward(self, x):
+        site = self.sites[0]
+        streams = x.unsqueeze(-2).expand(*x.shape[:-1], site.n, x.shape[-1])
+        return site.leave(self.chain(site.lay_out(streams)))
+
+
+def norm_of(site):
+    if site.sub_weight is None:
+        return nn.Identity()
+    return nn.RMSNorm(site.channels, eps=EPS, device=site.phi.device, dtype=torch.bfloat16)  # a gain of 1, as in spread
+
+
+def stack_of(subs, args, **options):
+    return wt.HyperConnectionStack(subs, args.channels, args.streams, sub_eps=EPS, **options)
+
+
+def spread(model, device):
+    """Coefficients that differ from token to token, the same in every kind."""
+    generator = torch.Generator(device="cpu").manual_seed(7)
+    for module in model.modules():
+        if isinstance(module, wt.HyperConnection):
+            module.phi.data = torch.randn(module.phi.shape, generator=generator).to(device) / module.phi.shape[1] ** 0.5
+            module.alpha.data = torch.ones(3, device=device)
+            module.beta.data = torch.zeros(module.phi.shape[0], device=device)
+            if module.sub_weight is not None:
+                module.sub_weight.data = torch.ones(module.channels, device=device)
+    return model
+
+
 def build(kind, args, device, dtype):
+    """The model of a kind, and for a drop-in weft's own stack with the same parameters and numerics, which must agree."""
     torch.manual_seed(0)
     with torch.device(device):
         subs = sublayers(args.channels, args.layers)
         if kind == "plain":
             model = Plain(subs, args.channels)
         elif kind == "native":
-            model = Native(subs, args.channels, args.streams, not args.no_compile)
+            model = Native(subs, args.channels, args.streams, not (args.no_compile or args.compile))
+        elif kind in DROP_INS:
+            model = stack_of(subs, args, numerics=DROP_INS[kind], join=False)
         else:
-            model = wt.HyperConnectionStack(subs, args.channels, args.streams, sub_eps=EPS, **WEFT[kind])
-    model.to(dtype)
-    generator = torch.Generator(device="cpu").manual_seed(7)
-    for module in model.modules():  # coefficients that differ from token to token, the same in every kind
-        if isinstance(module, wt.HyperConnection):
-            module.phi.data = torch.randn(module.phi.shape, generator=generator).to(device) / module.phi.shape[1] ** 0.5
-            module.alpha.data = torch.ones(3, device=device)
-            module.beta.data = torch.zeros(module.phi.shape[0], device=device)
-            if module.sub_weight is not None:
-                module.sub_weight.data = torch.ones(args.channels, device=device)
-    return model
+            model = stack_of(subs, args, **WEFT[kind])
+    spread(model.to(dtype), device)
+    return (DropIn(copy.deepcopy(model), kind), model) if kind in DROP_INS else (model, None)
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -163,17 +293,20 @@ def build(kind, args, device, dtype):
 class Step:
     def __init__(self, kind, args, device, dtype):
         self.kind, self.device = kind, device
-        self.model = build(kind, args, device, dtype)
+        self.model, self.twin = build(kind, args, device, dtype)
+        if args.compile:
+            self.model = torch.compile(self.model)
         generator = torch.Generator().manual_seed(1)
         shape = (args.batch, args.length, args.channels)
         self.x = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
         self.grad = torch.randn(shape, generator=generator).to(device, dtype)
-        self.times, self.graph = [], None
+        self.times, self.graph, self.first_s = [], None, None
 
-    def run(self):
+    def run(self, model=None):
+        model = self.model if model is None else model
         self.x.grad = None
-        self.model.zero_grad(set_to_none=True)
-        y = self.model(self.x)
+        model.zero_grad(set_to_none=True)
+        y = model(self.x)
         y.backward(self.grad)
         return y.detach()  # nodes that live on belong to this stream, and a capture on another one cannot join it
 
@@ -220,20 +353,38 @@ def distance(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
+def expect_close(got, want, kind, other):
+    errors = [distance(a, b) for a, b in zip(got, want, strict=True)]
+    if not all(e < 0.03 for e in errors):  # bf16 through the whole stack; NaN fails
+        raise SystemExit(f"{kind} and {other} differ: output {errors[0]:.2e}, input gradient {errors[1]:.2e}")
+
+
+def warm_up(steps):
+    """The runs that compile, and correctness."""
+    results = {}
+    for step in steps:
+        start = time.perf_counter()
+        y = step.run()
+        float(y.sum())  # the GPU has finished
+        step.first_s = time.perf_counter() - start
+        for _ in range(2):
+            y = step.run()
+        result = (y.clone(), step.x.grad.clone())
+        if step.twin is not None:
+            y = step.run(step.twin)
+            expect_close(result, (y, step.x.grad), step.kind, "the stack with its numerics")
+            step.twin = None
+        elif step.kind != "plain":
+            results[step.kind] = result
+    first, *others = results or [None]
+    for kind in others:
+        expect_close(results[kind], results[first], kind, first)
+
+
 def measure(args, device):
     dtype = torch.bfloat16
     steps = [Step(kind, args, device, dtype) for kind in args.kinds]
-    results = {}
-    for step in steps:  # correctness, and the warm-up that compiles
-        for _ in range(3):
-            y = step.run()
-        results[step.kind] = (y.clone(), step.x.grad.clone())
-    hyper = [k for k in args.kinds if k != "plain"]
-    for kind in hyper[1:]:
-        errors = [distance(a, b) for a, b in zip(results[kind], results[hyper[0]], strict=True)]
-        if not all(e < 0.03 for e in errors):  # bf16 through the whole stack; NaN fails
-            raise SystemExit(f"{kind} and {hyper[0]} differ: output {errors[0]:.2e}, input gradient {errors[1]:.2e}")
-    results.clear()
+    warm_up(steps)
     peaks = [step.peak() for step in steps]
     if args.graph:
         for step in steps:
@@ -251,6 +402,8 @@ def measure(args, device):
                 "bench": "step_torch",
                 "kind": step.kind,
                 "graph": args.graph,
+                "compiled": args.compile,
+                "first_s": round(step.first_s, 1),
                 "channels": args.channels,
                 "layers": args.layers,
                 "streams": args.streams,
@@ -270,11 +423,12 @@ def measure(args, device):
 
 
 def table(rows):
-    lines = ["| slice | kind | ms | overhead | peak GiB |", "|---|---|---|---|---|"]
+    lines = ["| slice | kind | ms | overhead | peak GiB | first step, s |", "|---|---|---|---|---|---|"]
     for r in rows:
         over = "" if r["overhead"] is None else f"{100 * r['overhead']:+.1f}%"
         peak = "" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}"
-        lines.append(f"| C {r['channels']}, {r['layers']} layers | {r['kind']} | {r['ms']:.1f} | {over} | {peak} |")
+        which = f"| C {r['channels']}, {r['layers']} layers | {r['kind']}"
+        lines.append(f"{which} | {r['ms']:.1f} | {over} | {peak} | {r['first_s']} |")
     return "\n".join(lines)
 
 
@@ -286,6 +440,9 @@ def plot(rows, path):
         "weft_layers": "#8fc1c9",
         "weft_rebuild": "#9fc77e",
         "weft_recompute": "#b9cf7e",
+        "transformer_engine": "#8d99c9",
+        "megatron": "#a99bd1",
+        "tile_kernels": "#c39bc9",
         "native": "#e29578",
     }
     height, width = 60 + 26 * len(rows), 720
@@ -319,6 +476,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--graph", action="store_true", help="replay CUDA graphs of the steps")
+    parser.add_argument("--compile", action="store_true", help="torch.compile of every kind as a whole")
     parser.add_argument("--no-compile", action="store_true", help="native code eager")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true")
@@ -330,6 +488,8 @@ def main():
         parser.error(f"--kinds: expected {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
     if args.graph and not args.device.startswith("cuda"):
         parser.error(f"--graph: expected a GPU, got --device {args.device}")
+    if args.compile and args.no_compile:
+        parser.error("--compile: expected without --no-compile, got both")
     slices = SLICES if args.channels is None else ((args.channels, args.layers or 2),)
     rows = []
     for args.channels, args.layers in slices:
