@@ -166,10 +166,12 @@ static int32_t layers_of(const weft_recompute *recompute, int32_t group)
 static weft_tensor streams_at(const weft_recompute *recompute, int32_t group, int32_t site)
 {
     const weft_recompute_desc *d = &recompute->desc;
-    bool last = site == SITES * layers_of(recompute, group);
-    char *data = site == 0 || last ? recompute->resident + (size_t)(group + last) * stream_bytes(d)
-                                   : recompute->transient + (size_t)(site - 1) * stream_bytes(d);
-    return weft_dense3(recompute->resident ? data : NULL, d->dtype, d->tokens, d->streams, d->channels);
+    const bool last = site == SITES * layers_of(recompute, group);
+    char *data = NULL; /* in a query for sizes there is no memory */
+    if (recompute->resident)
+        data = site == 0 || last ? recompute->resident + (size_t)(group + last) * stream_bytes(d)
+                                 : recompute->transient + (size_t)(site - 1) * stream_bytes(d);
+    return weft_dense3(data, d->dtype, d->tokens, d->streams, d->channels);
 }
 
 static weft_tensor input_at(const weft_recompute *recompute, int32_t site)
