@@ -108,19 +108,13 @@ static void bwd_block(const bwd_plan *p, int64_t t, int64_t m, int thread)
     weft_mhc_pre_bwd_args pre = CPU(pre_bwd_from)(&whole, t);
     pre.x = streams_of_block(p, t, m);
     weft_tensor dy = {0};
+    const weft_tensor d_y = from(&a->d_y, t);
     if (p->dy) {
-        int64_t row = call->streams * call->channels, width = chunk_width(call->streams);
-        dy = weft_dense3(p->dy + thread * BLOCK * row, WEFT_F32, m, call->streams, call->channels);
-        for (int64_t k = 0; k < m && weft_has(&a->d_y); k++)
-            for (int64_t c = 0; c < call->channels; c += width) {
-                _Alignas(64) float part[CHUNK];
-                int64_t count = min64(width, call->channels - c);
-                rows_load(part, width, &a->d_y, t + k, c, count);
-                rows_store(&dy, false, part, width, k, c, count);
-            }
-        pre.d_x = (weft_grad){dy, weft_has(&a->d_y)};
+        dy = weft_dense3(p->dy + thread * BLOCK * call->streams * call->channels, WEFT_F32, m, call->streams,
+                         call->channels);
+        pre.d_x.to = dy;
     }
-    CPU(pre_bwd_tile)(call, &p->state, &pre, t - p->base, m, thread);
+    CPU(pre_bwd_tile)(call, &p->state, &pre, weft_has(&d_y) ? &d_y : NULL, t - p->base, m, thread);
     if (!p->dy) return;
     weft_mhc_post_bwd_args post = weft_boundary_post_bwd(a);
     post.x = from(&a->x, t);

@@ -167,7 +167,7 @@ static void bwd_body(void *context, int64_t item, int thread)
     gate_tile(&num, &h, &ms, p->alpha, p->beta, &gate, m);
     CPU(aggregate_bwd_tile)(&aggregate, 0, m, false);
     gate_bwd_tile(&num, &h, &ms, p->alpha, p->beta, &d_gate, &dh, &dms, sum, m);
-    if (weft_has(&d_x.to)) CPU(project_dx_tile)(&p->psi, &x, &dh, &dms, &gate, &d_u, &d_x, 0, m, p->stream);
+    if (weft_has(&d_x.to)) CPU(project_dx_tile)(&p->psi, &x, &dh, &dms, &gate, &d_u, NULL, &d_x, 0, m, p->stream);
     stream_fence();
 }
 

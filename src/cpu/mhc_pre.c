@@ -145,8 +145,8 @@ static weft_tensor join_du(const weft_call *call, const cpu_pre_bwd *p, const we
     return du;
 }
 
-void CPU(pre_bwd_tile)(const weft_call *call, const cpu_pre_bwd *p, const weft_mhc_pre_bwd_args *a, int64_t offset,
-                       int64_t tokens, int thread)
+void CPU(pre_bwd_tile)(const weft_call *call, const cpu_pre_bwd *p, const weft_mhc_pre_bwd_args *a,
+                       const weft_tensor *base, int64_t offset, int64_t tokens, int thread)
 {
     cpu_pre_room room = room_at(p->rooms + thread * p->room_bytes, call, &a->numerics, NULL);
     int64_t m = tokens, block = offset / BLOCK;
@@ -183,8 +183,8 @@ void CPU(pre_bwd_tile)(const weft_call *call, const cpu_pre_bwd *p, const weft_m
                                    .d_h = {.to = dh},
                                    .d_ms = {.to = dms}};
     CPU(coef_bwd_tile)(&coef, p->alpha, p->beta, sum_block(&p->gates, block), room.hist, 0, m);
-    if (weft_has(&a->d_x.to))
-        CPU(project_dx_tile)(&p->psi, &a->x, &dh, &dms, has_du ? &pre : NULL, &du, &a->d_x, 0, m, p->stream);
+    if (weft_has(&a->d_x.to)) CPU(project_dx_tile)
+    (&p->psi, &a->x, &dh, &dms, has_du ? &pre : NULL, &du, base, &a->d_x, 0, m, p->stream);
 }
 
 void CPU(pre_bwd_fold)(const weft_call *call, const cpu_pre_bwd *p, const weft_tensor *x, int64_t tokens)
@@ -250,7 +250,7 @@ static void bwd_body(void *context, int64_t item, int thread)
     const bwd_plan *p = context;
     int64_t t = p->base + item * BLOCK;
     weft_mhc_pre_bwd_args a = CPU(pre_bwd_from)(p->args, t);
-    CPU(pre_bwd_tile)(p->call, &p->pre, &a, item * BLOCK, min64(BLOCK, p->call->tokens - t), thread);
+    CPU(pre_bwd_tile)(p->call, &p->pre, &a, NULL, item * BLOCK, min64(BLOCK, p->call->tokens - t), thread);
     stream_fence();
 }
 

@@ -43,9 +43,10 @@ cpu_pre_bwd CPU(pre_bwd_take)(weft_arena *arena, const weft_call *call, const we
 void CPU(pre_bwd_pack)(const weft_call *call, const cpu_pre_bwd *p, const weft_mhc_pre_bwd_args *a);
 /* The arguments from token t0 on. */
 weft_mhc_pre_bwd_args CPU(pre_bwd_from)(const weft_mhc_pre_bwd_args *a, int64_t t0);
-/* The block of `tokens` tokens at the start of a, which lies `offset` tokens into the macro tile. */
-void CPU(pre_bwd_tile)(const weft_call *call, const cpu_pre_bwd *p, const weft_mhc_pre_bwd_args *a, int64_t offset,
-                       int64_t tokens, int thread);
+/* The block of `tokens` tokens at the start of a, which lies `offset` tokens into the macro tile. base: what d_x is added to, if
+ * not to itself. */
+void CPU(pre_bwd_tile)(const weft_call *call, const cpu_pre_bwd *p, const weft_mhc_pre_bwd_args *a,
+                       const weft_tensor *base, int64_t offset, int64_t tokens, int thread);
 /* After the tiles of a macro tile: dpsi and the sums of `tokens` tokens; x from the macro tile's first token on. */
 void CPU(pre_bwd_fold)(const weft_call *call, const cpu_pre_bwd *p, const weft_tensor *x, int64_t tokens);
 void CPU(pre_bwd_finish)(const weft_call *call, const cpu_pre_bwd *p, const weft_mhc_pre_bwd_args *a);

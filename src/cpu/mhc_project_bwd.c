@@ -22,11 +22,11 @@ INLINE int64_t dx_width(int64_t n)
 
 /* out[t] of one panel: factor[t] x + sum_j dh[j][t] psi[j]. */
 INLINE void dx_panel(const int mt, int64_t rows, const float *panel, const float *dh, const float *x,
-                     const float *factor, float *out)
+                     int64_t x_token, const float *factor, float *out)
 {
     vf s[MT][VP];
     for (int t = 0; t < mt; t++)
-        for (int v = 0; v < VP; v++) s[t][v] = vf_load(x + t * DX_STRIDE + v * LANES) * factor[t];
+        for (int v = 0; v < VP; v++) s[t][v] = vf_load(x + t * x_token + v * LANES) * factor[t];
     for (int64_t j = 0; j < rows; j++) {
         vf p[VP];
         for (int v = 0; v < VP; v++) p[v] = vf_load(panel + j * PANEL + v * LANES);
@@ -39,16 +39,33 @@ INLINE void dx_panel(const int mt, int64_t rows, const float *panel, const float
         for (int v = 0; v < VP; v++) vf_store(out + t * DX_STRIDE + v * LANES, s[t][v]);
 }
 
-/* new = (old +) pre du + value, in that order: what aggregate and projection would leave in an fp32 buffer. */
-INLINE void join_aggregate(float *value, int64_t ld, const float *old, const float *pre, const float *du, int64_t n,
+/* Rows of a token, one per stream. */
+typedef struct lines {
+    float *at;
+    int64_t ld;
+} lines;
+
+/* to = (old +) pre du + value, in that order: what aggregate and projection would leave in an fp32 buffer. */
+INLINE void join_aggregate(lines to, lines value, lines old, const float *pre, const float *du, int64_t n,
                            int64_t count)
 {
     for (int64_t i = 0; i < n; i++)
         for (int64_t c = 0; c < count; c += LANES) {
-            vf base = old ? vf_load(old + i * ld + c) : vf_set1(0);
+            vf base = old.at ? vf_load(old.at + i * old.ld + c) : vf_set1(0);
             if (pre) base = vf_fma(vf_set1(pre[i]), vf_load(du + c), base);
-            vf_store(value + i * ld + c, base + vf_load(value + i * ld + c));
+            vf_store(to.at + i * to.ld + c, base + vf_load(value.at + i * value.ld + c));
         }
+}
+
+static lines lines_at(const weft_tensor *t, int64_t m, int64_t c)
+{
+    return (lines){(float *)(void *)at(t, m) + c, t->stride[1]};
+}
+
+/* Can whole panels be read and written where they lie? */
+static bool in_place(const weft_tensor *t)
+{
+    return !t || (row_direct(t, WEFT_F32) && t->shape[t->ndim - 1] % PANEL == 0);
 }
 
 /* What dx needs of MT tokens besides x and psi. */
@@ -70,13 +87,16 @@ static void load_group(dx_group *g, int64_t rows, const weft_tensor *x, const we
 
 /* Columns first, then tokens: a chunk of psi is read once for all tokens of the tile. */
 void CPU(project_dx_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *d_h, const weft_tensor *d_ms,
-                          const weft_tensor *pre, const weft_tensor *d_u, const weft_grad *d_x, int64_t t0,
-                          int64_t t1, bool stream)
+                          const weft_tensor *pre, const weft_tensor *d_u, const weft_tensor *base,
+                          const weft_grad *d_x, int64_t t0, int64_t t1, bool stream)
 {
     _Alignas(64) float part[MT * DX_STRIDE], out[MT * DX_STRIDE], old[CHUNK], du[CHUNK];
     dx_group g;
     int64_t n = psi->n, width = dx_width(n), rows = weft_has(d_h) ? psi->rows : 0;
     const weft_tensor *to = &d_x->to;
+    if (!base && d_x->add) base = to;
+    const bool x_in_place = in_place(x), base_in_place = in_place(base), to_in_place = in_place(to),
+               du_in_place = in_place(pre ? d_u : NULL);
     stream = stream && !d_x->add && row_direct(to, to->dtype) && psi->channels % PANEL == 0 &&
              aligned(to->data, to->stride[0] | to->stride[1], to->dtype);
     for (int64_t c = 0; c < psi->channels; c += width)
@@ -84,7 +104,9 @@ void CPU(project_dx_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_t
             int mt = (int)min64(MT, t1 - m);
             int64_t count = min64(width, psi->channels - c);
             load_group(&g, rows, x, d_h, d_ms, pre, m, mt);
-            for (int t = 0; t < mt; t++) rows_load(part + t * DX_STRIDE, width, x, m + t, c, count);
+            const lines from = x_in_place ? lines_at(x, m, c) : (lines){part, width};
+            const int64_t token = x_in_place ? x->stride[0] : DX_STRIDE;
+            for (int t = 0; !x_in_place && t < mt; t++) rows_load(part + t * DX_STRIDE, width, x, m + t, c, count);
             for (int64_t i = 0; i < n; i++)
                 for (int64_t k = 0; k < count; k += PANEL) {
                     for (int t = 0; t < MT && m + MT + t < t1; t++) {
@@ -92,17 +114,29 @@ void CPU(project_dx_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_t
                         if (next) line_ask(next, 0);
                     }
                     const float *panel = psi->data + (i * (psi->ld / PANEL) + (c + k) / PANEL) * psi->rows * PANEL;
+                    const float *row = from.at + i * from.ld + k;
                     if (mt == MT)
-                        dx_panel(MT, rows, panel, g.dh, part + i * width + k, g.factor, out + i * width + k);
+                        dx_panel(MT, rows, panel, g.dh, row, token, g.factor, out + i * width + k);
                     else
-                        dx_panel(mt, rows, panel, g.dh, part + i * width + k, g.factor, out + i * width + k);
+                        dx_panel(mt, rows, panel, g.dh, row, token, g.factor, out + i * width + k);
                 }
             for (int t = 0; t < mt; t++) {
-                if (d_x->add) rows_load(old, width, &d_x->to, m + t, c, count);
-                if (pre) row_load(du, d_u, m + t, c, count);
-                if (d_x->add || pre)
-                    join_aggregate(out + t * DX_STRIDE, width, d_x->add ? old : NULL, pre ? g.gate[t] : NULL, du, n,
-                                   count);
+                const lines value = {out + t * DX_STRIDE, width};
+                lines before = {base ? old : NULL, width};
+                const float *u = du;
+                if (base && base_in_place)
+                    before = lines_at(base, m + t, c);
+                else if (base)
+                    rows_load(old, width, base, m + t, c, count);
+                if (pre && du_in_place)
+                    u = (const float *)(const void *)at(d_u, m + t) + c;
+                else if (pre)
+                    row_load(du, d_u, m + t, c, count);
+                if ((base || pre) && to_in_place && !stream) {
+                    join_aggregate(lines_at(to, m + t, c), value, before, pre ? g.gate[t] : NULL, u, n, count);
+                    continue;
+                }
+                if (base || pre) join_aggregate(value, value, before, pre ? g.gate[t] : NULL, u, n, count);
                 for (int64_t i = 0; stream && i < n; i++)
                     run_stream(to->dtype, at(to, m + t) + (i * to->stride[1] + c) * (int64_t)size_of(to->dtype),
                                out + t * DX_STRIDE + i * width, count);
@@ -274,7 +308,8 @@ static void dx_body(void *context, int64_t item, int thread)
     int64_t t0 = p->base + item * TILE;
     (void)thread;
     CPU(project_dx_tile)
-    (&p->psi, &a->x, &a->d_h, &a->d_ms, NULL, NULL, &a->d_x, t0, min64(t0 + TILE, p->call->tokens), p->stream);
+    (&p->psi, &a->x, &a->d_h, &a->d_ms, NULL, NULL, NULL, &a->d_x, t0, min64(t0 + TILE, p->call->tokens),
+     p->stream);
     stream_fence();
 }
 

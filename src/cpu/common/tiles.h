@@ -148,11 +148,11 @@ void CPU(psi_pack)(const weft_call *call, const cpu_psi *psi, const weft_tensor 
 /* h and ms of tokens t0 .. t1, at most TILE of them. */
 void CPU(project_fwd_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *h, const weft_tensor *ms,
                            int64_t t0, int64_t t1);
-/* d_x of tokens t0 .. t1 from panels: sum_j d_h psi + (2 d_ms / nC) x, added to (what is there and) pre * d_u, where
- * pre is not NULL. d_h and d_ms may be absent. */
+/* d_x of tokens t0 .. t1 from panels: sum_j d_h psi + (2 d_ms / nC) x, added to (base, or what is there, and) pre * d_u, where
+ * they are not NULL. d_h and d_ms may be absent. */
 void CPU(project_dx_tile)(const cpu_psi *psi, const weft_tensor *x, const weft_tensor *d_h, const weft_tensor *d_ms,
-                          const weft_tensor *pre, const weft_tensor *d_u, const weft_grad *d_x, int64_t t0,
-                          int64_t t1, bool stream);
+                          const weft_tensor *pre, const weft_tensor *d_u, const weft_tensor *base,
+                          const weft_grad *d_x, int64_t t0, int64_t t1, bool stream);
 
 /* dpsi [row][stream][ld], summed over the tokens of one macro tile after the other: token after token per element. */
 typedef struct cpu_dpsi {
