@@ -7,6 +7,10 @@
  *               x_{s+1}[o] = dropout(post[o] (f + bias)) + sum_i W(i,o) x_s[i]
  *     logits = head rmsnorm(exit(x_last))
  *
+ * With mhc and mhc_single_pass neighbouring sites are one operator, mhc_boundary, and so are the entry and the first site: the
+ * streams are read and written once between two sub-layers. Losses and activations have the bits of site by site; gradients of
+ * the streams are rounded once less on their way, which changes no bit where they are f32 on cpu.
+ *
  * F is causal attention with rotary positions at even sites and a SwiGLU MLP at odd ones. Equations and gradients of the
  * parts that are not operators of weft/mhc.h: docs/math.md, [T1] to [T6].
  *
@@ -46,7 +50,8 @@ typedef enum weft_exit {
 
 /* Which part of a model: all of it, a stage of a pipeline, or the block alone for callers with their own embedding and
  * head. A part has its parameters under the names they have in the whole. Between stages go streams [T, n, C], and their
- * gradients back: T n C elements a hop. A block takes rows [T, C] and gives rows. No recompute group crosses a stage. A
+ * gradients back: T n C elements a hop; with mhc_single_pass also the pre [T, n] that the last site predicted for the next
+ * stage's first one. A block takes rows [T, C] and gives rows. No recompute group crosses a stage. A
  * middle stage of one layer is a transformer layer by itself. */
 typedef enum weft_stage {
     WEFT_STAGE_WHOLE = 0,
@@ -63,10 +68,10 @@ typedef struct weft_model_config {
     weft_dtype dtype; /* of activations: f32 on cpu, f32 or bf16 on cuda, f64 on ref */
     weft_residual residual;
     weft_exit exit;
-    int32_t streams;                  /* 1 with WEFT_RESIDUAL_PLAIN */
-    int32_t layers, heads;            /* layers of this stage */
-    int32_t first_layer;              /* number of the first of them in the whole model */
-    weft_stage stage;                 /* mhc_single_pass is whole or a block: its mixes would have to hop as well */
+    int32_t streams;       /* 1 with WEFT_RESIDUAL_PLAIN */
+    int32_t layers, heads; /* layers of this stage */
+    int32_t first_layer;   /* number of the first of them in the whole model */
+    weft_stage stage;
     int64_t vocab, channels, hidden;  /* hidden: width of the MLP */
     int64_t context;                  /* longest sequence */
     int32_t bias;                     /* 1: biases on all linear maps of the layers */
@@ -75,6 +80,7 @@ typedef struct weft_model_config {
     uint64_t dropout_seed;
     double norm_eps, rope_base, init_alpha; /* init_alpha: first value of a connection's alpha */
     weft_mhc_numerics numerics;             /* mhc and mhc_single_pass; hc takes rms_eps */
+    int32_t separate; /* 1: mhc and mhc_single_pass run site by site as well, for measurements and tests */
 } weft_model_config;
 
 /* A small model of this kind, in as many bytes as config->struct_size says; fields can be changed afterwards:
@@ -140,7 +146,7 @@ typedef struct weft_model {
     weft_recompute recompute;
     int32_t phase;
     weft_model_config config;
-    uint64_t reserved[32];
+    uint64_t reserved[31];
 } weft_model;
 
 WEFT_API weft_status weft_model_query(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
@@ -171,6 +177,12 @@ typedef struct weft_model_args {
     void *streams_out;
     const void *d_streams_out;
     void *d_streams_in;
+    /* The same for pre between stages of mhc_single_pass, in the dtype of parameters. mix_out may be mix_in, and d_mix_in
+     * d_mix_out. */
+    const void *mix_in;
+    void *mix_out;
+    const void *d_mix_out;
+    void *d_mix_in;
 } weft_model_args;
 
 WEFT_API weft_status weft_model_forward(const weft_exec *exec, weft_model *model, const weft_model_args *args);

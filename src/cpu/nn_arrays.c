@@ -20,7 +20,8 @@ static void blend_span(void *context, int64_t item, int thread)
     (void)thread;
     for (int64_t i = item * SPAN; i < min64((item + 1) * SPAN, b->count); i += LANES) {
         int64_t left = b->count - i;
-        vf old = b->a == 0 ? vf_set1(0) : part_load(b->to + i, left, 0) * b->a; /* NaN times nothing is nothing */
+        /* NaN times nothing is nothing, and -0 keeps the sign of what is added to it. */
+        vf old = b->a == 0 ? vf_set1(-0.0f) : part_load(b->to + i, left, 0) * b->a;
         part_store(b->to + i, b->from ? vf_fma(part_load(b->from + i, left, 0), vf_set1(b->b), old) : old + b->b,
                    left);
     }

@@ -38,7 +38,8 @@ weft_exit weft_exit_find(const char *name)
     return (weft_exit)i;
 }
 
-static const weft_sizes config_sizes = {sizeof(weft_model_config), sizeof(weft_model_config), "WEFT_STRUCT"};
+static const weft_sizes config_sizes = {offsetof(weft_model_config, separate), sizeof(weft_model_config),
+                                        "WEFT_STRUCT"};
 
 weft_status weft_model_defaults(weft_residual residual, weft_model_config *config)
 {
@@ -94,6 +95,7 @@ static weft_status check_ranges(const weft_model_config *c)
         {"bias", c->bias, 0, 1},
         {"recompute", c->recompute, 0, 1},
         {"poison", c->poison, 0, 1},
+        {"separate", c->separate, 0, 1},
         {"group", c->group, 0, c->layers},
         {"sinkhorn_iters", c->numerics.sinkhorn_iters, 1, 10000},
     };
@@ -154,10 +156,6 @@ weft_status config_take(const weft_model_config *given, weft_model_config *copy,
         return weft_fail(WEFT_ERR_ARGUMENT,
                          "model: recompute: expected hc, mhc or mhc_single_pass, got residual: it has "
                          "one stream and nothing to rebuild");
-    bool hops = c->stage != WEFT_STAGE_WHOLE && c->stage != WEFT_STAGE_BLOCK;
-    if (single && hops)
-        return weft_fail(WEFT_ERR_ARGUMENT,
-                         "model: stage: expected the whole model or its block with mhc_single_pass, got a stage");
     if ((has_entry(c) || c->stage == WEFT_STAGE_BLOCK) && c->first_layer)
         return weft_fail(WEFT_ERR_ARGUMENT, "model: first_layer: expected 0 at the entry, got %d",
                          (int)c->first_layer);

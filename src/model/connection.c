@@ -146,8 +146,8 @@ static weft_status hc_backward(run *r, int32_t index, const weft_recompute_site 
                             .alpha = connection_tensor(r, index, ATTENTION_ALPHA).data,
                             .beta = connection_tensor(r, index, ATTENTION_BETA).data,
                             .d_pre = w->d_pre[0],
-                            .d_post = w->d_post,
-                            .d_res = w->d_res,
+                            .d_post = w->d_post[0],
+                            .d_res = w->d_res[0],
                             .d_h = w->d_h,
                             .d_ms = w->d_ms,
                             .d_alpha = connection_grad(r, index, ATTENTION_ALPHA).to.data,
@@ -164,16 +164,42 @@ static weft_status hc_backward(run *r, int32_t index, const weft_recompute_site 
 
 static bool shifted(const run *r)
 {
-    return r->config->residual == WEFT_RESIDUAL_MHC_SINGLE_PASS;
+    return is_shifted(r->config);
 }
 
-/* The coefficients that a site is fed by: its own, those of the site before it, or stream 0. */
+/* The coefficients that a site is fed by: its own, those of the site before it, in this stage or the one before, or stream 0. */
 static weft_tensor pre_of(const run *r, int32_t index)
 {
     int64_t n = r->config->streams;
     if (!shifted(r)) return per_token(r, site_at(r, index).pre, n);
-    if (index == 0) return broadcast(per_token(r, r->whole.one_hot, n));
-    return per_token(r, site_at(r, index - 1).pre, n);
+    if (index > 0) return per_token(r, site_at(r, index - 1).pre, n);
+    if (hops_in(r->config)) return per_token(r, r->whole.mix_in, n);
+    return broadcast(per_token(r, r->whole.one_hot, n));
+}
+
+/* The gradient of what a site predicts for the next one, and of what it is fed by. */
+static weft_tensor d_pre_out(const run *r, int32_t index)
+{
+    if (!shifted(r)) return (weft_tensor){0};
+    return per_token(r, r->scratch.d_pre[index % 2], r->config->streams);
+}
+
+static weft_tensor d_pre_in(const run *r, int32_t index)
+{
+    if (!shifted(r)) return (weft_tensor){0};
+    if (index > 0) return per_token(r, r->scratch.d_pre[(index - 1) % 2], r->config->streams);
+    if (hops_in(r->config)) return per_token(r, r->args->d_mix_in, r->config->streams);
+    return (weft_tensor){0};
+}
+
+static weft_tensor d_post_of(const run *r, int32_t index)
+{
+    return per_token(r, r->scratch.d_post[index % 2], r->config->streams);
+}
+
+static weft_tensor d_res_of(const run *r, int32_t index)
+{
+    return mix_of(r, r->scratch.d_res[index % 2]);
 }
 
 static weft_status mhc_forward(run *r, int32_t index, const weft_recompute_site *at)
@@ -198,20 +224,17 @@ static weft_status mhc_backward(run *r, int32_t index, const weft_recompute_site
     int64_t n = c->streams;
     site_memory s = site_at(r, index);
     scratch *w = &r->scratch;
-    weft_tensor none = {0};
-    RUN_OP(r, mhc_pre_bwd, .numerics = c->numerics, .sub_eps = c->norm_eps, .x = at->x,
-           .phi = split(connection_tensor(r, index, ATTENTION_PHI), n),
-           .alpha = connection_tensor(r, index, ATTENTION_ALPHA),
-           .beta = connection_tensor(r, index, ATTENTION_BETA), .pre_in = shifted(r) ? pre_of(r, index) : none,
-           .sub_weight = param_tensor(r, norm_param(index), index / SITES), .h = per_token(r, s.h, n * (n + 2)),
-           .ms = weft_dense1(s.ms, full_of(r), r->tokens), .d_v = rows_of(r, w->row_b),
-           .d_pre = shifted(r) ? per_token(r, w->d_pre[index % 2], n) : none, .d_post = per_token(r, w->d_post, n),
-           .d_res = mix_of(r, w->d_res), .d_x = {streams_of(r, w->d_x), 1},
-           .d_phi = split_grad(connection_grad(r, index, ATTENTION_PHI), n),
-           .d_alpha = connection_grad(r, index, ATTENTION_ALPHA),
-           .d_beta = connection_grad(r, index, ATTENTION_BETA),
-           .d_pre_in = {shifted(r) && index > 0 ? per_token(r, w->d_pre[(index - 1) % 2], n) : none, 0},
-           .d_sub_weight = param_grad(r, norm_param(index), index / SITES));
+    RUN_OP(
+        r, mhc_pre_bwd, .numerics = c->numerics, .sub_eps = c->norm_eps, .x = at->x,
+        .phi = split(connection_tensor(r, index, ATTENTION_PHI), n),
+        .alpha = connection_tensor(r, index, ATTENTION_ALPHA), .beta = connection_tensor(r, index, ATTENTION_BETA),
+        .pre_in = shifted(r) ? pre_of(r, index) : (weft_tensor){0},
+        .sub_weight = param_tensor(r, norm_param(index), index / SITES), .h = per_token(r, s.h, n * (n + 2)),
+        .ms = weft_dense1(s.ms, full_of(r), r->tokens), .d_v = rows_of(r, w->row_b), .d_pre = d_pre_out(r, index),
+        .d_post = d_post_of(r, index), .d_res = d_res_of(r, index), .d_x = {streams_of(r, w->d_x), 1},
+        .d_phi = split_grad(connection_grad(r, index, ATTENTION_PHI), n),
+        .d_alpha = connection_grad(r, index, ATTENTION_ALPHA), .d_beta = connection_grad(r, index, ATTENTION_BETA),
+        .d_pre_in = {d_pre_in(r, index), 0}, .d_sub_weight = param_grad(r, norm_param(index), index / SITES));
     return WEFT_OK;
 }
 
@@ -311,9 +334,120 @@ weft_status connection_merge_bwd(run *r, int32_t index, const weft_recompute_sit
            .f = rows_of(r, site_at(r, index).f), .bias = param_tensor(r, bias_param(index), index / SITES),
            .post = post_of(r, index), .res = res_of(r, index), .d_y = d_x, .d_x = {d_x, 0},
            .d_f = {rows_of(r, w->row_a), 0}, .d_bias = param_grad(r, bias_param(index), index / SITES),
-           .d_post = {plain ? none : per_token(r, w->d_post, c->streams), 0},
-           .d_res = {plain ? none : mix_of(r, w->d_res), 0});
+           .d_post = {plain ? none : d_post_of(r, index), 0}, .d_res = {plain ? none : d_res_of(r, index), 0});
     return WEFT_OK;
+}
+
+/* ---- joined: a merge and the forward of the site behind it ---------------------------------------------------------------- */
+
+/* What goes into the streams in front of a site: x and f of the site before it, or at the entry the input, which goes to each
+ * stream as it is: post = 1, and streams of zeros that nothing is taken from. */
+typedef struct merged {
+    weft_tensor x, f, bias, post, res;
+    weft_dropout dropout;
+} merged;
+
+static merged merged_by(const run *r, int32_t index, const weft_tensor *x)
+{
+    return (merged){*x,
+                    rows_of(r, site_at(r, index).f),
+                    param_tensor(r, bias_param(index), index / SITES),
+                    post_of(r, index),
+                    res_of(r, index),
+                    dropout_of(r, index)};
+}
+
+static merged merged_by_entry(const run *r, const weft_tensor *rows)
+{
+    const int64_t n = r->config->streams;
+    merged m = {.x = streams_of(r, r->whole.no_streams),
+                .f = *rows,
+                .post = broadcast(per_token(r, r->whole.ones, n)),
+                .res = broadcast(mix_of(r, r->whole.no_mix))};
+    m.x.stride[0] = n * NO_STREAMS_UNIT;
+    m.x.stride[1] = NO_STREAMS_UNIT;
+    return m;
+}
+
+/* m, and what stands in front of site `next`: y are its streams. */
+static weft_status join_fwd(run *r, const merged *m, int32_t next, const weft_tensor *y, const weft_tensor *v)
+{
+    const weft_model_config *c = r->config;
+    int64_t n = c->streams;
+    site_memory s = site_at(r, next);
+    RUN_OP(r, mhc_boundary_fwd, .numerics = c->numerics, .dropout = m->dropout, .sub_eps = c->norm_eps, .x = m->x,
+           .f = m->f, .bias = m->bias, .post = m->post, .res = m->res,
+           .phi = split(connection_tensor(r, next, ATTENTION_PHI), n),
+           .alpha = connection_tensor(r, next, ATTENTION_ALPHA), .beta = connection_tensor(r, next, ATTENTION_BETA),
+           .pre_in = shifted(r) ? pre_of(r, next) : (weft_tensor){0},
+           .sub_weight = param_tensor(r, norm_param(next), next / SITES), .y = *y,
+           .h = per_token(r, s.h, n * (n + 2)), .ms = weft_dense1(s.ms, full_of(r), r->tokens),
+           .pre_out = per_token(r, s.pre, n), .post_out = per_token(r, s.post, n), .res_out = mix_of(r, s.res),
+           .v = *v);
+    return WEFT_OK;
+}
+
+/* Where gradients of m go; absent: nowhere. */
+typedef struct merged_grads {
+    weft_grad d_x, d_f, d_bias, d_post, d_res;
+} merged_grads;
+
+static weft_status join_bwd(run *r, const merged *m, const merged_grads *d, int32_t next, const weft_tensor *y)
+{
+    const weft_model_config *c = r->config;
+    int64_t n = c->streams;
+    site_memory s = site_at(r, next);
+    RUN_OP(r, mhc_boundary_bwd, .numerics = c->numerics, .dropout = m->dropout, .sub_eps = c->norm_eps, .x = m->x,
+           .f = m->f, .bias = m->bias, .post = m->post, .res = m->res, .y = *y,
+           .phi = split(connection_tensor(r, next, ATTENTION_PHI), n),
+           .pre_in = shifted(r) ? pre_of(r, next) : (weft_tensor){0},
+           .sub_weight = param_tensor(r, norm_param(next), next / SITES),
+           .alpha = connection_tensor(r, next, ATTENTION_ALPHA), .beta = connection_tensor(r, next, ATTENTION_BETA),
+           .h = per_token(r, s.h, n * (n + 2)), .ms = weft_dense1(s.ms, full_of(r), r->tokens),
+           .d_y = streams_of(r, r->scratch.d_x), .d_v = rows_of(r, r->scratch.row_b),
+           .d_pre_out = d_pre_out(r, next), .d_post_out = d_post_of(r, next), .d_res_out = d_res_of(r, next),
+           .d_x = d->d_x, .d_f = d->d_f, .d_bias = d->d_bias, .d_post = d->d_post, .d_res = d->d_res,
+           .d_phi = split_grad(connection_grad(r, next, ATTENTION_PHI), n),
+           .d_alpha = connection_grad(r, next, ATTENTION_ALPHA), .d_beta = connection_grad(r, next, ATTENTION_BETA),
+           .d_pre_in = {d_pre_in(r, next), 0}, .d_sub_weight = param_grad(r, norm_param(next), next / SITES));
+    return WEFT_OK;
+}
+
+weft_status connection_join(run *r, int32_t index, const weft_recompute_site *at, const weft_tensor *next_v)
+{
+    merged m = merged_by(r, index, &at->x);
+    return join_fwd(r, &m, index + 1, &at->y, next_v);
+}
+
+weft_status connection_join_bwd(run *r, int32_t index, const weft_recompute_site *at)
+{
+    scratch *w = &r->scratch;
+    merged m = merged_by(r, index, &at->x);
+    merged_grads d = {{streams_of(r, w->d_y), 0},
+                      {rows_of(r, w->row_a), 0},
+                      param_grad(r, bias_param(index), index / SITES),
+                      {d_post_of(r, index), 0},
+                      {d_res_of(r, index), 0}};
+    WEFT_TRY(join_bwd(r, &m, &d, index + 1, &at->y));
+    void *d_x = w->d_y;
+    w->d_y = w->d_x, w->d_x = d_x;
+    return WEFT_OK;
+}
+
+weft_status connection_join_entry(run *r, const weft_tensor *rows, const weft_recompute_site *at)
+{
+    merged m = merged_by_entry(r, rows);
+    return join_fwd(r, &m, 0, &at->x, &at->v);
+}
+
+weft_status connection_join_entry_bwd(run *r, const weft_recompute_site *at, const weft_tensor *d_rows)
+{
+    /* Each of the first streams is a copy of the rows, which themselves are not kept. */
+    weft_tensor rows = rows_of(r, at->x.data);
+    rows.stride[0] = at->x.stride[0];
+    merged m = merged_by_entry(r, &rows);
+    merged_grads d = {.d_f = {*d_rows, 0}};
+    return join_bwd(r, &m, &d, 0, &at->x);
 }
 
 weft_status connection_replay(run *r, int32_t group)

@@ -13,12 +13,23 @@ static void *full(weft_arena *arena, const weft_model_config *c, int64_t element
     return weft_arena_take(arena, weft_bytes_times((size_t)elements, weft_dtype_size(weft_nn_full(c->dtype))));
 }
 
+int64_t no_streams_count(const weft_model_config *c, int64_t tokens)
+{
+    int64_t narrow = (int64_t)(weft_dtype_size(weft_nn_full(c->dtype)) / weft_dtype_size(c->dtype));
+    return (tokens * c->streams * NO_STREAMS_UNIT + c->channels + narrow - 1) / narrow;
+}
+
 void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int64_t length, whole *w)
 {
     bool learned = c->exit == WEFT_EXIT_LEARNED && contracts(c);
     *w = (whole){.rope = full(arena, c, length * (c->channels / c->heads)),
-                 .ones = full(arena, c, 1),
+                 .ones = full(arena, c, c->streams),
                  .one_hot = full(arena, c, c->streams)};
+    if (is_shifted(c) && hops_in(c)) w->mix_in = full(arena, c, tokens * c->streams);
+    if (joins_entry(c)) {
+        w->no_streams = full(arena, c, no_streams_count(c, tokens));
+        w->no_mix = full(arena, c, c->streams * c->streams);
+    }
     if (is_narrow(c)) w->weights = take(arena, c, param_elements(c));
     if (contracts(c)) w->z = take(arena, c, tokens * c->channels);
     if (has_exit(c)) {
@@ -65,9 +76,13 @@ void scratch_take(weft_arena *arena, const weft_model_config *c, int64_t tokens,
     if (streams) {
         s->d_pre[0] = full(arena, c, tokens * n);
         s->d_pre[1] = full(arena, c, tokens * n);
-        s->d_post = full(arena, c, tokens * n);
-        s->d_res = full(arena, c, tokens * n * n);
+        for (int i = 0; i < (joins(c) ? 2 : 1); i++) {
+            s->d_post[i] = full(arena, c, tokens * n);
+            s->d_res[i] = full(arena, c, tokens * n * n);
+        }
+        if (!joins(c)) s->d_post[1] = s->d_post[0], s->d_res[1] = s->d_res[0];
     }
+    if (joins(c)) s->d_y = take(arena, c, tokens * n * c->channels);
     if (hc) {
         s->d_h = full(arena, c, tokens * n * (n + 2));
         s->d_ms = full(arena, c, tokens * n);

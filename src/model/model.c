@@ -129,9 +129,20 @@ static weft_status copy(run *r, void *to, const void *from, int64_t streams)
     return WEFT_OK;
 }
 
-static weft_status enter(run *r, const weft_tensor *x)
+/* The same for values of the full dtype, which may be several times as wide. */
+static weft_status copy_mix(run *r, void *to, const void *from)
 {
     const weft_model_config *c = r->config;
+    int64_t width = (int64_t)(weft_dtype_size(weft_nn_full(c->dtype)) / weft_dtype_size(c->dtype));
+    RUN_NN(r, copy, to, from, r->tokens * c->streams * width);
+    return WEFT_OK;
+}
+
+/* The first streams, and the input of the first sub-layer. */
+static weft_status enter(run *r, const weft_recompute_site *at)
+{
+    const weft_model_config *c = r->config;
+    const weft_tensor *x = &at->x;
     weft_tensor rows = rows_of(r, r->scratch.row_a);
     if (has_entry(c))
         RUN_NN(r, embed_fwd,
@@ -143,20 +154,28 @@ static weft_status enter(run *r, const weft_tensor *x)
                              .rows = rows.data});
     else if (c->stage == WEFT_STAGE_BLOCK)
         rows.data = (void *)r->args->streams_in;
-    else
-        return copy(r, x->data, r->args->streams_in, c->streams);
+    else {
+        WEFT_TRY(copy(r, x->data, r->args->streams_in, c->streams));
+        if (is_shifted(c)) WEFT_TRY(copy_mix(r, r->whole.mix_in, r->args->mix_in));
+        return connection_forward(r, 0, at);
+    }
+    if (joins_entry(c)) return connection_join_entry(r, &rows, at);
     RUN_OP(r, mhc_expand_fwd, .u = rows, .x = *x);
-    return WEFT_OK;
+    return connection_forward(r, 0, at);
 }
 
-static weft_status enter_bwd(run *r)
+static weft_status enter_bwd(run *r, const weft_recompute_site *at)
 {
     const weft_model_config *c = r->config;
     weft_tensor rows = rows_of(r, has_entry(c) ? r->scratch.row_a : r->args->d_streams_in);
-    if (!has_entry(c) && c->stage != WEFT_STAGE_BLOCK)
-        return copy(r, r->args->d_streams_in, r->scratch.d_x, c->streams);
-    RUN_OP(r, mhc_expand_bwd, .d_x = weft_dense3(r->scratch.d_x, c->dtype, r->tokens, c->streams, c->channels),
-           .d_u = {rows, 0});
+    if (joins_entry(c))
+        WEFT_TRY(connection_join_entry_bwd(r, at, &rows));
+    else {
+        WEFT_TRY(connection_backward(r, 0, at));
+        if (hops_in(c)) return copy(r, r->args->d_streams_in, r->scratch.d_x, c->streams);
+        RUN_OP(r, mhc_expand_bwd, .d_x = weft_dense3(r->scratch.d_x, c->dtype, r->tokens, c->streams, c->channels),
+               .d_u = {rows, 0});
+    }
     if (has_entry(c))
         RUN_NN(r, embed_bwd,
                &(weft_embed){.tokens = r->args->tokens,
@@ -172,7 +191,10 @@ static weft_status leave(run *r, const weft_tensor *x)
 {
     const weft_model_config *c = r->config;
     linear head = head_of(r);
-    if (!contracts(c)) return copy(r, r->args->streams_out, x->data, c->streams);
+    if (hops_out(c)) {
+        if (is_shifted(c)) WEFT_TRY(copy_mix(r, r->args->mix_out, site_at(r, SITES * c->layers - 1).pre));
+        return copy(r, r->args->streams_out, x->data, c->streams);
+    }
     WEFT_TRY(exit_forward(r, x));
     if (!has_exit(c)) return copy(r, r->args->streams_out, r->whole.z, 1);
     RUN_OP(r, rmsnorm_fwd, .eps = c->norm_eps, .u = rows_of(r, r->whole.z), .weight = param_tensor(r, NORM, 0),
@@ -194,7 +216,10 @@ static weft_status leave_bwd(run *r, const weft_tensor *x)
     const weft_model_config *c = r->config;
     linear head = head_of(r);
     double scale = r->args->loss_scale != 0 ? r->args->loss_scale : 1 / (double)(r->tokens > 0 ? r->tokens : 1);
-    if (!contracts(c)) return copy(r, r->scratch.d_x, r->args->d_streams_out, c->streams);
+    if (hops_out(c)) {
+        if (is_shifted(c)) WEFT_TRY(copy_mix(r, r->scratch.d_pre[(SITES * c->layers - 1) % 2], r->args->d_mix_out));
+        return copy(r, r->scratch.d_x, r->args->d_streams_out, c->streams);
+    }
     if (!has_exit(c)) {
         WEFT_TRY(copy(r, r->scratch.row_a, r->args->d_streams_out, 1));
         return exit_backward(r, x);
@@ -214,52 +239,103 @@ static weft_status leave_bwd(run *r, const weft_tensor *x)
     return exit_backward(r, x);
 }
 
+static bool ends_group(const run *r, int32_t index)
+{
+    return index % SITES == SITES - 1 && weft_recompute_ends_group(&r->model->recompute, index / SITES);
+}
+
+static weft_status close_group(run *r, int32_t index)
+{
+    weft_recompute *recompute = &r->model->recompute;
+    return weft_recompute_close(recompute, &r->exec, weft_recompute_group_of(recompute, index / SITES));
+}
+
+/* From the output of a site's sub-layer to the input of the next one's, which `at` becomes. */
+static weft_status go_on(run *r, int32_t index, weft_recompute_site *at)
+{
+    weft_recompute *recompute = &r->model->recompute;
+    const bool ends = ends_group(r, index);
+    weft_recompute_site next;
+    if (!joins(r->config)) {
+        WEFT_TRY(connection_merge(r, index, at));
+        if (ends) WEFT_TRY(close_group(r, index));
+        WEFT_TRY(weft_recompute_site_at(recompute, index + 1, &next));
+        WEFT_TRY(connection_forward(r, index + 1, &next));
+    } else if (ends) {
+        /* The groups share the memory of v, and this one's streams are read until the next v is there. A replay will put that
+         * where it belongs; row_a is idle in forward. */
+        weft_tensor v = rows_of(r, r->scratch.row_a);
+        WEFT_TRY(connection_join(r, index, at, &v));
+        WEFT_TRY(close_group(r, index));
+        WEFT_TRY(weft_recompute_site_at(recompute, index + 1, &next));
+        next.v = v;
+    } else {
+        WEFT_TRY(weft_recompute_site_at(recompute, index + 1, &next));
+        WEFT_TRY(connection_join(r, index, at, &next.v));
+    }
+    *at = next;
+    return WEFT_OK;
+}
+
 static weft_status forward(run *r)
 {
     const weft_model_config *c = r->config;
     weft_model *m = r->model;
+    const int32_t last = SITES * c->layers - 1;
     weft_recompute_site at;
     WEFT_TRY(weft_recompute_begin(&m->recompute));
     WEFT_TRY(weft_recompute_site_at(&m->recompute, 0, &at));
     if (is_narrow(c)) RUN_NN(r, narrow, r->whole.weights, r->args->parameters, param_elements(c));
     RUN_NN(r, rope_table, r->whole.rope, m->length, c->channels / c->heads, c->rope_base);
-    RUN_NN(r, fill, r->whole.ones, 1, 1);
+    RUN_NN(r, fill, r->whole.ones, 1, c->streams);
     RUN_NN(r, fill, r->whole.one_hot, 0, c->streams);
     RUN_NN(r, fill, r->whole.one_hot, 1, 1);
-    WEFT_TRY(enter(r, &at.x));
-    for (int32_t layer = 0; layer < c->layers; layer++) {
-        for (int32_t index = SITES * layer; index < SITES * (layer + 1); index++) {
-            WEFT_TRY(weft_recompute_site_at(&m->recompute, index, &at));
-            WEFT_TRY(connection_forward(r, index, &at));
-            WEFT_TRY(branch_forward(r, index, at.v.data));
-            WEFT_TRY(connection_merge(r, index, &at));
-        }
-        if (weft_recompute_ends_group(&m->recompute, layer))
-            WEFT_TRY(weft_recompute_close(&m->recompute, &r->exec, weft_recompute_group_of(&m->recompute, layer)));
+    if (joins_entry(c)) {
+        RUN_NN(r, fill, r->whole.no_streams, 0, no_streams_count(c, r->tokens));
+        RUN_NN(r, fill, r->whole.no_mix, -0.0, c->streams * c->streams); /* f + -0 is f where f is -0, too */
     }
+    WEFT_TRY(enter(r, &at));
+    for (int32_t index = 0; index <= last; index++) {
+        WEFT_TRY(branch_forward(r, index, at.v.data));
+        if (index < last) WEFT_TRY(go_on(r, index, &at));
+    }
+    WEFT_TRY(connection_merge(r, last, &at));
+    WEFT_TRY(close_group(r, last));
     return leave(r, &at.y);
+}
+
+static weft_status restore_group(run *r, int32_t index)
+{
+    weft_recompute *recompute = &r->model->recompute;
+    const int32_t group = weft_recompute_group_of(recompute, index / SITES);
+    if (group + 1 < recompute->groups) WEFT_TRY(weft_recompute_release(recompute, group + 1));
+    WEFT_TRY(connection_replay(r, group));
+    if (r->nn.query) recompute->state[group] = WEFT_RECOMPUTE_RESTORED; /* as if it had run */
+    return WEFT_OK;
 }
 
 static weft_status backward(run *r)
 {
     const weft_model_config *c = r->config;
     weft_model *m = r->model;
+    const int32_t last = SITES * c->layers - 1;
+    const bool joined = joins(c);
     weft_tensor x = weft_recompute_output(&m->recompute);
+    weft_recompute_site at;
     WEFT_TRY(leave_bwd(r, &x));
-    for (int32_t group = m->recompute.groups - 1; group >= 0; group--) {
-        int32_t first = group * m->recompute.layers_per_group, end = first + m->recompute.layers_per_group;
-        WEFT_TRY(connection_replay(r, group));
-        if (r->nn.query) m->recompute.state[group] = WEFT_RECOMPUTE_RESTORED; /* as if it had run */
-        for (int32_t index = SITES * (end < c->layers ? end : c->layers) - 1; index >= SITES * first; index--) {
-            weft_recompute_site at;
-            WEFT_TRY(weft_recompute_site_at(&m->recompute, index, &at));
+    for (int32_t index = last; index >= 0; index--) {
+        /* A join of two groups reads the streams of the first one; of the second, x alone, which is not in a group's memory. */
+        if (ends_group(r, index)) WEFT_TRY(restore_group(r, index));
+        WEFT_TRY(weft_recompute_site_at(&m->recompute, index, &at));
+        if (joined && index < last)
+            WEFT_TRY(connection_join_bwd(r, index, &at));
+        else
             WEFT_TRY(connection_merge_bwd(r, index, &at));
-            WEFT_TRY(branch_backward(r, index, at.v.data));
-            WEFT_TRY(connection_backward(r, index, &at));
-        }
-        WEFT_TRY(weft_recompute_release(&m->recompute, group));
+        WEFT_TRY(branch_backward(r, index, at.v.data));
+        if (!joined && index > 0) WEFT_TRY(connection_backward(r, index, &at));
     }
-    return enter_bwd(r);
+    WEFT_TRY(enter_bwd(r, &at));
+    return weft_recompute_release(&m->recompute, 0);
 }
 
 /* ---- what a forward has left -------------------------------------------------------------------------------------------------------- */
@@ -269,7 +345,7 @@ static weft_status gain(run *r, double to[4])
     const weft_model_config *c = r->config;
     weft_compose maps = {.tokens = r->tokens,
                          .streams = c->streams,
-                         .to = r->scratch.d_res,
+                         .to = r->scratch.d_res[0],
                          .in_out = connection_numerics(c).apply == WEFT_APPLY_IN_OUT};
     if (c->residual == WEFT_RESIDUAL_PLAIN) return WEFT_OK;
     for (int32_t index = 0; index < SITES * c->layers; index++) {
@@ -277,7 +353,7 @@ static weft_status gain(run *r, double to[4])
         maps.first = index == 0;
         RUN_NN(r, compose, &maps);
     }
-    RUN_NN(r, gains, r->scratch.d_res, r->tokens, c->streams, to);
+    RUN_NN(r, gains, r->scratch.d_res[0], r->tokens, c->streams, to);
     return WEFT_OK;
 }
 
@@ -384,6 +460,8 @@ static weft_status check_arrays(const run *r, const char *call, bool forward)
     const int64_t tokens = r->tokens, hop = tokens * c->channels * (c->stage == WEFT_STAGE_BLOCK ? 1 : c->streams);
     const size_t activation = weft_dtype_size(c->dtype), full = weft_dtype_size(weft_nn_full(c->dtype));
     const bool entry = has_entry(c), exit = has_exit(c);
+    const bool mix_in = is_shifted(c) && hops_in(c), mix_out = is_shifted(c) && hops_out(c);
+    const int64_t mix = tokens * c->streams;
     const struct {
         weft_array array;
         bool needed;
@@ -401,6 +479,10 @@ static weft_status check_arrays(const run *r, const char *call, bool forward)
          !forward && !exit},
         {{"d_streams_in", a->d_streams_in, forward || entry ? 0 : hop, activation, true, "d_streams_out"},
          !forward && !entry},
+        {{"mix_in", a->mix_in, forward && mix_in ? mix : 0, full, false, NULL}, forward && mix_in},
+        {{"mix_out", a->mix_out, forward && mix_out ? mix : 0, full, true, "mix_in"}, forward && mix_out},
+        {{"d_mix_out", a->d_mix_out, !forward && mix_out ? mix : 0, full, false, NULL}, !forward && mix_out},
+        {{"d_mix_in", a->d_mix_in, !forward && mix_in ? mix : 0, full, true, "d_mix_out"}, !forward && mix_in},
         {{"the model's memory", r->model->memory, (int64_t)r->model->bytes.total, 1, true, NULL}, true},
     };
     enum { COUNT = sizeof parts / sizeof *parts };
@@ -435,7 +517,7 @@ static weft_status check_tokens(const run *r, const char *call)
 static weft_status enter_pass(run *r, bool forward, const weft_exec *exec, weft_model *model,
                               const weft_model_args *given, weft_model_args *copy)
 {
-    static const weft_sizes sizes = WEFT_SIZES(weft_model_args);
+    static const weft_sizes sizes = {offsetof(weft_model_args, mix_in), sizeof(weft_model_args), "WEFT_ARGS"};
     const char *call = forward ? "model_forward" : "model_backward";
     const void *taken;
     weft_clear_error();

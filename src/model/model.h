@@ -65,6 +65,35 @@ weft_tensor param_shape(const weft_model_config *config, param p);
 /* Elements of the array of all of them. */
 int64_t param_elements(const weft_model_config *config);
 
+/* Are neighbouring sites one operator? */
+static inline bool joins(const weft_model_config *c)
+{
+    return !c->separate && (c->residual == WEFT_RESIDUAL_MHC || c->residual == WEFT_RESIDUAL_MHC_SINGLE_PASS);
+}
+
+/* Is the first site one operator with what makes the streams? Stages that are given streams make none. */
+static inline bool joins_entry(const weft_model_config *c)
+{
+    return joins(c) && (has_entry(c) || c->stage == WEFT_STAGE_BLOCK);
+}
+
+/* Streams that come from another stage, or go to one. */
+static inline bool hops_in(const weft_model_config *c)
+{
+    return c->stage == WEFT_STAGE_MIDDLE || c->stage == WEFT_STAGE_LAST;
+}
+
+static inline bool hops_out(const weft_model_config *c)
+{
+    return c->stage == WEFT_STAGE_FIRST || c->stage == WEFT_STAGE_MIDDLE;
+}
+
+/* Is a site fed by the coefficients of the one before it? They hop between stages along with the streams. */
+static inline bool is_shifted(const weft_model_config *c)
+{
+    return c->residual == WEFT_RESIDUAL_MHC_SINGLE_PASS;
+}
+
 /* Activations have fewer bits than parameters: matrix products then work on a rounded copy of the weights. */
 static inline bool is_narrow(const weft_model_config *c)
 {
@@ -87,19 +116,28 @@ typedef struct site_memory {
 /* What the whole model leaves: embedding's rotation table, exit, logits. */
 typedef struct whole {
     void *rope, *ones, *one_hot;     /* ones: post and res of the plain residual; one_hot: pre of the first site */
+    void *mix_in;                    /* pre of the first site where another stage has made it */
+    void *no_streams, *no_mix;       /* zeros: x and res of a joined entry */
     void *weights;                   /* the parameters, rounded; NULL where activations are full */
     void *exit_h, *exit_ms, *z, *zn; /* learned exit; exit's output, and behind the norm */
     void *logits, *d_logits, *losses;
 } whole;
 
 typedef struct scratch {
-    void *d_x;                       /* [T, n, C]: the gradient on its way back */
-    void *row_a, *row_b, *row_c;     /* [T, C] */
-    void *wide;                      /* [T, max(3C, 2F)] */
-    void *act, *d_act;               /* [T, F] */
-    void *d_pre[2], *d_post, *d_res; /* the connection */
-    void *d_h, *d_ms;                /* hc */
+    void *d_x;                             /* [T, n, C]: the gradient on its way back */
+    void *d_y;                             /* the same, one site further on: where sites are joined */
+    void *row_a, *row_b, *row_c;           /* [T, C] */
+    void *wide;                            /* [T, max(3C, 2F)] */
+    void *act, *d_act;                     /* [T, F] */
+    void *d_pre[2], *d_post[2], *d_res[2]; /* the connection, by the parity of the site */
+    void *d_h, *d_ms;                      /* hc */
 } scratch;
+
+/* The streams that a joined entry adds to are zeros. All lie in the same few bytes, one after the other by NO_STREAMS_UNIT
+ * elements, 16 bytes or more, so that to read them costs no memory traffic and kernels meet strides like any other. */
+enum { NO_STREAMS_UNIT = 8 };
+/* In elements of the full dtype. */
+int64_t no_streams_count(const weft_model_config *c, int64_t tokens);
 
 /* Takes everything from an arena in a fixed order; a NULL base counts. */
 void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int64_t length, whole *w);
@@ -150,13 +188,21 @@ static inline weft_tensor rows_of(const run *r, void *data)
     return weft_dense2(data, r->config->dtype, r->tokens, r->config->channels);
 }
 
-/* The connection of a site (connection.c). forward: x to v; merge: x and f to y. */
+/* The connection of a site (connection.c). forward: x to v; merge: x and f to y. join: the merge of a site and the forward of
+ * the next one; its y is the next one's x. */
 weft_status connection_forward(run *r, int32_t index, const weft_recompute_site *at);
 weft_status connection_merge(run *r, int32_t index, const weft_recompute_site *at);
+weft_status connection_join(run *r, int32_t index, const weft_recompute_site *at, const weft_tensor *next_v);
 /* d_x holds the gradient of y and becomes what reaches x past the sub-layer; row_a becomes d_f. */
 weft_status connection_merge_bwd(run *r, int32_t index, const weft_recompute_site *at);
 /* row_b holds the gradient of v; adds the rest to d_x. */
 weft_status connection_backward(run *r, int32_t index, const weft_recompute_site *at);
+/* Both for the sites index and index + 1: d_x holds the gradient of y without what row_b, the gradient of the next v, has to
+ * add to it. */
+weft_status connection_join_bwd(run *r, int32_t index, const weft_recompute_site *at);
+/* expand and the forward of the first site, from rows; and the gradient of the rows. */
+weft_status connection_join_entry(run *r, const weft_tensor *rows, const weft_recompute_site *at);
+weft_status connection_join_entry_bwd(run *r, const weft_recompute_site *at, const weft_tensor *d_rows);
 /* One group's entries for the replay. */
 weft_status connection_replay(run *r, int32_t group);
 /* The numerics that the operators get: a kind of connection decides how the indices of res are meant. */

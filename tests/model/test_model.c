@@ -259,17 +259,20 @@ static void stages_are_the_whole(void **state)
         weft_stage stage;
         int32_t first, layers;
     } cuts[] = {{WEFT_STAGE_FIRST, 0, 2}, {WEFT_STAGE_MIDDLE, 2, 1}, {WEFT_STAGE_LAST, 3, 2}};
-    for (int k = 0; k < WEFT_RESIDUAL_MHC_SINGLE_PASS; k++) {
+    for (int k = 0; k < WEFT_RESIDUAL_COUNT; k++) {
         weft_model_config c = gpt_config((weft_residual)k, WEFT_F32);
         gpt all, part[3];
-        float *hop[2], *d_hop[2];
+        float *hop[2], *d_hop[2], *mix[2], *d_mix[2];
+        const bool single = k == WEFT_RESIDUAL_MHC_SINGLE_PASS;
         double loss = 0;
         c.layers = 5, c.dropout = 0.2, c.bias = 1;
         c.recompute = k != WEFT_RESIDUAL_PLAIN;
         gpt_open(&all, &c, 2, 8, 0.1);
         double want = gpt_step(&all) * 16;
         size_t streams = (size_t)(16 * c.streams * c.channels) * sizeof(float);
+        size_t mixes = (size_t)(16 * c.streams) * sizeof(float);
         for (int i = 0; i < 2; i++) hop[i] = must_alloc(streams), d_hop[i] = must_alloc(streams);
+        for (int i = 0; i < 2; i++) mix[i] = must_alloc(mixes), d_mix[i] = must_alloc(mixes);
         weft_model_args args[3];
         for (int i = 0; i < 3; i++) {
             c.stage = cuts[i].stage, c.first_layer = cuts[i].first, c.layers = cuts[i].layers;
@@ -287,7 +290,11 @@ static void stages_are_the_whole(void **state)
                                         .streams_in = i > 0 ? hop[i - 1] : NULL,
                                         .streams_out = i < 2 ? hop[i] : NULL,
                                         .d_streams_out = i < 2 ? d_hop[i] : NULL,
-                                        .d_streams_in = i > 0 ? d_hop[i - 1] : NULL};
+                                        .d_streams_in = i > 0 ? d_hop[i - 1] : NULL,
+                                        .mix_in = single && i > 0 ? mix[i - 1] : NULL,
+                                        .mix_out = single && i < 2 ? mix[i] : NULL,
+                                        .d_mix_out = single && i < 2 ? d_mix[i] : NULL,
+                                        .d_mix_in = single && i > 0 ? d_mix[i - 1] : NULL};
             if (weft_model_forward(&part[i].exec, &part[i].model, &args[i]) != WEFT_OK)
                 fail_msg("%s", weft_last_error());
         }
@@ -303,7 +310,7 @@ static void stages_are_the_whole(void **state)
         bad = args[0], bad.streams_out = NULL;
         assert_int_equal(weft_model_forward(&part[0].exec, &part[0].model, &bad), WEFT_ERR_ARGUMENT);
         assert_int_equal(weft_model_logits(&part[0].model).dtype, WEFT_NONE);
-        for (int i = 0; i < 2; i++) free(hop[i]), free(d_hop[i]);
+        for (int i = 0; i < 2; i++) free(hop[i]), free(d_hop[i]), free(mix[i]), free(d_mix[i]);
         for (int i = 0; i < 3; i++) gpt_close(&part[i]);
         gpt_close(&all);
     }
@@ -348,6 +355,75 @@ static void block_between_rows(void **state)
         if (!(worst < 1e-5)) fail_msg("%s: worst error %.2e", gpt_variants[k].name, worst);
         gpt_close(&g);
     }
+}
+
+/* ---- joined sites ----------------------------------------------------------------------------------------------------------- */
+
+/* How far two arrays of gradients are apart, tensor by tensor, by the largest gradient of the tensor. */
+static double apart(const gpt *a, const gpt *b)
+{
+    int32_t tensors;
+    double worst = 0;
+    weft_model_param_count(&a->config, &tensors, NULL);
+    for (int32_t t = 0; t < tensors; t++) {
+        weft_model_param p;
+        double largest = 0, error = 0;
+        weft_model_param_at(&a->config, t, &p);
+        for (int64_t i = p.offset; i < p.offset + p.count; i++) {
+            largest = fmax(largest, fabs(gpt_gradient(a, i)));
+            error = value_worst(error, fabs(gpt_gradient(a, i) - gpt_gradient(b, i)));
+        }
+        worst = value_worst(worst, error / largest);
+    }
+    return worst;
+}
+
+/* The reference adds the site's two parts to a gradient one by one where sites are joined, and their sum where they are not:
+ * one rounding in 2^-53 of a stream's gradient per site. A gradient of a parameter is a sum over streams, channels and tokens of
+ * such values, whose terms cancel down to no less than a hundredth here. */
+static double joined_bound(const weft_model_config *c)
+{
+    return 100 * 2 * c->layers * 0x1p-53;
+}
+
+static void joined_is_site_by_site(void **state)
+{
+    (void)state;
+    static const struct {
+        weft_residual residual;
+        weft_exit exit;
+        int32_t streams, group; /* group: of recompute; -1: none */
+        int64_t channels;       /* whole vectors, and not */
+    } cases[] = {{WEFT_RESIDUAL_MHC, WEFT_EXIT_MEAN, 4, -1, 64},
+                 {WEFT_RESIDUAL_MHC, WEFT_EXIT_MEAN, 3, 1, 36},
+                 {WEFT_RESIDUAL_MHC, WEFT_EXIT_LEARNED, 2, 2, 32},
+                 {WEFT_RESIDUAL_MHC, WEFT_EXIT_LEARNED, 4, -1, 20},
+                 {WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 4, -1, 64},
+                 {WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 3, 0, 36},
+                 {WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 4, 2, 32}};
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++)
+        for (int isa = WEFT_ISA_BASE - 1; isa <= (int)weft_cpu_isa(); isa++) { /* the first is the reference */
+            const bool f64 = isa < WEFT_ISA_BASE;
+            weft_model_config c = gpt_config(cases[k].residual, f64 ? WEFT_F64 : WEFT_F32);
+            gpt one, each;
+            c.layers = 3, c.dropout = 0.2, c.bias = 1;
+            c.exit = cases[k].exit, c.streams = cases[k].streams, c.channels = cases[k].channels;
+            c.recompute = c.poison = cases[k].group >= 0, c.group = c.recompute ? cases[k].group : 0;
+            c.context = 40; /* more than a block of tokens */
+            gpt_open(&one, &c, 2, 40, 0.1);
+            c.separate = 1;
+            gpt_open(&each, &c, 2, 40, 0.1);
+            if (!f64) one.exec.isa = each.exec.isa = (weft_isa)isa, gpt_bind(&one), gpt_bind(&each);
+            double got = gpt_step(&one), want = gpt_step(&each);
+            assert_memory_equal(&got, &want, sizeof got);
+            if (!f64)
+                assert_memory_equal(one.gradients, each.gradients, (size_t)one.elements * sizeof(float));
+            else if (!(apart(&each, &one) <= joined_bound(&c)))
+                fail_msg("case %zu: gradients are %.2e apart, at most %.2e expected", k, apart(&each, &one),
+                         joined_bound(&c));
+            gpt_close(&one);
+            gpt_close(&each);
+        }
 }
 
 /* ---- recompute, memory ---------------------------------------------------------------------------------------------------------- */
@@ -474,7 +550,7 @@ static void bad_configurations(void **state)
     BAD(WEFT_RESIDUAL_MHC, "struct_size", c.struct_size = 8);
     BAD(WEFT_RESIDUAL_MHC, "rope_base", c.rope_base = 0);
     BAD(WEFT_RESIDUAL_MHC, "first_layer", c.first_layer = 1);
-    BAD(WEFT_RESIDUAL_MHC_SINGLE_PASS, "stage", c.stage = WEFT_STAGE_FIRST);
+    BAD(WEFT_RESIDUAL_MHC, "separate", c.separate = 2);
 #undef BAD
     weft_model_bytes bytes;
     weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_REF);
@@ -487,10 +563,26 @@ static void bad_configurations(void **state)
 /* ---- arrays of a pass ------------------------------------------------------------------------------------------------------- */
 
 /* Everything that a pass of one stage takes, each array with room around it. */
-enum { PARAMETERS, GRADIENTS, TOKENS, TARGETS, STEP, LOSS, IN, OUT, D_OUT, D_IN, PARTS };
-static const char *const part_names[PARTS] = {"parameters",    "gradients",   "tokens",     "targets",
-                                              "step",          "loss",        "streams_in", "streams_out",
-                                              "d_streams_out", "d_streams_in"};
+enum {
+    PARAMETERS,
+    GRADIENTS,
+    TOKENS,
+    TARGETS,
+    STEP,
+    LOSS,
+    IN,
+    OUT,
+    D_OUT,
+    D_IN,
+    MIX_IN,
+    MIX_OUT,
+    D_MIX_OUT,
+    D_MIX_IN,
+    PARTS
+};
+static const char *const part_names[PARTS] = {
+    "parameters",  "gradients",     "tokens",       "targets", "step",    "loss",      "streams_in",
+    "streams_out", "d_streams_out", "d_streams_in", "mix_in",  "mix_out", "d_mix_out", "d_mix_in"};
 
 typedef struct pass {
     weft_model_config config;
@@ -501,20 +593,22 @@ typedef struct pass {
     size_t size[PARTS], element[PARTS];
 } pass;
 
-static pass pass_open(weft_stage stage, weft_dtype dtype)
+static pass pass_open(weft_residual residual, weft_stage stage, weft_dtype dtype)
 {
     enum { SEQUENCES = 1, LENGTH = 4 };
-    pass p = {.config = gpt_config(WEFT_RESIDUAL_MHC, dtype), .exec = dtype == WEFT_F64 ? on_ref() : on_cpu(0, 1)};
+    pass p = {.config = gpt_config(residual, dtype), .exec = dtype == WEFT_F64 ? on_ref() : on_cpu(0, 1)};
     const size_t value = dtype == WEFT_F64 ? 8 : 4;
     int64_t elements;
     p.config.stage = stage, p.config.dropout = 0.1;
     if (weft_model_param_count(&p.config, NULL, &elements) != WEFT_OK ||
         weft_model_query(&p.exec, &p.config, SEQUENCES, LENGTH, &p.bytes) != WEFT_OK)
         fail_msg("%s", weft_last_error());
-    const size_t hop = (size_t)(LENGTH * p.config.channels) *
-                       (stage == WEFT_STAGE_BLOCK ? 1 : (size_t)p.config.streams),
-                 counts[PARTS] = {(size_t)elements, (size_t)elements, LENGTH, LENGTH, 1, 1, hop, hop, hop, hop},
-                 sizes[PARTS] = {value, value, 4, 4, 8, 8, value, value, value, value};
+    const size_t
+        hop = (size_t)(LENGTH * p.config.channels) * (stage == WEFT_STAGE_BLOCK ? 1 : (size_t)p.config.streams),
+        mix = LENGTH * (size_t)p.config.streams,
+        counts[PARTS] =
+            {(size_t)elements, (size_t)elements, LENGTH, LENGTH, 1, 1, hop, hop, hop, hop, mix, mix, mix, mix},
+        sizes[PARTS] = {value, value, 4, 4, 8, 8, value, value, value, value, value, value, value, value};
     p.memory = must_alloc(p.bytes.total);
     for (int i = 0; i < PARTS; i++) {
         p.element[i] = sizes[i], p.size[i] = counts[i] * sizes[i];
@@ -552,7 +646,11 @@ static weft_status pass_run(pass *p, bool forward, int k, void *at)
                                       .streams_in = a[IN],
                                       .streams_out = a[OUT],
                                       .d_streams_out = a[D_OUT],
-                                      .d_streams_in = a[D_IN]};
+                                      .d_streams_in = a[D_IN],
+                                      .mix_in = a[MIX_IN],
+                                      .mix_out = a[MIX_OUT],
+                                      .d_mix_out = a[D_MIX_OUT],
+                                      .d_mix_in = a[D_MIX_IN]};
         if (forward || way) return (forward ? weft_model_forward : weft_model_backward)(&p->exec, &p->model, &args);
         if (weft_model_forward(&p->exec, &p->model, &args) != WEFT_OK) fail_msg("%s", weft_last_error());
     }
@@ -572,12 +670,16 @@ static void arrays_of_a_pass(void **state)
 {
     (void)state;
     for (int stage = 0; stage < WEFT_STAGE_COUNT; stage++)
-        for (int f64 = 0; f64 < 2; f64++) {
-            pass p = pass_open((weft_stage)stage, f64 ? WEFT_F64 : WEFT_F32);
+        for (int kind = 0; kind < 3; kind++) { /* f32, f64, and with mixes that hop */
+            const bool f64 = kind == 1, single = kind == 2;
+            pass p = pass_open(single ? WEFT_RESIDUAL_MHC_SINGLE_PASS : WEFT_RESIDUAL_MHC, (weft_stage)stage,
+                               f64 ? WEFT_F64 : WEFT_F32);
             const bool entry = stage == WEFT_STAGE_WHOLE || stage == WEFT_STAGE_FIRST,
                        exit = stage == WEFT_STAGE_WHOLE || stage == WEFT_STAGE_LAST;
-            const bool used[2][PARTS] = {{1, 1, entry, exit, 1, 0, 0, 0, !exit, !entry},
-                                         {1, 0, entry, exit, 1, exit, !entry, !exit, 0, 0}};
+            const bool in = single && (stage == WEFT_STAGE_MIDDLE || stage == WEFT_STAGE_LAST),
+                       out = single && (stage == WEFT_STAGE_FIRST || stage == WEFT_STAGE_MIDDLE);
+            const bool used[2][PARTS] = {{1, 1, entry, exit, 1, 0, 0, 0, !exit, !entry, 0, 0, out, in},
+                                         {1, 0, entry, exit, 1, exit, !entry, !exit, 0, 0, in, out, 0, 0}};
             for (int forward = 0; forward < 2; forward++)
                 for (int k = 0; k < PARTS; k++) {
                     char *own = p.part[k], *memory = p.memory;
@@ -597,9 +699,11 @@ static void arrays_of_a_pass(void **state)
                                 "at the end of the model's memory");
                     /* what is written against all the others */
                     for (int j = 0; j < PARTS; j++) {
-                        bool out = k == GRADIENTS || k == LOSS || k == OUT || k == D_IN;
-                        bool in_place = (k == OUT && j == IN) || (k == D_IN && j == D_OUT);
-                        if (j == k || !out || !used[forward][j]) continue;
+                        bool written =
+                            k == GRADIENTS || k == LOSS || k == OUT || k == D_IN || k == MIX_OUT || k == D_MIX_IN;
+                        bool in_place = (k == OUT && j == IN) || (k == D_IN && j == D_OUT) ||
+                                        (k == MIX_OUT && j == MIX_IN) || (k == D_MIX_IN && j == D_MIX_OUT);
+                        if (j == k || !written || !used[forward][j]) continue;
                         expect_pass(&p, forward, k, p.part[j], in_place ? WEFT_OK : WEFT_ERR_OVERLAP,
                                     "over another");
                         char *inside = p.part[j] + (p.size[j] > 64 ? 16 : 0);
@@ -618,7 +722,7 @@ static void hops_in_place(void **state)
     (void)state;
     static const weft_stage stages[] = {WEFT_STAGE_MIDDLE, WEFT_STAGE_BLOCK};
     for (int s = 0; s < 2; s++) {
-        pass p = pass_open(stages[s], WEFT_F32);
+        pass p = pass_open(WEFT_RESIDUAL_MHC, stages[s], WEFT_F32);
         const size_t bytes = p.size[IN];
         for (size_t i = 0; i < bytes / 4; i++)
             ((float *)(void *)p.part[IN])[i] = ((float *)(void *)p.part[D_OUT])[i] = (float)(i % 7) - 3;
@@ -668,6 +772,7 @@ int main(void)
         cmocka_unit_test(mixes_have_the_gains),
         cmocka_unit_test(stages_are_the_whole),
         cmocka_unit_test(block_between_rows),
+        cmocka_unit_test(joined_is_site_by_site),
         cmocka_unit_test(recompute_changes_no_bit),
         cmocka_unit_test(memory_is_what_the_query_says),
         cmocka_unit_test(calls_out_of_order),
