@@ -56,8 +56,9 @@ static void pipeline(weft_residual residual)
     gpt_open(&part, &c, 2, 8, 0);
     int32_t tensors;
     weft_model_param_count(&c, &tensors, NULL);
-    int64_t count = TOKENS * c.streams * c.channels;
-    float *streams = must_alloc((size_t)count * sizeof(float));
+    int64_t count = TOKENS * c.streams * c.channels, mixes = TOKENS * c.streams;
+    float *streams = must_alloc((size_t)count * sizeof(float)), *mix = must_alloc((size_t)mixes * sizeof(float));
+    const int single = residual == WEFT_RESIDUAL_MHC_SINGLE_PASS;
     weft_model_args args = {.struct_size = sizeof args,
                             .parameters = part.parameters,
                             .gradients = part.gradients,
@@ -69,7 +70,11 @@ static void pipeline(weft_residual residual)
                             .streams_in = streams,
                             .streams_out = streams,
                             .d_streams_in = streams,
-                            .d_streams_out = streams};
+                            .d_streams_out = streams,
+                            .mix_in = single ? mix : NULL,
+                            .mix_out = single ? mix : NULL,
+                            .d_mix_in = single ? mix : NULL,
+                            .d_mix_out = single ? mix : NULL};
     for (int pass = 0; pass < 2; pass++) { /* take the parameters; compare the gradients */
         for (int32_t t = 0; t < tensors; t++) {
             weft_model_param to, from;
@@ -88,14 +93,19 @@ static void pipeline(weft_residual residual)
         if (pass == 1) break;
         memset(part.gradients, 0, (size_t)part.elements * sizeof(float));
         if (last) receive_floats(streams, count);
+        if (last && single) receive_floats(mix, mixes);
         require(weft_model_forward(&part.exec, &part.model, &args) == WEFT_OK, "forward");
         if (!last) send_floats(streams, count);
+        if (!last && single) send_floats(mix, mixes);
         if (last) require(loss == want, "loss");
         if (!last) receive_floats(streams, count);
+        if (!last && single) receive_floats(mix, mixes);
         require(weft_model_backward(&part.exec, &part.model, &args) == WEFT_OK, "backward");
         if (last) send_floats(streams, count);
+        if (last && single) send_floats(mix, mixes);
     }
     free(streams);
+    free(mix);
     gpt_close(&part);
     gpt_close(&whole);
 }
@@ -191,7 +201,7 @@ int main(void)
         fprintf(stderr, "skipped: for mpirun -np 2\n");
         return SKIPPED;
     }
-    for (int k = 0; k < WEFT_RESIDUAL_MHC_SINGLE_PASS; k++) pipeline((weft_residual)k);
+    for (int k = 0; k < WEFT_RESIDUAL_COUNT; k++) pipeline((weft_residual)k);
     sequence_parallel();
     if (failures) ranks_abort(&all, 1);
     ranks_close(&all);

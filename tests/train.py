@@ -1089,6 +1089,48 @@ def older_format():
     say("and is of the new format then", code == 0 and not err, err)
 
 
+def first_mixes():
+    """A run keeps the first mix that it was begun with. Checkpoints from before there was a choice are of the uniform one."""
+
+    def says(out, step):
+        data = checkpoint(out, step)["model.safetensors"]
+        return json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])["__metadata__"].get("option.first-mix")
+
+    resume = ["--data", "text.txt", "--resume", "--out"]
+    for mix in ("uniform", "identity"):
+        code, _, err = train(f"mix-{mix}", "--steps", 2, "--first-mix", mix)
+        say(f"--first-mix {mix} is what the checkpoint says", code == 0 and says(f"mix-{mix}", 2) == mix, err)
+    train("mix-default", "--steps", 2)
+    say(
+        "identity is the default",
+        same_checkpoint("mix-default", "mix-identity", 2) and not same_checkpoint("mix-default", "mix-uniform", 2),
+    )
+    refused(
+        "another first mix", "--first-mix identity, but the run was begun with uniform", 2, *SMALL, *resume, "mix-uniform",
+        "--first-mix", "identity",
+    )  # fmt: skip
+    for kind in ("residual", "hc"):
+        refused(
+            f"a first mix of {kind}", "--first-mix uniform: rejected", 2, *SMALL, "--data", "text.txt", "--out", "never",
+            "--residual", kind, "--first-mix", "uniform",
+        )  # fmt: skip
+    refused("no such mix", "--first-mix: expected one of uniform, identity", 2, *SMALL, "--first-mix", "one")
+    for kind, mix, want in (("mhc", "uniform", "uniform"), ("hc", "identity", "identity")):
+        out = f"mix-older-{kind}"
+        own = ["--first-mix", mix] if kind == "mhc" else []
+        train(out, "--steps", 2, "--residual", kind, *own)
+        for path in (WORK / out / "step-00000002").iterdir():
+            path.write_bytes(rewritten(path.read_bytes(), {"option.first-mix": None, "option.steps": "4"}))
+        say(f"{kind}: a checkpoint without one", says(out, 2) is None)
+        if kind == "mhc":
+            refused(
+                "and another one now", "--first-mix identity, but the run was begun with uniform", 2, "--quiet",
+                "--resume", "--out", out, "--first-mix", "identity",
+            )  # fmt: skip
+        code, _, err = weft("train", "--threads", 1, "--quiet", "--resume", "--out", out)
+        say(f"{kind}: goes on as {want}", code == 0 and says(out, 4) == want, err)
+
+
 def one_folder():
     """Several processes in one folder: one of them trains, the others are rejected, and readers work all the while."""
 
@@ -1474,6 +1516,7 @@ ALONE = (
     bad_checkpoints,
     flipped_bits,
     older_format,
+    first_mixes,
     one_folder,
     changing_text,
     huge_context,

@@ -86,11 +86,20 @@ void checkpoint_file_close(checkpoint_file *c)
 
 /* ---- options ------------------------------------------------------------------------------------------------------------- */
 
+/* What older checkpoints mean by an option's absence; NULL: they all have it. Before there was a choice mhc began uniform. */
+static const char *value_before(const checkpoint_file *c, const option *o)
+{
+    const char *residual = safetensors_metadata(&c->file, "option.residual");
+    if (strcmp(o->name, "first-mix") || !residual) return NULL;
+    return strncmp(residual, "mhc", 3) ? "identity" : "uniform";
+}
+
 static const char *saved_value(const checkpoint_file *c, const option *o)
 {
     char key[64];
     snprintf(key, sizeof key, "option.%s", o->name);
-    return safetensors_metadata(&c->file, key);
+    const char *value = safetensors_metadata(&c->file, key);
+    return value ? value : value_before(c, o);
 }
 
 /* A fixed option that was given must be what the run was begun with, or more of it where it grows. */

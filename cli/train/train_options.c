@@ -6,6 +6,7 @@
 
 static const char *const residuals[] = {"residual", "hc", "mhc", "mhc_single_pass", NULL};
 static const char *const exits[] = {"auto", "mean", "learned", "mix", NULL};
+static const char *const first_mixes[] = {"uniform", "identity", NULL};
 static const char *const presets[] = {"auto",
                                       "transformer_engine",
                                       "deepseek_v4",
@@ -52,6 +53,7 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
                          .channels = 128,
                          .context = 128,
                          .alpha = 0.01,
+                         .first_mix = WEFT_FIRST_MIX_IDENTITY,
                          .steps = 200,
                          .batch = 8,
                          .micro = 1,
@@ -116,6 +118,7 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
         INT(context, "context", 1, 1 << 20, "tokens (bytes) of a sequence", 1),
         INT(sinkhorn, "sinkhorn", 0, 1 << 20, "Sinkhorn iterations; 0: as the preset says", 1),
         NUMBER(alpha, "alpha", 0, 1e6, "first value of the gates' scale"),
+        CHOICE(first_mix, "first-mix", first_mixes, "first values of the mix of mhc and mhc_single_pass"),
         NUMBER(dropout, "dropout", 0, 0.999999, "dropout of a sub-layer's output"),
         FLAG(bias, "bias", "biases on the layers' linear maps", 1),
         FLAG(recompute, "recompute", "rebuild streams in backward instead of keeping them", 0),
@@ -160,6 +163,7 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
 int train_options_model(const train_options *o, weft_model_config *c, char *error, size_t size)
 {
     int plain = o->residual == WEFT_RESIDUAL_PLAIN;
+    int mhc = o->residual == WEFT_RESIDUAL_MHC || o->residual == WEFT_RESIDUAL_MHC_SINGLE_PASS;
     c->struct_size = sizeof *c;
     if (weft_model_defaults((weft_residual)o->residual, c) != WEFT_OK) goto refused;
     int narrow = o->dtype == DTYPE_BF16 || (o->dtype == DTYPE_AUTO && o->backend == ON_CUDA);
@@ -178,6 +182,7 @@ int train_options_model(const train_options *o, weft_model_config *c, char *erro
     c->dropout = o->dropout;
     c->dropout_seed = (uint64_t)o->seed;
     c->init_alpha = o->alpha;
+    if (mhc) c->first_mix = (weft_first_mix)o->first_mix;
     c->recompute = o->recompute;
     c->poison = o->poison;
     if (o->exit) c->exit = (weft_exit)(o->exit - 1);
@@ -187,10 +192,12 @@ int train_options_model(const train_options *o, weft_model_config *c, char *erro
     c->group = (int32_t)o->group;
     if (c->recompute && !c->group) c->group = weft_recompute_best_group(c->layers, c->streams);
     /* Options without effect on the chosen residual are rejected. */
-    int mhc = o->residual == WEFT_RESIDUAL_MHC || o->residual == WEFT_RESIDUAL_MHC_SINGLE_PASS;
-    if (!mhc && (o->preset || o->sinkhorn)) {
+    if (!mhc && (o->preset || o->sinkhorn || o->first_mix != WEFT_FIRST_MIX_IDENTITY)) {
         snprintf(error, size, "--%s: rejected with --residual %s, expected --residual mhc or mhc_single_pass",
-                 o->preset ? "preset" : "sinkhorn", residuals[o->residual]);
+                 o->preset     ? "preset"
+                 : o->sinkhorn ? "sinkhorn"
+                               : "first-mix uniform",
+                 residuals[o->residual]);
         return 0;
     }
     if (o->warmup > o->steps) { /* a run that never reaches its rate */

@@ -26,6 +26,7 @@ typedef struct train_options {
     int64_t streams, layers, heads, channels, hidden, context, sinkhorn, group;
     int bias, recompute, poison;
     double dropout, alpha;
+    int first_mix;
     /* training */
     int64_t steps, batch, micro, warmup, seed;
     int optimizer;

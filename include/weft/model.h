@@ -48,6 +48,16 @@ typedef enum weft_exit {
     WEFT_EXIT_COUNT
 } weft_exit;
 
+/* First values of the mix of mhc and mhc_single_pass: those of beta, which alpha, about 0.01, hardly moves. hc has those of its
+ * paper, which are like the second. */
+typedef enum weft_first_mix {
+    WEFT_FIRST_MIX_UNIFORM =
+        0, /* "uniform": beta is 0. pre is 1/2, post 1, and all of res 1/n: streams are mixed at once */
+    WEFT_FIRST_MIX_IDENTITY, /* "identity": res is nearly the identity, post 1; pre of site s has the stream s mod n for the
+                                   most part, and its sum is 1 */
+    WEFT_FIRST_MIX_COUNT
+} weft_first_mix;
+
 /* Which part of a model: all of it, a stage of a pipeline, or the block alone for callers with their own embedding and
  * head. A part has its parameters under the names they have in the whole. Between stages go streams [T, n, C], and their
  * gradients back: T n C elements a hop; with mhc_single_pass also the pre [T, n] that the last site predicted for the next
@@ -80,6 +90,7 @@ typedef struct weft_model_config {
     uint64_t dropout_seed;
     double norm_eps, rope_base, init_alpha; /* init_alpha: first value of a connection's alpha */
     weft_mhc_numerics numerics;             /* mhc and mhc_single_pass; hc takes rms_eps */
+    weft_first_mix first_mix;               /* mhc and mhc_single_pass; uniform with the others */
     int32_t separate; /* 1: mhc and mhc_single_pass run site by site as well, for measurements and tests */
 } weft_model_config;
 
@@ -94,6 +105,8 @@ WEFT_API const char *weft_residual_name(weft_residual residual); /* NULL out of 
 WEFT_API weft_residual weft_residual_find(const char *name);     /* WEFT_RESIDUAL_COUNT where there is none */
 WEFT_API const char *weft_exit_name(weft_exit exit);
 WEFT_API weft_exit weft_exit_find(const char *name);
+WEFT_API const char *weft_first_mix_name(weft_first_mix mix);
+WEFT_API weft_first_mix weft_first_mix_find(const char *name);
 
 /* ---- parameters ------------------------------------------------------------------------------------------------------- */
 
@@ -104,7 +117,8 @@ typedef enum weft_init {
     WEFT_INIT_NORMAL,   /* standard deviation 0.02 */
     WEFT_INIT_RESIDUAL, /* the same by sqrt(2 layers): what writes to the residual streams */
     WEFT_INIT_XAVIER,   /* uniform within sqrt(6 / (rows + columns)) */
-    WEFT_INIT_HC /* pre: stream s mod n; post: 1; res: identity. The plain residual, to first order in alpha */
+    WEFT_INIT_HC, /* pre: stream s mod n; post: 1; res: identity. The plain residual, to first order in alpha */
+    WEFT_INIT_MIX /* config.first_mix where it is not uniform */
 } weft_init;
 
 typedef struct weft_model_param {

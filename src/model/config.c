@@ -13,6 +13,8 @@ static const char *const residuals[WEFT_RESIDUAL_COUNT] = {[WEFT_RESIDUAL_PLAIN]
                                                            [WEFT_RESIDUAL_MHC_SINGLE_PASS] = "mhc_single_pass"};
 static const char *const exits[WEFT_EXIT_COUNT] = {
     [WEFT_EXIT_MEAN] = "mean", [WEFT_EXIT_LEARNED] = "learned", [WEFT_EXIT_MIX] = "mix"};
+static const char *const first_mixes[WEFT_FIRST_MIX_COUNT] = {
+    [WEFT_FIRST_MIX_UNIFORM] = "uniform", [WEFT_FIRST_MIX_IDENTITY] = "identity"};
 
 const char *weft_residual_name(weft_residual residual)
 {
@@ -38,7 +40,19 @@ weft_exit weft_exit_find(const char *name)
     return (weft_exit)i;
 }
 
-static const weft_sizes config_sizes = {offsetof(weft_model_config, separate), sizeof(weft_model_config),
+const char *weft_first_mix_name(weft_first_mix mix)
+{
+    return mix >= 0 && mix < WEFT_FIRST_MIX_COUNT ? first_mixes[mix] : NULL;
+}
+
+weft_first_mix weft_first_mix_find(const char *name)
+{
+    int i = 0;
+    while (i < WEFT_FIRST_MIX_COUNT && (!name || strcmp(name, first_mixes[i]) != 0)) i++;
+    return (weft_first_mix)i;
+}
+
+static const weft_sizes config_sizes = {offsetof(weft_model_config, first_mix), sizeof(weft_model_config),
                                         "WEFT_STRUCT"};
 
 weft_status weft_model_defaults(weft_residual residual, weft_model_config *config)
@@ -66,6 +80,7 @@ weft_status weft_model_defaults(weft_residual residual, weft_model_config *confi
                            .norm_eps = 1e-6,
                            .rope_base = 10000,
                            .init_alpha = 0.01};
+    if (single || residual == WEFT_RESIDUAL_MHC) c.first_mix = WEFT_FIRST_MIX_IDENTITY;
     WEFT_TRY(weft_mhc_preset_numerics(single ? WEFT_PRESET_DEEPSEEK_V41 : WEFT_PRESET_DEEPSEEK_V4, &c.numerics));
     memcpy(config, &c, size < sizeof c ? size : sizeof c);
     if (size > sizeof c) memset(config + 1, 0, size - sizeof c);
@@ -95,6 +110,7 @@ static weft_status check_ranges(const weft_model_config *c)
         {"bias", c->bias, 0, 1},
         {"recompute", c->recompute, 0, 1},
         {"poison", c->poison, 0, 1},
+        {"first_mix", c->first_mix, 0, WEFT_FIRST_MIX_COUNT - 1},
         {"separate", c->separate, 0, 1},
         {"group", c->group, 0, c->layers},
         {"sinkhorn_iters", c->numerics.sinkhorn_iters, 1, 10000},
@@ -156,6 +172,9 @@ weft_status config_take(const weft_model_config *given, weft_model_config *copy,
         return weft_fail(WEFT_ERR_ARGUMENT,
                          "model: recompute: expected hc, mhc or mhc_single_pass, got residual: it has "
                          "one stream and nothing to rebuild");
+    if (c->first_mix && c->residual != WEFT_RESIDUAL_MHC && !single)
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: first_mix: expected uniform with %s, got %s",
+                         residuals[c->residual], first_mixes[c->first_mix]);
     if ((has_entry(c) || c->stage == WEFT_STAGE_BLOCK) && c->first_layer)
         return weft_fail(WEFT_ERR_ARGUMENT, "model: first_layer: expected 0 at the entry, got %d",
                          (int)c->first_layer);

@@ -188,8 +188,8 @@ weft_status weft_model_param_at(const weft_model_config *config, int32_t index, 
                              .layer = layer,
                              .matrix = rows[p].matrix,
                              .init = rows[p].init};
-    /* Only the unconstrained connection begins anywhere but at zero. */
-    if (to->init == WEFT_INIT_HC && config->residual != WEFT_RESIDUAL_HC) to->init = WEFT_INIT_ZEROS;
+    if (to->init == WEFT_INIT_HC && config->residual != WEFT_RESIDUAL_HC)
+        to->init = config->first_mix ? WEFT_INIT_MIX : WEFT_INIT_ZEROS;
     if (to->init == WEFT_INIT_XAVIER && config->residual == WEFT_RESIDUAL_HC && p != EXIT_PHI)
         to->init = WEFT_INIT_ZEROS;
     if (layer < 0)
@@ -218,6 +218,20 @@ static double hc_beta(const weft_model_config *c, int32_t index, int64_t i)
     return (i - 2 * n) / n == (i - 2 * n) % n;
 }
 
+/* The first mix "identity". With four streams 95 % of each stay where they are. pre leaves rest / n to each of the other streams and
+ * has the sum 1, so that equal streams give the sub-layer what a plain residual does. */
+static double mhc_beta(const weft_model_config *c, int32_t index, int64_t i)
+{
+    const double diagonal = 4, rest = 1.0 / 16;
+    const int64_t n = c->streams;
+    if (i < n) {
+        double pre = i == index % n ? 1 - (double)(n - 1) * rest / (double)n : rest / (double)n;
+        return n == 1 ? 0 : log(pre / (1 - pre));
+    }
+    if (i < 2 * n) return 0;
+    return (i - 2 * n) / n == (i - 2 * n) % n ? diagonal : 0;
+}
+
 static double first_value(const weft_model_config *c, const weft_model_param *p, uint64_t seed, int32_t index,
                           int64_t i)
 {
@@ -227,7 +241,11 @@ static double first_value(const weft_model_config *c, const weft_model_param *p,
     case WEFT_INIT_ONES: return 1;
     case WEFT_INIT_ALPHA: return c->init_alpha;
     case WEFT_INIT_HC:
-        return hc_beta(c, SITES * (c->first_layer + p->layer) + (strstr(p->name, ".mlp.") != NULL), i);
+    case WEFT_INIT_MIX: {
+        int32_t site = SITES * (c->first_layer + p->layer) + (strstr(p->name, ".mlp.") != NULL);
+        if (p->init == WEFT_INIT_HC) return hc_beta(c, site, i);
+        return mhc_beta(c, is_shifted(c) ? site + 1 : site, i); /* shifted: it is the next site's */
+    }
     case WEFT_INIT_XAVIER:
         draw(seed, index, i, u);
         return (2 * u[0] - 1) * sqrt(6.0 / (double)(p->shape[0] + p->shape[1]));

@@ -135,10 +135,19 @@ static void begins_as_the_plain_residual(void **state)
     gpt base;
     gpt_open(&base, &plain, 2, 64, 0);
     double want = gpt_loss(&base);
-    for (int k = WEFT_RESIDUAL_HC; k <= WEFT_RESIDUAL_MHC; k++) {
+    static const struct {
+        weft_residual residual;
+        weft_first_mix mix;
+    } kinds[] = {{WEFT_RESIDUAL_HC, WEFT_FIRST_MIX_UNIFORM},
+                 {WEFT_RESIDUAL_MHC, WEFT_FIRST_MIX_UNIFORM},
+                 {WEFT_RESIDUAL_MHC, WEFT_FIRST_MIX_IDENTITY},
+                 {WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_FIRST_MIX_UNIFORM},
+                 {WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_FIRST_MIX_IDENTITY}};
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
         weft_model_config c = {.struct_size = sizeof c};
         gpt g;
-        weft_model_defaults((weft_residual)k, &c);
+        weft_model_defaults(kinds[k].residual, &c);
+        c.first_mix = kinds[k].mix;
         c.init_alpha = 0;
         gpt_open(&g, &c, 2, 64, 0);
         /* The same numbers under the same names: draws depend on the position of a tensor, so they are copied. */
@@ -154,11 +163,76 @@ static void begins_as_the_plain_residual(void **state)
         memcpy(g.tokens, base.tokens, 128 * sizeof *g.tokens);
         memcpy(g.targets, base.targets, 128 * sizeof *g.targets);
         double got = gpt_loss(&g);
-        fprintf(stderr, "  %s: %.9g, residual: %.9g\n", weft_residual_name((weft_residual)k), got, want);
+        fprintf(stderr, "  %s, %s: %.9g, residual: %.9g\n", weft_residual_name(kinds[k].residual),
+                weft_first_mix_name(kinds[k].mix), got, want);
         assert_true(fabs(got - want) < 1e-4);
         gpt_close(&g);
     }
     gpt_close(&base);
+}
+
+/* The coefficients of a site with alpha = 0. */
+static void first_coefficients(const weft_model_config *c, const char *beta_name, double *pre, double *post,
+                               double *res)
+{
+    enum { MOST = 80 };
+    const int64_t n = c->streams, gates = n * (n + 2);
+    double h[MOST] = {0}, ms = 1, alpha[3] = {0};
+    weft_exec exec = on_ref();
+    weft_model_param p;
+    int64_t elements;
+    assert_true(gates <= MOST && gpt_find(c, beta_name, &p));
+    assert_int_equal(weft_model_param_count(c, NULL, &elements), WEFT_OK);
+    double *parameters = must_alloc((size_t)elements * sizeof *parameters);
+    assert_int_equal(weft_model_init(c, 1, parameters), WEFT_OK);
+    assert_int_equal(weft_mhc_coef_fwd(&exec, WEFT_ARGS(weft_mhc_coef_fwd_args, .numerics = c->numerics,
+                                                        .h = weft_dense2(h, WEFT_F64, 1, gates),
+                                                        .ms = weft_dense1(&ms, WEFT_F64, 1),
+                                                        .alpha = weft_dense1(alpha, WEFT_F64, 3),
+                                                        .beta = weft_dense1(parameters + p.offset, WEFT_F64, gates),
+                                                        .pre = weft_dense2(pre, WEFT_F64, 1, n),
+                                                        .post = weft_dense2(post, WEFT_F64, 1, n),
+                                                        .res = weft_dense3(res, WEFT_F64, 1, n, n))),
+                     WEFT_OK);
+    free(parameters);
+}
+
+static void first_mixes(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *beta;
+        int site;
+    } sites[] = {{"layers.3.attention.connection.beta", 6}, {"layers.4.mlp.connection.beta", 9}};
+    for (int k = WEFT_RESIDUAL_MHC; k < WEFT_RESIDUAL_COUNT; k++)
+        for (int n = 1; n <= 8; n *= 2)
+            for (int s = 0; s < 2; s++)
+                for (int mix = 0; mix < WEFT_FIRST_MIX_COUNT; mix++) {
+                    weft_model_config c = gpt_config((weft_residual)k, WEFT_F64);
+                    double pre[8], post[8], res[64], sum = 0;
+                    const bool identity = mix == WEFT_FIRST_MIX_IDENTITY;
+                    assert_int_equal(c.first_mix, WEFT_FIRST_MIX_IDENTITY); /* the default */
+                    c.streams = n, c.stage = WEFT_STAGE_MIDDLE, c.first_layer = 3,
+                    c.first_mix = (weft_first_mix)mix;
+                    first_coefficients(&c, sites[s].beta, pre, post, res);
+                    const int own = (sites[s].site + (k == WEFT_RESIDUAL_MHC_SINGLE_PASS)) % n;
+                    const double eps = 1e-5; /* of gates and Sinkhorn: 1e-6 each */
+                    for (int i = 0; i < n; i++) {
+                        sum += pre[i];
+                        double want = identity && n > 1 ? i == own ? 1 - (n - 1) / 16.0 / n : 1 / 16.0 / n : 0.5;
+                        assert_true(fabs(pre[i] - want) < eps);
+                        assert_true(fabs(post[i] - 1) < eps);
+                        for (int j = 0; j < n; j++) {
+                            double d = exp(4), at = (i == j ? d : 1) / (d + n - 1);
+                            assert_true(fabs(res[i * n + j] - (identity ? at : 1.0 / n)) < eps);
+                        }
+                    }
+                    assert_true(!identity || n == 1 || fabs(sum - 1) < eps);
+                }
+    assert_int_equal(weft_first_mix_find("identity"), WEFT_FIRST_MIX_IDENTITY);
+    assert_int_equal(weft_first_mix_find("one"), WEFT_FIRST_MIX_COUNT);
+    assert_string_equal(weft_first_mix_name(WEFT_FIRST_MIX_UNIFORM), "uniform");
+    assert_null(weft_first_mix_name(WEFT_FIRST_MIX_COUNT));
 }
 
 static void gains_tell_the_kinds_apart(void **state)
@@ -551,6 +625,10 @@ static void bad_configurations(void **state)
     BAD(WEFT_RESIDUAL_MHC, "rope_base", c.rope_base = 0);
     BAD(WEFT_RESIDUAL_MHC, "first_layer", c.first_layer = 1);
     BAD(WEFT_RESIDUAL_MHC, "separate", c.separate = 2);
+    BAD(WEFT_RESIDUAL_MHC, "first_mix", c.first_mix = WEFT_FIRST_MIX_COUNT);
+    BAD(WEFT_RESIDUAL_HC, "first_mix: expected uniform with hc, got identity",
+        c.first_mix = WEFT_FIRST_MIX_IDENTITY);
+    BAD(WEFT_RESIDUAL_PLAIN, "first_mix", c.first_mix = WEFT_FIRST_MIX_IDENTITY);
 #undef BAD
     weft_model_bytes bytes;
     weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_REF);
@@ -768,6 +846,7 @@ int main(void)
         cmocka_unit_test(cpu_follows_the_reference),
         cmocka_unit_test(threads_change_nothing),
         cmocka_unit_test(begins_as_the_plain_residual),
+        cmocka_unit_test(first_mixes),
         cmocka_unit_test(gains_tell_the_kinds_apart),
         cmocka_unit_test(mixes_have_the_gains),
         cmocka_unit_test(stages_are_the_whole),

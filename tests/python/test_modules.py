@@ -2,6 +2,7 @@
 """The modules: parameters, initial behaviour, recompute inside a stack, conversions."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -89,7 +90,8 @@ def test_options_reach_the_learned_head():
 @pytest.mark.parametrize("streams", [1, 2, 3, 4, 8])
 def test_flat_gates(streams, device):
     """alpha 0 and beta 0: pre 1/2, post 1, res 1/n, whatever x is. (transformer_engine has no eps in its gates.)"""
-    site = wt.HyperConnection(C, streams, numerics="transformer_engine", alpha_init=0.0, device=device)
+    options = {"numerics": "transformer_engine", "alpha_init": 0.0, "first_mix": "uniform"}
+    site = wt.HyperConnection(C, streams, **options, device=device)
     x = torch.randn(3, streams, C, device=device)
     coef = site(x)
     assert torch.equal(coef.pre, torch.full_like(coef.pre, 0.5))
@@ -99,15 +101,54 @@ def test_flat_gates(streams, device):
     torch.testing.assert_close(coef.u, x.sum(-2) / 2, rtol=2**-22, atol=2**-22 * streams)
 
 
+@pytest.mark.parametrize("streams", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("site", [0, 5])
+def test_identity_mix(site, streams, device):
+    """alpha 0: res is e^4 on the diagonal by 1 elsewhere, post 1; pre has 1 as its sum, and 1/16 n for each of the streams
+    that are not this site's."""
+    made = wt.HyperConnection(
+        C, streams, numerics="transformer_engine", alpha_init=0.0, site=site, device=device, dtype=torch.float64
+    )
+    coef = made(torch.randn(3, streams, C, device=device, dtype=torch.float64))
+    assert torch.equal(coef.post, torch.ones_like(coef.post))
+    far = 1 / (math.exp(4) + streams - 1)
+    res = torch.full((streams, streams), far, dtype=torch.float64).fill_diagonal_(math.exp(4) * far)
+    pre = torch.full((streams,), 1 / 16 / streams, dtype=torch.float64)
+    pre[site % streams] = 1 - (streams - 1) / 16 / streams
+    if streams == 1:
+        pre[:] = 0.5
+    for got, want in ((coef.res, res), (coef.pre, pre)):
+        torch.testing.assert_close(got, want.to(device).expand_as(got), rtol=0, atol=1e-14)
+
+
+def test_first_mix_of_a_stack():
+    """Sites are numbered through, by first_site in a stage, and shifted, what a site predicts is the next one's."""
+
+    def reads(**options):
+        made = wt.HyperConnectionStack([nn.Identity() for _ in range(5)], C, N, **options)
+        return [int(layer.connection.beta[:N].argmax()) for layer in made.layers]
+
+    assert reads() == [0, 1, 2, 3, 0]
+    assert reads(first_site=6) == [2, 3, 0, 1, 2]
+    assert reads(shifted=True) == [1, 2, 3, 0, 1]
+    flat = wt.HyperConnectionStack([nn.Identity()], C, N, first_mix="uniform")
+    assert not flat.layers[0].connection.beta.any()
+    with pytest.raises(ValueError, match="first_mix: expected one of uniform, identity, got 'one'"):
+        wt.HyperConnection(C, N, first_mix="one")
+
+
+@pytest.mark.parametrize("first_mix", ["uniform", "identity"])
 @pytest.mark.parametrize("norm", [True, False])
-def test_fresh_stack_is_the_plain_residual_network(norm, device):
-    """With flat gates streams stay equal: x + f(norm(x)). The aggregate is n/2 x, which an RMSNorm undoes up to its
-    eps; without a norm a sub-layer sees n/2 x, so it is compared with that."""
-    model = stack(device, alpha_init=0.0, norm=norm, numerics="transformer_engine")
+def test_fresh_stack_is_the_plain_residual_network(norm, first_mix, device):
+    """With gates that do not look at the streams these stay equal: x + f(norm(x)). The aggregate is x times the sum of
+    pre: 1 with the identity, n/2 with flat gates, which an RMSNorm undoes up to its eps; without a norm a sub-layer sees
+    n/2 x."""
+    model = stack(device, alpha_init=0.0, norm=norm, first_mix=first_mix, numerics="transformer_engine")
     x = torch.randn(3, C, device=device)
     plain = x.double()
+    gain = N / 2 if first_mix == "uniform" else 1
     for layer in model.double().layers:
-        u = plain * torch.rsqrt(plain.square().mean(-1, keepdim=True) + 1e-6) if norm else plain * N / 2
+        u = plain * torch.rsqrt(plain.square().mean(-1, keepdim=True) + 1e-6) if norm else plain * gain
         plain = plain + layer.sublayer(u)
     model.float()
     got = model(x).double()
@@ -316,6 +357,9 @@ def test_meta_device():
             module.reset_parameters()
     assert all(torch.isfinite(p).all() for p in made.parameters())
     site = made.layers[0].connection
-    assert torch.equal(site.alpha, torch.full((3,), 0.3)) and not site.beta.any()
+    assert torch.equal(site.alpha, torch.full((3,), 0.3))
+    assert all(
+        torch.equal(a.connection.beta, b.connection.beta) for a, b in zip(made.layers, stack().layers, strict=True)
+    )
     assert torch.equal(site.sub_weight, torch.ones(C))
     assert torch.isfinite(made(torch.randn(3, C))).all()

@@ -52,7 +52,8 @@ def test_joined_is_layer_by_layer(kind, layers, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["dropout and bias", "shifted"])
 def test_joined_in_16_bits(kind, dtype, device):
-    apart, joined = pair_of(device, dtype=dtype, **KINDS[kind])
+    # The uniform mix: with the identity the gradients of the gates' scales cancel, and the bound below is of their size.
+    apart, joined = pair_of(device, dtype=dtype, first_mix="uniform", **KINDS[kind])
     x = torch.randn(2, 3, C, device=device, dtype=dtype)
     want, got = step(apart, x), step(joined, x)
     same(got[0], want[0], "result")

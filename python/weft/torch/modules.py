@@ -43,12 +43,43 @@ def _keywords_of(sublayer: nn.Module) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
+_FIRST_MIXES = ("uniform", "identity")
+
+
+def _first_beta(streams: int, first_mix: str, site: int) -> Tensor:
+    """First values of beta, rows pre, post, res. "uniform": zeros, so pre is 1/2, post 1 and res 1/n everywhere.
+    "identity": 95 % of each of four streams stay where they are, post is 1, and pre, whose sum is 1, has the stream
+    site mod n for the most part."""
+    n = streams
+    beta = torch.zeros(n * (n + 2), dtype=torch.float64)
+    if first_mix == "identity":
+        if n > 1:
+            pre = torch.full((n,), 1 / (16 * n), dtype=torch.float64)
+            pre[site % n] = 1 - (n - 1) / (16 * n)
+            beta[:n] = torch.logit(pre)
+        beta[2 * n :].view(n, n).fill_diagonal_(4.0)
+    return beta
+
+
+def _fill(to: nn.Parameter, values: Tensor) -> None:
+    """Values into a parameter, which may be one that FSDP2 has sharded."""
+    with torch.no_grad():
+        if hasattr(to, "placements"):
+            from torch.distributed.tensor import distribute_tensor
+
+            values = distribute_tensor(values.to(to.device, to.dtype), to.device_mesh, to.placements)
+        to.copy_(values)
+
+
 class HyperConnection(nn.Module):
     """One site: the parameters in front of one sub-layer, `forward` (everything before the sub-layer) and `merge`
     (everything after it).
 
     Parameters: phi [N, n*C] (rows pre, post, res), alpha [3], beta [N]; norm_weight [n*C] with norm_weight=True;
-    sub_weight [C], the gain of the sub-layer's RMSNorm, with sub_norm=True. They are fp32 whatever the streams are."""
+    sub_weight [C], the gain of the sub-layer's RMSNorm, with sub_norm=True. They are fp32 whatever the streams are.
+
+    first_mix: first values of beta, "identity" or "uniform". With "identity" streams begin apart: each site reads one of
+    them for the most part, that of its number `site` in the network."""
 
     def __init__(
         self,
@@ -60,12 +91,15 @@ class HyperConnection(nn.Module):
         sub_norm: bool = False,
         sub_eps: float = 1e-6,
         alpha_init: float = 0.01,
+        first_mix: str = "identity",
+        site: int = 0,
         precision: str = "full",
         main_grad: bool = False,
         device=None,
         dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
+        choice("HyperConnection: first_mix", first_mix, _FIRST_MIXES)
         if channels < 1 or not 1 <= streams <= 32:
             raise ValueError(f"HyperConnection: expected channels >= 1 and streams 1 to 32, got {channels}, {streams}")
         if not math.isfinite(alpha_init):
@@ -75,6 +109,7 @@ class HyperConnection(nn.Module):
         self.numerics.packed()  # a wrong name is an error here, not in the first step
         self.sub_norm, self.sub_eps = sub_norm, sub_eps
         self.alpha_init, self.precision, self.main_grad = alpha_init, precision, main_grad
+        self.first_mix, self.site = first_mix, site
         gates = streams * (streams + 2)
         make = {"device": device, "dtype": dtype}
         self.phi = nn.Parameter(torch.empty(gates, streams * channels, **make))
@@ -87,7 +122,7 @@ class HyperConnection(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.xavier_uniform_(self.phi)
         nn.init.constant_(self.alpha, self.alpha_init)
-        nn.init.zeros_(self.beta)
+        _fill(self.beta, _first_beta(self.streams, self.first_mix, self.site))
         for weight in (self.norm_weight, self.sub_weight):
             if weight is not None:
                 nn.init.ones_(weight)

@@ -8,6 +8,7 @@ is not joined, and called as a module."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -61,7 +62,8 @@ class HyperConnectionStack(nn.Module):
     """Sub-layers in n residual streams, with entry and exit: [..., C] to [..., C].
 
     contract: "mean", "sum", "learned" (a Head), or None to return the streams; expand=False takes streams as input: for
-    the stages of a pipeline. Positional arguments of forward after the input are handed to every sub-layer, keyword
+    the stages of a pipeline. first_site: number of the first of these sites in the whole network, where this is a stage.
+    Positional arguments of forward after the input are handed to every sub-layer, keyword
     arguments to those whose forward takes them. Of sub-layers that return a tuple, `output` is the place of the output.
 
     shifted=True: a sub-layer's input is aggregated with the coefficients that the site before it predicted, that of the
@@ -92,6 +94,7 @@ class HyperConnectionStack(nn.Module):
         join: bool = True,
         rebuild: bool = False,
         recompute: int | None = None,
+        first_site: int = 0,
         device=None,
         dtype: torch.dtype = torch.float32,
         **options,
@@ -105,8 +108,12 @@ class HyperConnectionStack(nn.Module):
         if contract == "pre" and not shifted:
             raise ValueError('HyperConnectionStack: contract: expected shifted=True with "pre", got False')
         make = {"device": device, "dtype": dtype}
+        # Shifted, what a site predicts is the next one's.
+        sites = itertools.count(first_site + shifted)
         self.layers = nn.ModuleList(
-            HyperConnectionLayer(sub, channels, streams, norm=norm, dropout=dropout, output=output, **make, **options)
+            HyperConnectionLayer(
+                sub, channels, streams, norm=norm, dropout=dropout, output=output, site=next(sites), **make, **options
+            )
             for sub in sublayers
         )
         self.shifted, self.join, self.rebuild, self.recompute = shifted, join, rebuild, recompute
