@@ -83,7 +83,8 @@ def report(root, tmp_path_factory) -> list[str]:
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, "right.py"])
 def test_examples_have_types(path, report):
-    assert not [line for line in report if line.startswith(f"{path}:")]
+    found = [line for line in report if line.startswith(f"{path}:")]
+    assert not found, "\n".join(found)
 
 
 def test_what_is_wrong_is_found(report):
