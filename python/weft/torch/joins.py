@@ -29,27 +29,30 @@ BETWEEN = frozenset(("mhc_scale", "mhc_coef", "mhc_sinkhorn"))
 VIEWS = frozenset(
     f"{kind}Backward0" for kind in "Alias Permute ReshapeAlias Squeeze T Transpose Unsqueeze UnsafeView View".split()
 )
+LEAF = "torch::autograd::AccumulateGrad"
 STEPS = 12  # nodes to look at on the way up: views, Sinkhorn, gates
 
 
 class Origin(NamedTuple):
-    """What x is: an output of a node, behind views, and where its elements lie."""
+    """What x is: an output of a node, or a leaf, behind views, and where its elements lie."""
 
     node: Any
     output: int
     place: tuple
-    layout: tuple
     shape: torch.Size
+    stride: tuple[int, ...]
 
     def is_that_of(self, other: Origin | None) -> bool:
-        return other is not None and self.node is other.node and self[1:4] == other[1:4]
+        if other is None or self.node is not other.node or self[1:3] != other[1:3]:
+            return False
+        return self[3:] == other[3:] or layout_of(*self[3:]) == layout_of(*other[3:])
 
 
-def layout_of(x: Tensor) -> tuple:
+def layout_of(shape: torch.Size, strides: tuple[int, ...]) -> tuple:
     """Sizes and strides, with dimensions that are one in memory as one: of views that name the same elements in the same
     order it is the same."""
     dims: list[tuple[int, int]] = []
-    for size, stride in zip(x.shape, x.stride(), strict=True):
+    for size, stride in zip(shape, strides, strict=True):
         if dims and dims[-1][1] == size * stride:
             dims[-1] = (dims[-1][0] * size, stride)
         elif size != 1:
@@ -61,11 +64,13 @@ def origin_of(x: Tensor) -> Origin | None:
     if type(x) not in (Tensor, torch.nn.Parameter) or not x.requires_grad or torch._C._len_torch_dispatch_stack():
         return None
     node, output = x.grad_fn, x.output_nr
-    if node is None:
-        node, output = torch.autograd.graph.get_gradient_edge(x)[:2]
-    while node.name() in VIEWS:
+    while node is not None and node.name() in VIEWS:
         node, output = node.next_functions[0]
-    return Origin(node, output, (x.data_ptr(), x.dtype, x._version), layout_of(x), x.shape)
+    if node is None:
+        node = x
+    elif node.name() == LEAF:
+        node = node.variable
+    return Origin(node, output, (x.data_ptr(), x.dtype, x._version), x.shape, x.stride())
 
 
 def head_of(origin: Origin | None, coefficients: Tensor | None) -> Any:
@@ -94,7 +99,10 @@ def heir_of(ctx: Any) -> Any:
 def leave(head: Any, grad: Tensor) -> Tensor | None:
     """Returns what autograd gets. A gradient is kept by pass: two of them may run in one graph. That of a pass which does not
     come to its end goes with the graph."""
-    if layout_of(grad) != head.origin.layout:
+    origin = head.origin
+    if grad.stride() != origin.stride and layout_of(grad.shape, grad.stride()) != layout_of(
+        origin.shape, origin.stride
+    ):
         return grad
     head.left[torch._C._current_graph_task_id()] = grad
     return None
@@ -103,4 +111,4 @@ def leave(head: Any, grad: Tensor) -> Tensor | None:
 def take(head: Any, origin: Origin | None) -> Tensor | None:
     """What was left with the head in this pass, in the shape that x has where `origin` is from."""
     grad = head.left.pop(torch._C._current_graph_task_id(), None)
-    return None if grad is None else grad.view(origin.shape)
+    return grad if grad is None or grad.shape == origin.shape else grad.view(origin.shape)

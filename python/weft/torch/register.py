@@ -229,6 +229,7 @@ class Operator:
         self.op: torch._ops.OpOverload  # torch.ops.weft.<name>.default
         self.kernel: _C.Kernel  # the same past the dispatcher
         self.outputs: Callable
+        self.likes: tuple[int, ...] = ()  # of a gradient: the argument that each result is like
         self.complete: Callable | None = None
         self.gradient: Gradient | None = None
         self.parameters: list[tuple[int, int]] = []  # (result of the gradient, argument) each
@@ -258,8 +259,13 @@ class Operator:
 
     def fill_wanted(self, want: list[bool], args: tuple, targets: dict[int, Tensor], add: int) -> tuple:
         """The results of a gradient, those in `targets` written where they say."""
-        fresh = self.outputs(*args[:-1], [w and k not in targets for k, w in enumerate(want)])
-        results = tuple(targets.get(k, t) for k, t in enumerate(fresh))
+        if not self.likes:
+            fresh = self.outputs(*args[:-1], [w and k not in targets for k, w in enumerate(want)])
+            results = tuple(targets.get(k, t) for k, t in enumerate(fresh))
+        else:
+            found = (targets.get(k) for k in range(len(want)))
+            likes = zip(found, want, self.likes, strict=True)
+            results = tuple(maybe(w, args[0] if args[k] is None else args[k]) if t is None else t for t, w, k in likes)
         self.fill(results, args, add)
         return results
 
@@ -540,6 +546,8 @@ def operator(
     where_bwd = {f"d_{r}": s for r, s in where.items() if s.split()[-1] in arguments}
     backward = Operator(name_bwd, arguments, grads)
     backward.outputs = gradient_outputs or outputs_of(passes[1], arguments, grads, {}, {}, likes, None)
+    if "want" in arguments and not gradient_outputs and not likes:
+        backward.likes = tuple(backward.place[g.removeprefix("d_")] for g in grads)
     backward.complete = complete
     cut = (sections[0], tuple((t, f"d_{t}") for t in sections[1])) if sections else None
     rows = bind(name_bwd, table_bwd, arguments, grads, binds, where_bwd)
