@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What a report says in words. Every sentence follows from the figures of its runs. */
+ * What a report says. Every sentence follows from the figures of its runs. */
 #ifndef WEFT_CLI_HEADLINE_H
 #define WEFT_CLI_HEADLINE_H
 

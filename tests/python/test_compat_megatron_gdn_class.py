@@ -55,7 +55,7 @@ def test_signature_of_the_rule():
 
 
 class Dev(nn.Module):
-    """The attributes that dev's class has when its methods are called, and methods that nobody should reach."""
+    """The attributes that dev's class has when its methods are called, and methods that must not be reached."""
 
     def __init__(self, device, ranks=1, conv_bias=True, activation="silu"):
         super().__init__()

@@ -111,7 +111,7 @@ def enter(site: Any, norm: Any, streams: Tensor | Unmerged) -> Entered:
 
 
 def leave(layer: nn.Module, streams: Unmerged, layers: tuple[nn.Module, ...]) -> Tensor | Unmerged:
-    """What a layer returns: `layers` are those that the model's loop runs, () where nobody said."""
+    """What a layer returns: `layers` are those that the model's loop runs, or () where that is not known."""
     behind = [two for one, two in zip(layers, layers[1:], strict=False) if one is layer]
     joined = len(behind) == 1 and _takes_unmerged(layer, behind[0], streams)
     return streams if joined else streams.merge()

@@ -3,7 +3,7 @@
 
 On classes it is the attribute. On an instance it is the class: a module gets a subclass of its own class with the same
 name, so that `isinstance`, names of classes, pickling, deep copies and hooks find what they expect, and a forward that
-somebody else has put on the instance is noticed."""
+the instance has of its own is left alone and reported."""
 
 from __future__ import annotations
 
