@@ -120,8 +120,9 @@ def test_an_eps_shows(preset):
 def test_fresh_gates():
     """plain=False leaves the sites as they are made."""
     stack = wt.convert_blocks(Model().h, PARTS, C, N, plain=False, dtype=torch.float64)
-    for layer in stack.layers:
-        assert (layer.connection.alpha == 0.01).all() and not layer.connection.beta.any()
+    for k, layer in enumerate(stack.layers):
+        fresh = wt.HyperConnection(C, N, site=k, dtype=torch.float64)
+        assert torch.equal(layer.connection.alpha, fresh.alpha) and torch.equal(layer.connection.beta, fresh.beta)
     plain = wt.convert_blocks(Model().h, PARTS, C, N, dtype=torch.float64)
     pre = plain.layers[0].connection(torch.randn(2, N, C, dtype=torch.float64)).pre
     assert (pre - 1 / N).abs().max() < 1e-15 and not any(layer.connection.alpha.any() for layer in plain.layers)
