@@ -276,6 +276,18 @@ def test_layers_that_stay_apart(change, options, device):
     assert not torch.equal(got[1], before[1]), "the change had no effect"
 
 
+def test_a_hook_that_gives_another_pre_in(device):
+    """Of a shifted layer; a group of recompute must not rebuild u with the stack's own."""
+    found = []
+    for options in ({}, {"recompute": 2}):
+        model = moved(stack(device, shifted=True, join=False, **options))
+        model.layers[2].connection.register_forward_pre_hook(lambda module, args: (args[0], 0.5 * args[1], *args[2:]))
+        torch.manual_seed(3)
+        found.append(step(model, torch.randn(3, C, device=device)))
+    same(found[1][0], found[0][0], "result")
+    close(found[1][1:], found[0][1:], "gradients")
+
+
 def test_other_shapes_stay_apart():
     model = stack(layers=3)
     model.layers[1] = wt.HyperConnectionLayer(Mlp(), C, N + 1)

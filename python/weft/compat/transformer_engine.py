@@ -18,7 +18,8 @@ Arguments without a meaning of their own in weft:
 Gradients of phi, alpha, beta and norm_weight go into main_grad where these have one (docs/python.md); that of the bias in
 mhc_fused_expand_combine, which belongs to the sub-layer, goes to autograd.
 
-Gradients of x are summed in place, in its dtype (docs/python.md, "Gradients of the streams"), where there is no
+Gradients of x are summed in place, in its dtype, between mhc_generate_mix_and_aggregate and mhc_fused_expand_combine of one x
+(docs/python.md, "Gradients of the streams"); mhc_fused_projection has a view of x, whose gradient autograd adds. Or there is
 fused_grad_x_acc_buffer: an fp32 tensor of x.numel() elements, uninitialised, given to projection (or
 mhc_generate_mix_and_aggregate), aggregate and expand_combine of one x. Backward sums the three gradients of x
 in it; x gets the sum, rounded once, in memory of its own. Order of the calls: the projection opens the buffer
@@ -36,6 +37,7 @@ from weft.compat import _require as require
 from weft.torch import GradX, Numerics
 from weft.torch import functional as weft
 from weft.torch.grads import any_takes_part, lend
+from weft.torch.joins import view_of
 
 __all__ = [
     "ENFORCE_DETERMINISTIC",
@@ -112,7 +114,7 @@ def mhc_fused_projection(
     grad_x = None
     if fused_grad_x_acc_buffer is not None:
         grad_x = _open_buffer(op, x, fused_grad_x_acc_buffer)
-    streams = x.unflatten(1, (channels, n)).transpose(1, 2)
+    streams = view_of(x, x.unflatten(1, (channels, n)).transpose(1, 2))
     h, ms = _project(streams, rows, gain, use_tf32, grad_x)
     return F.pad(h, (0, -h.shape[1] % _H_COLUMNS)), ms
 
@@ -209,7 +211,7 @@ def _streams(op: str, x: Tensor, n: int | None = None) -> Tensor:
     require.tensor(op, "x", x, 3)
     if n is not None:
         require.equal(op, "n", n, x.shape[-1], "the last axis of x")
-    return x.transpose(-1, -2)
+    return view_of(x, x.transpose(-1, -2))
 
 
 def _phi(op: str, phi: Tensor, n: int, channels: int) -> Tensor:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One gradient of the streams for everything that a site reads them for.
 
-The head of a site, `project` or `pre`, reads streams x; with the coefficients that come of it `aggregate` and `post` read
-x again. Autograd would sum their gradients of x in passes of its own over memory. Instead a reader finds the head in the
-graph, from its coefficients upwards, and in backward leaves its gradient there; the head, which the engine runs after its
-readers, adds to it in its own pass and returns the sum.
+The head of a site, `project` or `pre`, reads streams x; with the coefficients that come of it `aggregate`, `post` and `boundary`
+read x again. Autograd would sum their gradients of x in passes of its own over memory. Instead a reader finds the head in
+the graph, from its coefficients upwards, and in backward leaves its gradient there; the head, which the engine runs after
+its readers, adds to it in its own pass and returns the sum.
 
-The graph decides, and nothing else is remembered: the two must have x from the same output of the same node, as the same
-view and at the same version, so an x that was changed in place, detached or computed again is another one. Where no head is
-found, or the engine does not run it in this backward pass, autograd adds as usual: compiled graphs, tensor subclasses,
-dispatch modes and create_graph=True are such cases."""
+The graph decides, and nothing else is remembered: the two must have x from the same output of the same node, with the same
+memory and at the same version, so an x that was changed in place, detached or computed again is another one, and so is a
+view, on which there may be hooks. Only the views that a drop-in makes for one call are looked through (`view_of`). Where no
+head is found, or the engine does not run it in this backward pass, autograd adds as usual: compiled graphs, tensor
+subclasses, batched gradients, dispatch modes, create_graph=True and several CUDA streams are such cases."""
 
 from __future__ import annotations
 
@@ -25,16 +26,11 @@ READERS = {"mhc_aggregate": ("pre",)} | dict.fromkeys(
 )
 # Operators between the head and the coefficients.
 BETWEEN = frozenset(("mhc_scale", "mhc_coef", "mhc_sinkhorn"))
-# Nodes that pass a gradient on as another view of it.
-VIEWS = frozenset(
-    f"{kind}Backward0" for kind in "Alias Permute ReshapeAlias Squeeze T Transpose Unsqueeze UnsafeView View".split()
-)
-LEAF = "torch::autograd::AccumulateGrad"
 STEPS = 12  # nodes to look at on the way up: views, Sinkhorn, gates
 
 
 class Origin(NamedTuple):
-    """What x is: an output of a node, or a leaf, behind views, and where its elements lie."""
+    """What x is: an output of a node, or a leaf, and where its elements lie."""
 
     node: Any
     output: int
@@ -46,6 +42,25 @@ class Origin(NamedTuple):
         if other is None or self.node is not other.node or self[1:3] != other[1:3]:
             return False
         return self[3:] == other[3:] or layout_of(*self[3:]) == layout_of(*other[3:])
+
+
+class Part:
+    """What a node of weft knows of its site, as `ctx.part`."""
+
+    __slots__ = ("head", "left", "operator", "origin")
+
+    def __init__(self, operator: str):
+        self.operator = operator
+        self.origin: Origin | None = None
+        self.head: Any = None
+        self.left: dict[int, Tensor] = {}  # gradients of x by backward pass
+
+
+def view_of(x: Tensor, view: Tensor) -> Tensor:
+    """A view of x that is made for one operator, and that nobody else will see."""
+    if x.requires_grad and not torch.compiler.is_compiling():
+        view._weft_view_of = x
+    return view
 
 
 def layout_of(shape: torch.Size, strides: tuple[int, ...]) -> tuple:
@@ -60,17 +75,19 @@ def layout_of(shape: torch.Size, strides: tuple[int, ...]) -> tuple:
     return tuple(dims)
 
 
+def is_hidden() -> bool:
+    """Whether an operator is seen by others than autograd: dispatch modes, functorch."""
+    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._functorch.maybe_current_level() is not None
+
+
 def origin_of(x: Tensor) -> Origin | None:
-    if type(x) not in (Tensor, torch.nn.Parameter) or not x.requires_grad or torch._C._len_torch_dispatch_stack():
+    if type(x) not in (Tensor, torch.nn.Parameter) or not x.requires_grad or is_hidden():
         return None
-    node, output = x.grad_fn, x.output_nr
-    while node is not None and node.name() in VIEWS:
-        node, output = node.next_functions[0]
-    if node is None:
-        node = x
-    elif node.name() == LEAF:
-        node = node.variable
-    return Origin(node, output, (x.data_ptr(), x.dtype, x._version), x.shape, x.stride())
+    whole = getattr(x, "_weft_view_of", x)
+    node = whole.grad_fn
+    stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+    place = (x.data_ptr(), x.dtype, x._version, stream)
+    return Origin(whole if node is None else node, whole.output_nr, place, x.shape, x.stride())
 
 
 def head_of(origin: Origin | None, coefficients: Tensor | None) -> Any:
@@ -81,34 +98,38 @@ def head_of(origin: Origin | None, coefficients: Tensor | None) -> Any:
     for _ in range(STEPS):
         if node is None:
             return None
-        operator = getattr(node, "operator", None)
-        if operator is not None and operator.name not in BETWEEN:
-            return node if operator.name in HEADS and origin.is_that_of(node.origin) else None
+        part = getattr(node, "part", None)
+        if isinstance(part, Part) and part.operator not in BETWEEN:
+            return node if part.operator in HEADS and origin.is_that_of(part.origin) else None
         node = node.next_functions[0][0] if node.next_functions else None
     return None
 
 
-def heir_of(ctx: Any) -> Any:
+def heir_of(part: Part) -> Part | None:
     """Who gets the gradient of x that a node computes now: the head of its site, or None, which is autograd."""
-    head = ctx.head
-    if head is None or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+    head = part.head
+    if head is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or is_hidden():
         return None
-    return head if torch._C._will_engine_execute_node(head) else None
+    if torch._C._current_graph_task_id() < 0:  # the node is run by hand
+        return None
+    return head.part if torch._C._will_engine_execute_node(head) else None
 
 
-def leave(head: Any, grad: Tensor) -> Tensor | None:
+def leave(heir: Part, grad: Tensor) -> Tensor | None:
     """Returns what autograd gets. A gradient is kept by pass: two of them may run in one graph. That of a pass which does not
     come to its end goes with the graph."""
-    origin = head.origin
+    origin = heir.origin
     if grad.stride() != origin.stride and layout_of(grad.shape, grad.stride()) != layout_of(
         origin.shape, origin.stride
     ):
         return grad
-    head.left[torch._C._current_graph_task_id()] = grad
+    heir.left[torch._C._current_graph_task_id()] = grad
     return None
 
 
-def take(head: Any, origin: Origin | None) -> Tensor | None:
+def take(heir: Part, origin: Origin | None) -> Tensor | None:
     """What was left with the head in this pass, in the shape that x has where `origin` is from."""
-    grad = head.left.pop(torch._C._current_graph_task_id(), None)
+    if not heir.left:
+        return None
+    grad = heir.left.pop(torch._C._current_graph_task_id(), None)
     return grad if grad is None or grad.shape == origin.shape else grad.view(origin.shape)

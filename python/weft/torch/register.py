@@ -245,9 +245,10 @@ class Operator:
 
     def join(self, ctx, args: tuple) -> None:
         """Has the node of this call be found as the head of its site, or finds that (joins.py)."""
-        ctx.origin = joins.origin_of(args[0])
+        part = ctx.part
+        part.origin = joins.origin_of(args[0])
         for place in self.reads:
-            ctx.head = ctx.head or joins.head_of(ctx.origin, args[place])
+            part.head = part.head or joins.head_of(part.origin, args[place])
 
     def fill(self, results: Tensor | tuple, args: tuple, add: int = 0) -> None:
         """One call of the library into results that exist; bit k of `add`: it is added to result k."""
@@ -279,6 +280,11 @@ def is_plain(args: tuple) -> bool:
     if torch._C._len_torch_dispatch_stack():
         return False
     return all(type(a) in PLAIN and not a.is_meta for a in args if isinstance(a, Tensor))
+
+
+def is_batched(grad: Tensor | None) -> bool:
+    """Of torch.autograd.grad(is_grads_batched=True)."""
+    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 def add_to_torch(
@@ -352,8 +358,7 @@ class Node(torch.autograd.Function):
         if operator.gradient is not None:
             operator.gradient.save(ctx, args, output)
         ctx.operator, ctx.sink = operator, sink
-        ctx.origin = ctx.head = None
-        ctx.left = {}  # gradients of x by backward pass
+        ctx.part = joins.Part(operator.name)
         if operator.joined and (sink is None or sink.grad_x is None):
             operator.join(ctx, args)
 
@@ -362,8 +367,7 @@ class Node(torch.autograd.Function):
         operator, sink = ctx.operator, ctx.sink
         if all(g is None for g in grads) and (sink is None or sink.grad_x is None):
             nothing = [None] * len(ctx.needs_input_grad)
-            if ctx.left:
-                nothing[Node.OWN] = joins.take(ctx, ctx.origin)
+            nothing[Node.OWN] = joins.take(ctx.part, ctx.part.origin)
             return tuple(nothing)
         if operator.gradient is None:
             raise NotImplementedError(
@@ -464,15 +468,19 @@ class Gradient:
                 grad = same.new_zeros(1).expand(same.shape)
             above.append(grad)
         args = (*saved, *above, *ctx.scalars, want) if self.wants else (*saved, *above, *ctx.scalars)
-        heir = joins.heir_of(ctx) if want[0] else None
-        left = joins.take(ctx if heir is None else heir, ctx.origin)
+        part = ctx.part
+        plain = (part.head is not None or part.left) and is_plain(args) and not any(map(is_batched, above))
+        heir = joins.heir_of(part) if plain and want[0] else None
+        left = joins.take(part if heir is None else heir, part.origin)
         if ctx.sink is not None:
             found = ctx.sink.differentiate(self.operator, want, args, left)
-        elif left is not None:
+        elif left is not None and plain:
             found = self.operator.fill_wanted(want, args, {0: left}, 1)
         else:
             found = self.operator.op(*args)
             found = (found,) if isinstance(found, Tensor) else found
+            if left is not None:
+                found = (found[0] + left, *found[1:])
         if heir is not None:
             found = (joins.leave(heir, found[0]), *found[1:])
         all_of = [None] * self.count

@@ -90,8 +90,10 @@ class Run:
 
 
 def _has_read(layer: Unmerged) -> bool:
-    """Whether the site has seen the streams that the layer merges with, and no hook has given it others."""
-    return joins.head_of(joins.origin_of(layer.x), layer.coef.post) is not None
+    """Whether the site has read the streams that the layer merges with, and no hook has given it others, or another pre_in,
+    which leaves no trace."""
+    own = layer.used is layer.coef.pre
+    return own and joins.head_of(joins.origin_of(layer.x), layer.coef.post) is not None
 
 
 class Group:

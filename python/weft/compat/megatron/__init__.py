@@ -24,7 +24,8 @@ On a GPU, HyperConnectionModule.forward without a recompute manager and learned_
 streams under the conditions of weft.torch.pre (docs/python.md): bf16, 2 or 4 streams, up to 7168 or 14336 channels,
 code for compute capability 9.0. Everything else here is one operator after the other.
 
-Gradients of the streams are summed in place (docs/python.md, "Gradients of the streams").
+Gradients of the streams are summed in place in HyperConnectionModule (docs/python.md, "Gradients of the streams"); dev's own
+module projects a view of them, whose gradient autograd adds.
 
 native_* are plain PyTorch. use_native(True), or WEFT_COMPAT_NATIVE=1 in the environment, makes everything else
 here run as plain PyTorch too, to tell a problem of the kernels from one of the model.

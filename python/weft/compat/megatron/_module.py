@@ -8,6 +8,7 @@ from weft.compat import _require as require
 from weft.torch import Numerics
 from weft.torch import functional as weft
 from weft.torch.grads import any_takes_part, deposit
+from weft.torch.joins import view_of
 
 from . import _arguments as check
 from . import _native as plain
@@ -241,7 +242,7 @@ class HyperConnectionModule(_MegatronModule or _LocalModule):
     def _streams(self, op: str, x: Tensor) -> Tensor:
         require.tensor(op, "x", x, 1)
         require.shape(op, "x", x, (*x.shape[:-1], self.n * self.hidden_size))
-        return x.unflatten(-1, (self.n, self.hidden_size))
+        return view_of(x, x.unflatten(-1, (self.n, self.hidden_size)))
 
     def _arguments(self, op: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         weight, bias = self.mapping_proj.weight, self.bias
