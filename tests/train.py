@@ -946,6 +946,12 @@ def longer():
     )
     heads = [json.loads(line)["options"]["steps"] for line in open(WORK / "longer/log.jsonl") if "options" in line]
     say("its log names both lengths", heads == ["8", "16"], str(heads))
+    # A longer run that ended before its first checkpoint leaves nothing behind.
+    with open(WORK / "longer/log.jsonl", "a") as log:
+        log.write('{"options":{"steps":"900"}}\n{"step":17,"loss":1}\n')
+    train("longer", "--resume", "--steps", 16)
+    heads = [json.loads(line)["options"]["steps"] for line in open(WORK / "longer/log.jsonl") if "options" in line]
+    say("nor a length that no checkpoint has", heads == ["8", "16"], str(heads))
     # Killed after its first checkpoint and resumed, it is the same run.
     train("longer-twice", *base, "--steps", 8)
     train("longer-twice", "--resume", "--steps", 16)
@@ -956,7 +962,7 @@ def longer():
     say("resumed, it keeps its length", code == 0 and same_checkpoint("longer", "longer-twice", 16), err)
     refused(
         "a run is not made shorter",
-        "--steps 15, but the run was begun with 16: expected at least that",
+        "--steps 15, but the run has 16: expected at least that",
         2,
         *SMALL,
         "--data",
@@ -1129,6 +1135,27 @@ def first_mixes():
             )  # fmt: skip
         code, _, err = weft("train", "--threads", 1, "--quiet", "--resume", "--out", out)
         say(f"{kind}: goes on as {want}", code == 0 and says(out, 4) == want, err)
+
+
+def former_names():
+    """Options of a checkpoint of version 0.1's first months, by the names that they had."""
+    for out in ("former", "latter"):
+        train(out, "--steps", 2, "--recompute", "--micro-batches", 2, "--weight-decay", 0.25)
+    names = {"recompute-group": "group", "micro-batches": "micro", "weight-decay": "decay"}
+    for path in (WORK / "former/step-00000002").iterdir():
+        data = path.read_bytes()
+        meta = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])["__metadata__"]
+        new = {f"option.{now}": None for now in names} | {
+            f"option.{old}": meta[f"option.{now}"] for now, old in names.items()
+        }
+        path.write_bytes(rewritten(data, new))
+    code, _, err = weft("train", "--threads", 1, "--quiet", "--resume", "--out", "former", "--steps", 4)
+    weft("train", "--threads", 1, "--quiet", "--resume", "--out", "latter", "--steps", 4)
+    say(
+        "options by their former names",
+        code == 0 and checkpoint("former", 4) and same_checkpoint("former", "latter", 4),
+        err,
+    )
 
 
 def one_folder():
@@ -1519,6 +1546,7 @@ ALONE = (
     first_mixes,
     one_folder,
     changing_text,
+    former_names,
     huge_context,
     odd_names,
     renamed_checkpoints,

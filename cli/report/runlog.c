@@ -10,14 +10,19 @@
 #include "common/files.h"
 #include "common/json.h"
 
-/* How many bytes the lines up to a step have; a last line without an end was cut off by a kill. */
+/* How many bytes the lines up to a step have; a last line without an end was cut off by a kill. Options behind that step are
+ * those of a longer run which never came to a checkpoint. */
 static size_t bytes_until(const char *text, size_t bytes, int64_t step)
 {
     static const char head[] = "{\"step\":";
+    size_t kept = 0;
     const char *line = text, *end;
-    for (; (end = memchr(line, '\n', bytes - (size_t)(line - text))); line = end + 1)
-        if (!strncmp(line, head, sizeof head - 1) && strtoll(line + sizeof head - 1, NULL, 10) > step) break;
-    return (size_t)(line - text);
+    for (; (end = memchr(line, '\n', bytes - (size_t)(line - text))); line = end + 1) {
+        const int is_step = !strncmp(line, head, sizeof head - 1);
+        if (is_step && strtoll(line + sizeof head - 1, NULL, 10) > step) break;
+        if (is_step || !kept) kept = (size_t)(end + 1 - text);
+    }
+    return kept;
 }
 
 int runlog_open(runlog *log, const char *folder, int64_t step, char *error, size_t size)

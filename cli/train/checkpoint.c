@@ -316,12 +316,18 @@ int checkpoint_open(checkpoint_file *model, const char *path, char *error, size_
 int checkpoint_open_last(checkpoint_file *model, const char *folder, char path[FILES_PATH], char *error,
                          size_t size)
 {
-    enum { TRIES = 100 };
+    enum { TRIES = 100, EMPTY_TRIES = 10 };
+    int empty = 0;
     char before[FILES_PATH] = "";
     *model = (checkpoint_file){0};
     for (int i = 0; i < TRIES; i++) {
         if (!checkpoint_find(folder, path, error, size)) return 0;
-        if (!path[0]) return fail((reason){error, size}, "%s: no checkpoint there", folder);
+        if (!path[0]) {
+            /* A listing is no snapshot: it may have passed the place of the new checkpoint before that came, and reach that of the
+             * old one after it went. */
+            if (++empty < EMPTY_TRIES) continue;
+            return fail((reason){error, size}, "%s: no checkpoint there", folder);
+        }
         if (checkpoint_open(model, path, error, size)) return 1;
         if (!strcmp(path, before)) return 0;
         /* The run that trains there may have dropped it, in which case there is a newer one. */

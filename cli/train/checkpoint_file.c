@@ -86,19 +86,30 @@ void checkpoint_file_close(checkpoint_file *c)
 
 /* ---- options ------------------------------------------------------------------------------------------------------------- */
 
-/* What older checkpoints mean by an option's absence; NULL: they all have it. Before there was a choice mhc began uniform. */
+static const char *value_of(const checkpoint_file *c, const char *name)
+{
+    char key[64];
+    snprintf(key, sizeof key, "option.%s", name);
+    return safetensors_metadata(&c->file, key);
+}
+
+/* What an older checkpoint has for an option, which may have gone by another name. Before there was a choice of the first mix mhc
+ * began uniform. NULL: nothing. */
 static const char *value_before(const checkpoint_file *c, const option *o)
 {
-    const char *residual = safetensors_metadata(&c->file, "option.residual");
+    static const struct {
+        const char *now, *before;
+    } names[] = {{"recompute-group", "group"}, {"micro-batches", "micro"}, {"weight-decay", "decay"}};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (!strcmp(o->name, names[i].now)) return value_of(c, names[i].before);
+    const char *residual = value_of(c, "residual");
     if (strcmp(o->name, "first-mix") || !residual) return NULL;
     return strncmp(residual, "mhc", 3) ? "identity" : "uniform";
 }
 
 static const char *saved_value(const checkpoint_file *c, const option *o)
 {
-    char key[64];
-    snprintf(key, sizeof key, "option.%s", o->name);
-    const char *value = safetensors_metadata(&c->file, key);
+    const char *value = value_of(c, o->name);
     return value ? value : value_before(c, o);
 }
 
@@ -109,8 +120,7 @@ static int same_value(const option *o, const char *saved, char *error, size_t si
     int more = o->grows && *(int64_t *)o->to > strtoll(saved, NULL, 10);
     int ok = now && (!o->fixed || more || !strcmp(now, saved));
     if (!ok && now && o->grows)
-        rejected(error, size, "--%s %.60s, but the run was begun with %.60s: expected at least that", o->name, now,
-                 saved);
+        rejected(error, size, "--%s %.60s, but the run has %.60s: expected at least that", o->name, now, saved);
     else if (!ok && now)
         rejected(error, size, "--%s %.60s, but the run was begun with %.60s", o->name, now, saved);
     else if (!ok)

@@ -116,7 +116,7 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
         INT(channels, "channels", 1, 1 << 20, "width of the model", 1),
         INT(hidden, "hidden", 0, 1 << 22, "width of the MLP; 0: 8/3 of the model's, to a multiple of 64", 1),
         INT(context, "context", 1, 1 << 20, "tokens (bytes) of a sequence", 1),
-        INT(sinkhorn, "sinkhorn", 0, 1 << 20, "Sinkhorn iterations; 0: as the preset says", 1),
+        INT(sinkhorn, "sinkhorn", 0, 10000, "Sinkhorn iterations; 0: as the preset says", 1),
         NUMBER(alpha, "alpha", 0, 1e6, "first value of the gates' scale"),
         CHOICE(first_mix, "first-mix", first_mixes, "first values of the mix of mhc and mhc_single_pass"),
         NUMBER(dropout, "dropout", 0, 0.999999, "dropout of a sub-layer's output"),
