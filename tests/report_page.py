@@ -174,6 +174,12 @@ for name, change, word in (
 shows("several", several, 6, 6, 6, ((1300, False), (1300, True), (390, False), (390, True)))
 shows("one run", report("one", runs[4]), 6, 2, 3)
 shows("one step", report("step", train("step", "--steps", 1)), 6, 2, 3)
+lines = (runs[5] / "log.jsonl").read_text().splitlines(keepends=True)
+(WORK / "killed").mkdir()
+(WORK / "killed" / "log.jsonl").write_text("".join(lines[:7]))
+unfinished = report("unfinished", *runs[:5], WORK / "killed")
+say("unfinished: says so", "Unfinished: killed (6 of 12 steps)." in unfinished and ">12; 6 of 12<" in unfinished)
+shows("unfinished", unfinished, 6, 6, 6)
 fifty = []
 log = (runs[4] / "log.jsonl").read_text()
 for seed in range(50):

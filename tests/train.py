@@ -612,6 +612,155 @@ def kinds():
     say("names of tensors", {"embed.weight", "layers.0.attention.connection.phi", "layers.1.mlp.down.weight"} <= names)
 
 
+def cells(page, kind):
+    """The kinds table's row of a kind, without its name."""
+    row = re.search(f"<tr><td><span[^>]*></span>{re.escape(kind)}</td>(.*?)</tr>", page)
+    return re.findall("<td>(.*?)</td>", row.group(1)) if row else []
+
+
+def unfinished_runs(page_of, words_of, log):
+    """Runs of which a kill left less than they were to have: their losses and norms are no end, their steps are said."""
+
+    def cut(folder, residual, seed, step, loss, gain=1, norms=(1, 1, 1)):
+        log(folder, residual, seed, gain, 0, steps="300")
+        lines = (WORK / folder / "log.jsonl").read_text().splitlines()
+        row = {"loss": loss, "val_loss": loss, "row_gain": gain, "layer_gradient_norms": norms}
+        text = "".join(json.dumps({"step": s, **row}) + "\n" for s in (1, step))
+        (WORK / folder / "log.jsonl").write_text(lines[0] + "\n" + text)
+        return folder
+
+    hc = [cut("u-hc-1", "hc", 1, 300, 2.5, 100), cut("u-hc-2", "hc", 2, 300, 2.51, 200)]
+    mhc = [cut("u-mhc-1", "mhc", 1, 300, 2.6), cut("u-mhc-2", "mhc", 2, 300, 2.61)]
+    whole, _ = page_of("four finished runs", *hc, *mhc)
+    say("names no run as unfinished", "Unfinished" not in whole and cells(whole, "hc")[:2] == ["2", "300"])
+    cut("u-hc-1", "hc", 1, 20, 4.5, 3, (1, 9, 1))
+    page, _ = page_of("a run that was cut short", *hc, *mhc)
+    say("has the same winner", "; hc ends with the lowest loss, with one seed." in words_of(page), words_of(page))
+    say("its least gain is of a finished run", "can grow 200-fold with hc" in words_of(page), words_of(page))
+    say("its steps beside those of the finished", cells(page, "hc")[:4] == ["2", "300; 20 of 300", "2.5100", "2.5100"])
+    say("its norms are left out", cells(page, "hc")[6] == "1", cells(page, "hc"))
+    say("it is named", "Unfinished: u-hc-1 (20 of 300 steps)." in page)
+    cut("u-hc-2", "hc", 2, 100, 0.01, 3e4)
+    page, _ = page_of("a kind without a finished run", *hc, *mhc)
+    say(
+        "is not compared",
+        words_of(page).endswith("can grow 3.00 to 30000-fold with hc (20 to 100 of 300 steps) and 1.00-fold with mhc."),
+        words_of(page),
+    )
+    say("how far it is", cells(page, "hc")[1] == "20 to 100 of 300", cells(page, "hc"))
+    more = cut("u-hc-wide", "hc_wide", 1, 300, 2.3, 300)
+    page, _ = page_of("three kinds, one without a finished run", *hc, *mhc, more)
+    say("the lowest loss is of the others", "hc_wide ends with the lowest loss, with" in words_of(page), words_of(page))
+    say("and so are the losses", "Mean validation loss: mhc 2.6050 (2.6000 to 2.6100, 2 runs), hc_wide 2.3" in page)
+    page, _ = page_of("one unfinished run", hc[0])
+    say("ends nowhere", words_of(page) == "hc (20 of 300 steps) is at a validation loss of 4.5.", words_of(page))
+
+
+def seeds_and_kinds(page_of, words_of, log):
+    """What is one run, one seed and one kind."""
+    runs = [log(f"s-{kind}", kind, 1, 1, loss) for kind, loss in (("hc", 2.5), ("mhc", 2.6))]
+    if not (WORK / "s-link").exists():
+        (WORK / "s-link").symlink_to("s-hc")
+    page, _ = page_of("paths given twice", *runs, *runs, "s-hc/", "s-hc/log.jsonl", "s-link")
+    say("each log is read once", "; seed 1; 2 runs." in page and cells(page, "hc")[0] == "1", cells(page, "hc"))
+    copies = [log(f"s-{kind}-copy", kind, 1, 1, loss) for kind, loss in (("hc", 2.5), ("mhc", 2.6))]
+    page, _ = page_of("copies", *runs, *copies)
+    say("are no other seeds", words_of(page) == "hc ends with the lowest loss, with one seed.", words_of(page))
+    other = [log(f"s-{kind}-2", kind, 2, 1, loss) for kind, loss in (("hc", 2.5), ("mhc", 2.6))]
+    page, _ = page_of("two seeds and copies", *runs, *copies, *other)
+    say("are two seeds", words_of(page) == "hc ends with the lowest loss." and "; seeds 1, 2; 6 runs" in page)
+
+    for kind in ("residual", "hc", "mhc", "mhc_single_pass"):
+        uniform, mhc = {"first-mix": "uniform"}, kind.startswith("mhc")
+        old, new = log("m-old", kind, 1, 1, 2), log("m-new", kind, 2, 1, 2, **{"first-mix": "identity"})
+        same = log("m-same", kind, 3, 1, 2, **(uniform if mhc else {"first-mix": "identity"}))
+        page, _ = page_of(f"{kind} with and without a first mix", old, new, same)
+        order = re.findall(r"</span>([^<]*)</li>", page)
+        wanted = [f"{kind}, first-mix uniform", f"{kind}, first-mix identity"] if mhc else [kind]
+        say("an older log began uniform, where there is a choice", order == wanted, order)
+
+    def longer(folder, seed, *parts):
+        """Runs of steps 1 to the first part, then to the second of a run that was made longer, and so on."""
+        text, done = "", 0
+        for steps in parts:
+            text += json.dumps({"options": {"residual": "mhc", "seed": str(seed), "steps": str(steps)}}) + "\n"
+            text += "".join(f'{{"step":{s},"loss":{4 - s / 50}}}\n' for s in range(done + 1, steps + 1))
+            done = steps
+        (WORK / folder).mkdir(exist_ok=True)
+        (WORK / folder / "log.jsonl").write_text(text)
+        return folder
+
+    runs = [longer("l-1", 1, 40), longer("l-2", 2, 20, 40), longer("l-3", 3, 20, 40), longer("l-4", 4, 20, 30, 40)]
+    page, _ = page_of("runs that were made longer", *runs, longer("l-5", 5, 40, 40))
+    order = re.findall(r"</span>([^<]*)</li>", page)
+    wanted = ["mhc", "mhc, lengthened at 20", "mhc, lengthened at 20 and 30"]
+    say("are kinds apart", order == wanted and [cells(page, k)[0] for k in wanted] == ["2", "2", "1"], order)
+    (WORK / "g-c").mkdir(exist_ok=True)
+    text = '{"options":{"residual":"hc"}}\n{"step":1,"loss":2,"row_gain":-1}\n'
+    (WORK / "g-c/log.jsonl").write_text(text)
+    page, _ = page_of("a negative gain and one of two", "g-c", log("g-d", "mhc", 1, 2, 2), log("g-e", "k", 1, 1, 2))
+    say(
+        "only what can grow is told",
+        "grow 2.00-fold with mhc and 1.00-fold with k;" in words_of(page) and "-1" not in words_of(page),
+        words_of(page),
+    )
+
+
+def page_over_log(log):
+    """A page in the place of a log that it is of."""
+    path = WORK / log("over", "mhc", 1, 1, 3) / "log.jsonl"
+    (WORK / "over-cut").mkdir(exist_ok=True)
+    (WORK / "over-cut/log.jsonl").write_text('{"options":{"residual":"mhc"}}\n{"st')
+    (WORK / "over-bad").mkdir(exist_ok=True)
+    (WORK / "over-bad/log.jsonl").write_text('{"step":1,"loss":2}\nno log\n')
+    (WORK / "over-none").mkdir(exist_ok=True)
+    (WORK / "over-none/log.jsonl").write_text('{"opt')
+    if not (WORK / "over-link.html").is_symlink():
+        (WORK / "over-link.html").symlink_to(path)
+    for out in (
+        "over/log.jsonl",
+        path,
+        "over/../over/log.jsonl",
+        "over-link.html",
+        "over-cut/log.jsonl",
+        "over-bad/log.jsonl",
+        "over-none/log.jsonl",
+    ):
+        before = (WORK / out).read_bytes()
+        code, _, err = weft("report", "--runs", "over", "over-cut", "over-bad", "over-none", f"--out={out}")
+        ok = code == 2 and f"{out}: expected another file for --out" in err and (WORK / out).read_bytes() == before
+        say(f"report --out {out} leaves the log alone", ok, f"exit {code}: {err}")
+    (WORK / "over.html").write_text("<!doctype html>\n")
+    code, _, err = weft("report", "--runs", "over", "over.html", "--out", "over.html")
+    say("an older page among the runs is replaced", code == 0 and "</svg>" in (WORK / "over.html").read_text(), err)
+
+
+def smooth_curve(page_of):
+    """The line of a training loss is the mean over a fiftieth of the run on either side."""
+    random_loss = random.Random(1)
+    losses = [3 + random_loss.random() * (50 if step == 80 else 1) for step in range(200)]
+    losses[30] = losses[31] = None
+    lines = [json.dumps({"step": step + 1, "loss": loss}) for step, loss in enumerate(losses)]
+    (WORK / "smooth.jsonl").write_text("\n".join(lines) + "\n")
+    page, _ = page_of("a noisy run", "smooth.jsonl")
+    chart = re.search('<svg[^>]*aria-label="Training loss".*?</svg>', page, re.S)
+    paths = re.findall('<path class="mark"[^>]* d="([^"]*)"', chart.group()) if chart else []
+    wanted = []
+    for at, loss in enumerate(losses):
+        around = [v for v in losses[max(0, at - 4) : at + 5] if v is not None]
+        if loss is not None:
+            wanted.append(sum(around) / len(around))
+    places = [[float(word.split()[1]) for word in re.split("[ML]", path)[1:]] for path in paths]
+    if not (len(places) == 2 and len(places[0]) == len(places[1]) == len(wanted)):
+        return say("its line has a point per loss", False, [len(p) for p in places])
+    # The raw line, drawn in the same frame, says where a value lies; both are rounded to a tenth of a pixel.
+    raw = [loss for loss in losses if loss is not None]
+    low, high = raw.index(min(raw)), raw.index(max(raw))
+    slope = (places[0][high] - places[0][low]) / (raw[high] - raw[low])
+    off = max(abs(p - places[0][low] - slope * (w - raw[low])) for p, w in zip(places[1], wanted, strict=True))
+    say("its line is the mean around each step", off <= 0.2, off)
+
+
 def report():
     def page_of(name, *words):
         code, _, err = weft("report", "--runs", *words, "--out", "page.html")
@@ -675,6 +824,10 @@ def report():
     say("of one kind", page.count("<li>") == 1 and "50 runs" in page and page.count("fifty-") == 50)
     page, _ = page_of("fifty kinds", *(log(f"many-{i}", f"k{i}", i, 1, 2 + i / 100) for i in range(50)))
     say("with as many names", page.count("<li>") == 50)
+    unfinished_runs(page_of, words_of, log)
+    seeds_and_kinds(page_of, words_of, log)
+    page_over_log(log)
+    smooth_curve(page_of)
     mix = ',"residual_mix":[[0.9,0.1,0.1,0.9],[1,0,0,-0.5]],"new":[{"a":"]"},[true]],"newer":{},"newest":"x"'
     page, _ = page_of("a log of a later version", log("later", "mhc", 1, 1, 3, mix))
     say("has its maps", page.count("<caption>") == 2 and "0.90" in page and 'class="minus"' in page)

@@ -37,6 +37,23 @@ static void bold(FILE *to, const char *name)
     fputs("</b>", to);
 }
 
+void headline_progress(const run_kind *k, FILE *to)
+{
+    fprintf(to, "%.15g", k->unfinished.low);
+    if (k->unfinished.high > k->unfinished.low) fprintf(to, " to %.15g", k->unfinished.high);
+    fprintf(to, " of %.15g", run_steps_wanted(&k->runs[k->finished]->log));
+}
+
+/* The name of a kind, and how far its runs are where none is finished. */
+static void kind_so_far(FILE *to, const run_kind *k)
+{
+    bold(to, k->name);
+    if (k->finished) return;
+    fputs(" (", to);
+    headline_progress(k, to);
+    fputs(" steps)", to);
+}
+
 /* "a, b and c" */
 static const char *between(int index, int count)
 {
@@ -45,11 +62,19 @@ static const char *between(int index, int count)
 
 /* ---- losses -------------------------------------------------------------------------------------------------------------- */
 
-/* Validation where all kinds have it, else the last tenth of training. */
+/* Only what is finished is compared. */
+static int is_compared(const report *r, int kind)
+{
+    return r->kinds[kind].finished > 0;
+}
+
+/* Validation where all kinds have it that are compared, or all where fewer than two are, else the last tenth of training. */
 static const spread *loss_of(const report *r, int kind)
 {
-    int validated = 1;
-    for (int i = 0; i < r->num_kinds; i++) validated &= r->kinds[i].validation.count > 0;
+    int validated = 1, compared = 0;
+    for (int i = 0; i < r->num_kinds; i++) compared += is_compared(r, i);
+    for (int i = 0; i < r->num_kinds; i++)
+        if (compared < 2 || is_compared(r, i)) validated &= r->kinds[i].validation.count > 0;
     return validated ? &r->kinds[kind].validation : &r->kinds[kind].loss;
 }
 
@@ -60,7 +85,7 @@ static const char *loss_name(const report *r)
 
 typedef struct ranking {
     int best, second; /* kinds with the lowest and the next lowest mean loss; -1: there is none */
-    int least_runs;   /* of the two */
+    int least_seeds;  /* of the two */
     double width;     /* the larger of the two ranges over seeds */
     double gap;       /* from the one mean to the other */
 } ranking;
@@ -70,7 +95,7 @@ static ranking rank_losses(const report *r)
     ranking k = {.best = -1, .second = -1};
     for (int i = 0; i < r->num_kinds; i++) {
         const spread *s = loss_of(r, i);
-        if (!s->count) continue;
+        if (!s->count || !is_compared(r, i)) continue;
         if (k.best < 0 || s->mean < loss_of(r, k.best)->mean)
             k.second = k.best, k.best = i;
         else if (k.second < 0 || s->mean < loss_of(r, k.second)->mean)
@@ -80,7 +105,7 @@ static ranking rank_losses(const report *r)
     const spread *one = loss_of(r, k.best), *two = loss_of(r, k.second);
     k.gap = two->mean - one->mean;
     k.width = fmax(one->high - one->low, two->high - two->low);
-    k.least_runs = one->count < two->count ? one->count : two->count;
+    k.least_seeds = one->seeds < two->seeds ? one->seeds : two->seeds;
     return k;
 }
 
@@ -90,7 +115,7 @@ static void tell_losses(const report *r, FILE *to)
     if (k.second < 0) return;
     bold(to, r->kinds[k.best].name);
     fprintf(to, " ends with the lowest loss");
-    if (k.least_runs < 2)
+    if (k.least_seeds < 2)
         fputs(", with one seed", to);
     else if (k.gap <= k.width) {
         fputs(", but no lower than ", to);
@@ -131,11 +156,11 @@ static void tell_gains(const report *r, int most, int least, FILE *to)
     fputs(" a signal can grow ", to);
     factor_range(to, &r->kinds[most].gain);
     fputs("-fold with ", to);
-    bold(to, r->kinds[most].name);
+    kind_so_far(to, &r->kinds[most]);
     fputs(" and ", to);
     factor_range(to, &r->kinds[least].gain);
     fputs("-fold with ", to);
-    bold(to, r->kinds[least].name);
+    kind_so_far(to, &r->kinds[least]);
 }
 
 void headline(const report *r, FILE *to)
@@ -152,8 +177,9 @@ void headline(const report *r, FILE *to)
         for (int i = 0; i < r->num_kinds; i++) {
             const run_kind *k = &r->kinds[i];
             fputs(between(i, r->num_kinds), to);
-            bold(to, k->name);
-            if (loss_of(r, i)->count) fprintf(to, " ends at a %s of %.4g", loss_name(r), loss_of(r, i)->mean);
+            kind_so_far(to, k);
+            if (loss_of(r, i)->count)
+                fprintf(to, " %s at a %s of %.4g", k->finished ? "ends" : "is", loss_name(r), loss_of(r, i)->mean);
         }
     }
     fputc('.', to);
@@ -177,7 +203,7 @@ void headline_figures(const report *r, FILE *to)
     fprintf(to, "Mean %s: ", loss_name(r));
     for (int i = 0, k = 0; i < r->num_kinds; i++) {
         const spread *s = loss_of(r, i);
-        if (!s->count) continue;
+        if (!s->count || !is_compared(r, i)) continue;
         fputs(k++ ? ", " : "", to);
         html_text(to, r->kinds[i].name);
         fprintf(to, " %.4f", s->mean);
@@ -188,25 +214,29 @@ void headline_figures(const report *r, FILE *to)
 
 /* ---- options ------------------------------------------------------------------------------------------------------------- */
 
+/* Is it the first of the runs with its seed? */
+static int shows_seed(const report *r, int index)
+{
+    const run_record *log = &r->runs[index]->log;
+    for (int i = 0; i < index; i++)
+        if (run_has_seed_of(&r->runs[i]->log, log)) return 0;
+    return run_record_option(log, "seed") != NULL;
+}
+
 /* Seeds in the order of the runs, each once. */
 static void tell_seeds(const report *r, FILE *to)
 {
     enum { MOST = 12 };
-    int told = 0;
+    int count = 0, told = 0;
+    for (int i = 0; i < r->num_runs; i++) count += shows_seed(r, i);
     for (int i = 0; i < r->num_runs; i++) {
-        const char *seed = run_record_option(&r->runs[i]->log, "seed");
-        int before = seed == NULL;
-        for (int k = 0; k < i && !before; k++) {
-            const char *other = run_record_option(&r->runs[k]->log, "seed");
-            before = other && !strcmp(other, seed);
-        }
-        if (before) continue;
+        if (!shows_seed(r, i)) continue;
         if (++told > MOST) {
             fputs(", \u2026", to);
             return;
         }
-        fputs(told > 1 ? ", " : "; seeds ", to);
-        html_text(to, seed);
+        fputs(told > 1 ? ", " : count > 1 ? "; seeds " : "; seed ", to);
+        html_text(to, run_record_option(&r->runs[i]->log, "seed"));
     }
 }
 

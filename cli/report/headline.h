@@ -14,6 +14,8 @@ void headline(const report *r, FILE *to);
 void headline_options(const report *r, FILE *to);
 /* A paragraph with the figures behind the headline: gains, gradients by layer, losses with their spread. */
 void headline_figures(const report *r, FILE *to);
+/* What the unfinished runs of a kind have done: "20 of 300", or "20 to 100 of 300". */
+void headline_progress(const run_kind *k, FILE *to);
 /* A gain as a factor: "1.00", "686", "3.1·10^6" with the power raised. */
 void headline_factor(FILE *to, double factor);
 

@@ -37,6 +37,29 @@ int run_streams(const run_record *r)
     return strcmp(residual_of(r), "residual") ? 4 : 1;
 }
 
+double run_steps_done(const run_record *r)
+{
+    return r->column[RUN_STEP][r->count - 1];
+}
+
+double run_steps_wanted(const run_record *r)
+{
+    const char *text = run_record_option(r, "steps");
+    double steps = text ? strtod(text, NULL) : 0;
+    return plot_shows(steps, 0) ? steps : 0;
+}
+
+static int is_finished(const run_record *r)
+{
+    return run_steps_done(r) >= run_steps_wanted(r);
+}
+
+int run_has_seed_of(const run_record *a, const run_record *b)
+{
+    const char *one = run_record_option(a, "seed"), *other = run_record_option(b, "seed");
+    return one && other ? !strcmp(one, other) : one == other;
+}
+
 void run_option_text(const run_record *r, const char *name, char *text, size_t size)
 {
     const char *value = run_record_option(r, name);
@@ -63,10 +86,12 @@ int report_common(const report *r, const char *name, char *text, size_t size)
     return first != NULL;
 }
 
-/* Have both runs the option, with one value? Streams as they are used. */
+/* Have both runs the option, with one value, or no use for it? Streams as they are used. */
 static int is_shared(const run_record *a, const run_record *b, const char *name)
 {
     const char *one = run_record_option(a, name), *other = run_record_option(b, name);
+    /* Other connections have no first mix to choose, and their older logs do not name it. */
+    if (!strcmp(name, "first-mix") && strncmp(residual_of(a), "mhc", 3) != 0) return 1;
     if (!one || !other) return 0;
     return !strcmp(name, "streams") ? run_streams(a) == run_streams(b) : !strcmp(one, other);
 }
@@ -128,7 +153,7 @@ static double mean_of_last_tenth(const run_record *r, run_column column)
 static double largest(const run_record *r, run_column column)
 {
     double low = INFINITY, high = -INFINITY;
-    plot_cover(&low, &high, r->column[column], r->count, 0);
+    plot_cover(&low, &high, r->column[column], r->count, 1); /* a gain is above zero */
     return high;
 }
 
@@ -148,10 +173,11 @@ static double layer_spread(const run_record *r, run_column unused)
 
 typedef double figure(const run_record *r, run_column column);
 
-static spread spread_of(const run_kind *kind, figure *f, run_column column)
+/* The figure over the runs of a kind from the first to before the last. */
+static spread spread_between(const run_kind *kind, int first, int end, figure *f, run_column column)
 {
     spread s = {.low = INFINITY, .high = -INFINITY};
-    for (int i = 0; i < kind->count; i++) {
+    for (int i = first; i < end; i++) {
         double value = f(&kind->runs[i]->log, column);
         if (!plot_shows(value, 0)) continue;
         s.mean += (value - s.mean) / ++s.count;
@@ -162,16 +188,69 @@ static spread spread_of(const run_kind *kind, figure *f, run_column column)
     return s;
 }
 
+static spread spread_of(const run_kind *k, figure *f, run_column column)
+{
+    return spread_between(k, 0, k->count, f, column);
+}
+
+/* How many runs of a kind say how it ends. */
+static int num_telling(const run_kind *k)
+{
+    return k->finished ? k->finished : k->count;
+}
+
+static spread spread_at_end(const run_kind *k, figure *f, run_column column)
+{
+    return spread_between(k, 0, num_telling(k), f, column);
+}
+
+/* Is there a run before the index with that seed and the figure? */
+static int is_seed_again(const run_kind *k, int index, figure *f, run_column column)
+{
+    for (int i = 0; i < index; i++)
+        if (run_has_seed_of(&k->runs[i]->log, &k->runs[index]->log) && plot_shows(f(&k->runs[i]->log, column), 0))
+            return 1;
+    return 0;
+}
+
+static spread loss_at_end(const run_kind *k, figure *f, run_column column)
+{
+    spread s = spread_at_end(k, f, column);
+    for (int i = 0; i < num_telling(k); i++)
+        s.seeds += plot_shows(f(&k->runs[i]->log, column), 0) && !is_seed_again(k, i, f, column);
+    return s;
+}
+
+static spread gain_of(const run_kind *k, run_column column)
+{
+    spread all = spread_of(k, largest, column), end = spread_at_end(k, largest, column);
+    if (end.count) all.low = end.low;
+    return all;
+}
+
+/* Finished runs to the front, in their order. */
+static void put_finished_first(run_kind *k)
+{
+    for (int i = 0; i < k->count; i++) {
+        report_run *run = k->runs[i];
+        if (!is_finished(&run->log)) continue;
+        memmove(k->runs + k->finished + 1, k->runs + k->finished, (size_t)(i - k->finished) * sizeof *k->runs);
+        k->runs[k->finished++] = run;
+    }
+}
+
 static void measure(run_kind *k)
 {
-    k->steps = spread_of(k, last, RUN_STEP);
-    k->loss = spread_of(k, mean_of_last_tenth, RUN_LOSS);
-    k->validation = spread_of(k, last, RUN_VAL_LOSS);
-    k->gain = spread_of(k, largest, RUN_ROW_GAIN);
-    k->gain_max = spread_of(k, largest, RUN_ROW_GAIN_MAX);
-    k->column_gain = spread_of(k, largest, RUN_COLUMN_GAIN);
-    k->column_gain_max = spread_of(k, largest, RUN_COLUMN_GAIN_MAX);
-    k->layers = spread_of(k, layer_spread, RUN_COLUMNS);
+    put_finished_first(k);
+    k->unfinished = spread_between(k, k->finished, k->count, last, RUN_STEP);
+    k->steps = spread_at_end(k, last, RUN_STEP);
+    k->loss = loss_at_end(k, mean_of_last_tenth, RUN_LOSS);
+    k->validation = loss_at_end(k, last, RUN_VAL_LOSS);
+    k->gain = gain_of(k, RUN_ROW_GAIN);
+    k->gain_max = gain_of(k, RUN_ROW_GAIN_MAX);
+    k->column_gain = gain_of(k, RUN_COLUMN_GAIN);
+    k->column_gain_max = gain_of(k, RUN_COLUMN_GAIN_MAX);
+    k->layers = spread_at_end(k, layer_spread, RUN_COLUMNS);
     k->seconds = spread_of(k, median, RUN_SECONDS);
     k->tokens_per_s = spread_of(k, median, RUN_TOKENS_PER_S);
     k->bytes = spread_of(k, last, RUN_BYTES);
@@ -316,14 +395,22 @@ static int gather(curve *c, point *points, size_t count, int geometric)
     return 1;
 }
 
-/* The mean of the values within a fiftieth of the run on either side. */
-static double mean_around(const double *values, size_t count, size_t at)
+/* The values within a fiftieth of the run on either side of a place that moves on. What their running sum loses to rounding is
+ * little against the largest of all values, and that is what the axis covers. */
+typedef struct window {
+    const double *values;
+    size_t count, first, end, used; /* used: values that are shown, of those from first to before end */
+    double sum;
+} window;
+
+static double window_mean(window *w, size_t at)
 {
-    size_t reach = count / 50, first = at > reach ? at - reach : 0, used = 0;
-    double mean = 0;
-    for (size_t i = first; i <= at + reach && i < count; i++)
-        if (plot_shows(values[i], 0)) mean += (values[i] - mean) / (double)++used;
-    return mean;
+    size_t reach = w->count / 50;
+    for (; w->end < w->count && w->end <= at + reach; w->end++)
+        if (plot_shows(w->values[w->end], 0)) w->sum += w->values[w->end], w->used++;
+    for (; w->first + reach < at; w->first++)
+        if (plot_shows(w->values[w->first], 0)) w->sum -= w->values[w->first], w->used--;
+    return w->sum / (double)w->used;
 }
 
 int curve_of(curve *c, const run_kind *kind, run_column column, curve_form form)
@@ -335,10 +422,11 @@ int curve_of(curve *c, const run_kind *kind, run_column column, curve_form form)
     point *points = malloc(room * sizeof *points);
     for (int i = 0; points && i < kind->count; i++) {
         const run_record *r = &kind->runs[i]->log;
+        window w = {.values = r->column[column], .count = r->count};
         for (size_t k = 0; k < r->count; k++) {
             double y = r->column[column][k];
             if (!plot_shows(y, log_y)) continue;
-            if (form == CURVE_SMOOTH) y = mean_around(r->column[column], r->count, k);
+            if (form == CURVE_SMOOTH) y = window_mean(&w, k);
             points[count++] = (point){r->column[RUN_STEP][k], y};
         }
     }
@@ -351,9 +439,9 @@ int curve_of_layers(curve *c, const run_kind *kind)
 {
     size_t room = 1, count = 0;
     *c = (curve){0};
-    for (int i = 0; i < kind->count; i++) room += (size_t)num_layers(&kind->runs[i]->log);
+    for (int i = 0; i < num_telling(kind); i++) room += (size_t)num_layers(&kind->runs[i]->log);
     point *points = malloc(room * sizeof *points);
-    for (int i = 0; points && i < kind->count; i++) {
+    for (int i = 0; points && i < num_telling(kind); i++) {
         const run_record *r = &kind->runs[i]->log;
         for (int k = 0; k < num_layers(r); k++)
             if (plot_shows(r->layer_norms[k], 1)) points[count++] = (point){k, r->layer_norms[k]};

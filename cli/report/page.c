@@ -91,6 +91,16 @@ static void card_open(FILE *to, const char *title, const char *note)
 
 /* ---- tables -------------------------------------------------------------------------------------------------------------- */
 
+/* "300", "20 of 300", or both where a kind has finished and unfinished runs. */
+static void steps_cell(const run_kind *k, FILE *to)
+{
+    fputs("<td>", to);
+    if (k->finished) print_value(to, "%.0f", k->steps.high);
+    if (k->finished && k->unfinished.count) fputs("; ", to);
+    if (k->unfinished.count) headline_progress(k, to);
+    fputs("</td>", to);
+}
+
 static void kinds_table(const report *r, FILE *to)
 {
     fputs("<div class=\"card scroll\"><table><tr><th>kind</th><th>runs</th><th>steps</th><th>loss</th>"
@@ -102,7 +112,7 @@ static void kinds_table(const report *r, FILE *to)
         fputs("<tr><td>", to);
         key(to, i, k->name);
         fprintf(to, "</td><td>%d</td>", k->count);
-        cell(to, "%.0f", k->steps.high);
+        steps_cell(k, to);
         cell(to, "%.4f", k->loss.mean);
         cell(to, "%.4f", k->validation.mean);
         gain_cell(to, k->gain.high, k->gain_max.high);
@@ -115,20 +125,6 @@ static void kinds_table(const report *r, FILE *to)
         fputs("</tr>\n", to);
     }
     fputs("</table></div>\n", to);
-}
-
-/* Steps done, and of how many where the run was to have more. */
-static void steps_cell(const run_record *log, double done, FILE *to)
-{
-    char steps[64];
-    run_option_text(log, "steps", steps, sizeof steps);
-    fputs("<td>", to);
-    print_value(to, "%.0f", done);
-    if (*steps && strtod(steps, NULL) > done) {
-        fputs(" of ", to);
-        html_text(to, steps);
-    }
-    fputs("</td>", to);
 }
 
 static void runs_table(const report *r, FILE *to)
@@ -154,7 +150,7 @@ static void runs_table(const report *r, FILE *to)
                 html_text(to, *text ? text : "\u2013");
                 fputs("</td>", to);
             }
-            steps_cell(&run->log, alone.steps.mean, to);
+            steps_cell(&alone, to);
             cell(to, "%.4f", alone.loss.mean);
             cell(to, "%.4f", alone.validation.mean);
             cell(to, "%.4g", alone.gain.mean);
@@ -367,6 +363,24 @@ static void all_maps(const report *r, FILE *to)
     fputs("</div>\n", to);
 }
 
+/* ---- runs that are not as the others -------------------------------------------------------------------------------------- */
+
+static void name_unfinished(const report *r, FILE *to)
+{
+    int told = 0;
+    for (int i = 0; i < r->num_kinds; i++)
+        for (int k = r->kinds[i].finished; k < r->kinds[i].count; k++) {
+            const report_run *run = r->kinds[i].runs[k];
+            fputs(told++ ? ", " : "<p>Unfinished: ", to);
+            html_text(to, run->name);
+            fprintf(to, " (%.15g of %.15g steps)", run_steps_done(&run->log), run_steps_wanted(&run->log));
+        }
+    if (told)
+        fputs(". Losses and gradient norms by layer are of the finished runs of a kind, where it has one; a kind "
+              "without one is not compared.</p>\n",
+              to);
+}
+
 /* ---- the page ------------------------------------------------------------------------------------------------------------ */
 
 void page_write(const report *r, const char *left_out, FILE *to)
@@ -395,6 +409,7 @@ void page_write(const report *r, const char *left_out, FILE *to)
         html_text(to, left_out);
         fputs("</p>\n", to);
     }
+    name_unfinished(r, to);
     fputs("<h2>Figures</h2><p>A line is the mean over the runs of a kind, its band reaches from the least to the "
           "largest. In the table losses, times and memory are means over runs, gains the largest of all. loss: "
           "mean of "

@@ -18,6 +18,8 @@ typedef struct reading {
     char *left_out; /* a line per path that is there and holds no figures of a run; NULL where there is none */
     size_t left_out_size;
     FILE *lines; /* that writes it */
+    const char *out;
+    struct stat out_file; /* st_ino 0: there is no such file yet */
 } reading;
 
 /* The last part of a path, or of the folder where that is a log. */
@@ -48,17 +50,57 @@ static void leave_out(reading *r, const char *path, const char *why)
     fprintf(r->lines, "%s%s: %s", ftell(r->lines) > 0 ? "; " : "", path, why);
 }
 
+static int is_same_file(const struct stat *a, const struct stat *b)
+{
+    return a->st_dev == b->st_dev && a->st_ino == b->st_ino;
+}
+
+/* A path may lead to a log that another has led to, as a link does. */
+static int is_read(const report *all, const struct stat *file)
+{
+    for (int i = 0; i < all->num_runs; i++)
+        if (is_same_file(&all->runs[i]->file, file)) return 1;
+    return 0;
+}
+
+/* Is it a log, if a broken one? An older page that a pattern names is none. */
+static int is_log(const report_run *run, int in_folder)
+{
+    return in_folder || run->log.count > 0 || run->log.num_options > 0;
+}
+
+/* Keeps the run, or frees it. */
+static int read_log(reading *r, report_run *run, const char *file, int in_folder)
+{
+    int ok = run_record_open(&run->log, file);
+    if (is_log(run, in_folder) && is_same_file(&run->file, &r->out_file)) {
+        run_record_close(&run->log);
+        free(run);
+        return complain(r->out, "expected another file for --out, this is a log that --runs names");
+    }
+    if (ok) {
+        r->report.runs[r->report.num_runs++] = run;
+        return 1;
+    }
+    leave_out(r, file, run->log.error);
+    run_record_close(&run->log);
+    free(run);
+    return 1;
+}
+
 static int read_run(reading *r, const char *path)
 {
     char file[FILES_PATH];
     struct stat status;
     report *all = &r->report;
     if (stat(path, &status)) return complain(path, strerror(errno));
+    int in_folder = S_ISDIR(status.st_mode);
     snprintf(file, sizeof file, "%s", path);
-    if (S_ISDIR(status.st_mode) && (!files_join(file, path, "log.jsonl") || access(file, F_OK))) {
+    if (in_folder && (!files_join(file, path, "log.jsonl") || stat(file, &status))) {
         leave_out(r, path, "there is no log.jsonl in it");
         return 1;
     }
+    if (is_read(all, &status)) return 1;
     report_run **more = realloc(all->runs, (size_t)(all->num_runs + 1) * sizeof *more);
     report_run *run = calloc(1, sizeof *run);
     if (more) all->runs = more;
@@ -66,15 +108,9 @@ static int read_run(reading *r, const char *path)
         free(run);
         return complain(path, "out of memory");
     }
-    if (run_record_open(&run->log, file)) {
-        name_run(run, path);
-        all->runs[all->num_runs++] = run;
-        return 1;
-    }
-    leave_out(r, file, run->log.error);
-    run_record_close(&run->log);
-    free(run);
-    return 1;
+    run->file = status;
+    name_run(run, path);
+    return read_log(r, run, file, in_folder);
 }
 
 /* A word is a path, or paths separated by commas. */
@@ -144,7 +180,8 @@ int command_report(int argc, char **argv)
     int code = options_parse(argc, argv, options);
     if (code >= 0) return code;
     if (!words.count) words = (option_words){default_words, 1};
-    reading r = {0};
+    reading r = {.out = out};
+    if (stat(out, &r.out_file)) r.out_file = (struct stat){0};
     r.lines = open_memstream(&r.left_out, &r.left_out_size);
     if (!r.lines) return EXIT_UNUSABLE;
     int ok = read_runs(&r, &words);

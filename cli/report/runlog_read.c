@@ -59,20 +59,42 @@ const char *run_record_option(const run_record *r, const char *name)
     return o ? o->value : NULL;
 }
 
-static int set_option(run_record *r, json *j, const char *name, const char *value)
+/* 0 without memory. */
+static int set_option(run_record *r, const char *name, const char *value)
 {
     char shortened[sizeof r->options->name];
     utf8_copy(shortened, sizeof shortened, name);
     run_option *o = find_option(r, shortened);
     if (!o) {
         run_option *more = realloc(r->options, (size_t)(r->num_options + 1) * sizeof *more);
-        if (!more) return json_fail(j, "out of memory");
+        if (!more) return 0;
         r->options = more;
         o = &more[r->num_options++];
         memcpy(o->name, shortened, sizeof shortened);
     }
     utf8_copy(o->value, sizeof o->value, value);
     return 1;
+}
+
+/* A later line of options with other steps: the run was made longer, and its schedule is another from there on. */
+static int note_longer(run_record *r, const char *steps)
+{
+    const char *before = run_record_option(r, "steps"), *at = run_record_option(r, RUN_LONGER);
+    char text[sizeof r->options->value] = "", part[48];
+    if (!before || !r->count || !strcmp(before, steps)) return 1;
+    if (at) utf8_copy(text, sizeof text, at);
+    size_t used = strlen(text);
+    snprintf(part, sizeof part, "%s%.0f", at ? " and " : "", r->column[RUN_STEP][r->count - 1]);
+    utf8_copy(text + used, sizeof text - used, part);
+    return set_option(r, RUN_LONGER, text);
+}
+
+/* What logs mean that are older than the choice. */
+static int add_first_mix(run_record *r)
+{
+    const char *residual = run_record_option(r, "residual");
+    if (!residual || strncmp(residual, "mhc", 3) || run_record_option(r, "first-mix")) return 1;
+    return set_option(r, "first-mix", "uniform");
 }
 
 /* {"name":"value", ...} */
@@ -83,7 +105,9 @@ static int parse_options(run_record *r, json *j, char *key, char *value)
     if (json_peek(j) == '}') return json_take(j, '}');
     do {
         if (!json_string(j, key, &length) || !json_take(j, ':') || !json_string(j, value, &length)) return 0;
-        if (r->num_options < MOST_OPTIONS && !set_option(r, j, key, value)) return 0;
+        if (r->num_options >= MOST_OPTIONS) continue;
+        if ((!strcmp(key, "steps") && !note_longer(r, value)) || !set_option(r, key, value))
+            return json_fail(j, "out of memory");
     } while (json_peek(j) == ',' && json_take(j, ','));
     return json_take(j, '}');
 }
@@ -186,6 +210,10 @@ int run_record_parse(run_record *r, const char *text, size_t size)
     }
     free(key);
     free(value);
+    if (ok && !add_first_mix(r)) {
+        snprintf(r->error, sizeof r->error, "out of memory");
+        return 0;
+    }
     if (ok && !r->count) {
         r->stepless = r->num_options > 0;
         snprintf(r->error, sizeof r->error,

@@ -31,8 +31,12 @@ typedef struct run_option {
     char name[32], value[64];
 } run_option;
 
+/* An option beside those of the log: the step, or steps, after which the run was given another number of steps. */
+#define RUN_LONGER "lengthened at"
+
 typedef struct run_record {
-    run_option *options; /* each name once, with the value that was written last */
+    /* Each name once, with the value that was written last. A log of mhc that names no first-mix has the uniform one. */
+    run_option *options;
     int num_options;
     double *column[RUN_COLUMNS];
     size_t count, room;
