@@ -51,10 +51,10 @@ typedef enum weft_exit {
 /* First values of the mix of mhc and mhc_single_pass: those of beta, which alpha, about 0.01, hardly moves. hc has those of its
  * paper, which are like the second. */
 typedef enum weft_first_mix {
-    WEFT_FIRST_MIX_UNIFORM =
-        0, /* "uniform": beta is 0. pre is 1/2, post 1, and all of res 1/n: streams are mixed at once */
-    WEFT_FIRST_MIX_IDENTITY, /* "identity": res is nearly the identity, post 1; pre of site s has the stream s mod n for the
-                                   most part, and its sum is 1 */
+    /* "uniform": beta is 0. pre is 1/2, post 1, and all of res 1/n: streams are mixed at once */
+    WEFT_FIRST_MIX_UNIFORM = 0,
+    /* "identity": res is nearly the identity, post 1; pre of site s has the stream s mod n for the most part, and its sum is 1 */
+    WEFT_FIRST_MIX_IDENTITY,
     WEFT_FIRST_MIX_COUNT
 } weft_first_mix;
 

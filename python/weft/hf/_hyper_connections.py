@@ -3,8 +3,8 @@
 behind it.
 
 A decoder layer runs as site, norm, sub-layer, and merge, twice. Here the norm is part of the site's operator, and the
-merge is one operator with the next site: inside a layer always, and from layer to layer where nobody looks at what a
-layer returns. In that case a layer returns its streams unmerged, as the next layer takes them."""
+merge is one operator with the next site: inside a layer always, and from layer to layer where nothing else reads
+what a layer returns. In that case a layer returns its streams unmerged, as the next layer takes them."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Part:
 
 
 def view_of(x: Tensor, view: Tensor) -> Tensor:
-    """A view of x that is made for one operator, and that nobody else will see."""
+    """A view of x that is made for one operator and does not leave its call, so that there can be no hooks on it."""
     if x.requires_grad and not torch.compiler.is_compiling():
         view._weft_view_of = x
     return view
