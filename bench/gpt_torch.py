@@ -14,6 +14,8 @@ NORM_EPS, MASK = 1e-6, (1 << 64) - 1
 
 
 def rmsnorm(x, weight, eps=NORM_EPS):
+    if x.dtype != torch.float32:  # one operator, fp32 inside
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
@@ -39,12 +41,12 @@ class Connection(nn.Module):
     def forward(self, x):
         n, alpha, beta = self.n, self.alpha, self.beta
         if self.kind == "hc":
-            z = torch.tanh(x @ self.phi.T * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+            z = torch.tanh((x @ self.phi.T).float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6))
             pre, post = alpha[0] * z[..., 0] + beta[:n], alpha[1] * z[..., 1] + beta[n : 2 * n]
             return pre, post, alpha[2] * z[..., 2:] + beta[2 * n :].view(n, n)
         rms_eps = 1e-20 if self.kind == "mhc_single_pass" else 1e-6
         flat = x.flatten(-2)
-        z = flat @ self.phi.T * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
+        z = (flat @ self.phi.T).float() * torch.rsqrt(flat.float().square().mean(-1, keepdim=True) + rms_eps)
         pre = torch.sigmoid(alpha[0] * z[..., :n] + beta[:n]) + 1e-6
         post = 2 * torch.sigmoid(alpha[1] * z[..., n : 2 * n] + beta[n : 2 * n])
         return pre, post, sinkhorn((alpha[2] * z[..., 2 * n :] + beta[2 * n :]).unflatten(-1, (n, n)))
@@ -69,8 +71,9 @@ class Attention(nn.Module):
         b, t, c = v.shape
         d = c // self.heads
         q, k, x = self.qkv(v).view(b, t, 3, self.heads, d).permute(2, 0, 3, 1, 4)
-        angle = torch.arange(t)[:, None] * 10000.0 ** (-torch.arange(d // 2) / (d // 2))
-        cos, sin = angle.cos(), angle.sin()
+        at = v.device
+        angle = torch.arange(t, device=at)[:, None] * 10000.0 ** (-torch.arange(d // 2, device=at) / (d // 2))
+        cos, sin = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
 
         def turn(y):
             y0, y1 = y[..., : d // 2], y[..., d // 2 :]
@@ -104,22 +107,30 @@ class GPT(nn.Module):
                     site.connection = Connection(kind, channels, streams)
             self.layers.append(layer)
 
-    def forward(self, tokens):
-        x = self.embed(tokens)
+    def forward(self, tokens, dtype=torch.float32):
+        """Streams are of `dtype`; coefficients are fp32."""
+        x = self.embed(tokens).to(dtype)
         sites = [site for layer in self.layers for site in layer.values()]
         if self.kind == "residual":
             for site in sites:
                 x = x + site.run(site.norm(x))
             return self.head(self.norm(x))
         x = x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, x.shape[-1])
-        mix = F.one_hot(torch.zeros(1, dtype=torch.long), self.streams).float()
+        mix = F.one_hot(torch.zeros(1, dtype=torch.long, device=x.device), self.streams).float()
         for site in sites:
             pre, post, res = site.connection(x)
             mix, feed = pre, mix if self.kind == "mhc_single_pass" else pre
-            f = site.run(site.norm((feed.unsqueeze(-1) * x).sum(-2)))
-            x = post.unsqueeze(-1) * f.unsqueeze(-2) + res.transpose(-1, -2) @ x
+            f = site.run(site.norm((feed.unsqueeze(-1) * x).sum(-2).to(dtype)))
+            x = (post.unsqueeze(-1) * f.unsqueeze(-2) + mixed(res, x)).to(dtype)
         z = (mix.unsqueeze(-1) * x).sum(-2) if self.kind == "mhc_single_pass" else x.mean(-2)
-        return self.head(self.norm(z))
+        return self.head(self.norm(z.to(dtype)))
+
+
+def mixed(res, x):
+    """out[o] = sum_i res[i, o] x[i]; in 16 bits the sum is written out, since a product of matrices that small is slow."""
+    if x.dtype == torch.float32:
+        return res.transpose(-1, -2) @ x
+    return sum(res[..., i, :, None] * x[..., i, None, :].float() for i in range(x.shape[-2]))
 
 
 def load_safetensors(path):
@@ -168,9 +179,25 @@ class Windows:
 
 
 class Trainer:
-    """`weft train` with its default options."""
+    """`weft train` with its default options. Parameters are fp32; where `dtype` is not, streams and products are of it."""
 
-    def __init__(self, model, windows, steps, batch, rate=1e-3, rate_end=1e-4, decay=0.1, clip=1.0):
+    def __init__(
+        self,
+        model,
+        windows,
+        steps,
+        batch,
+        rate=1e-3,
+        rate_end=1e-4,
+        decay=0.1,
+        clip=1.0,
+        device="cpu",
+        dtype=torch.float32,
+        compiled=False,
+    ):
+        model = model.to(device)
+        self.run = torch.compile(model) if compiled else model
+        self.device, self.dtype = torch.device(device), dtype
         self.model, self.windows, self.steps, self.batch = model, windows, steps, batch
         self.rate, self.rate_end, self.clip, self.step = rate, rate_end, clip, 0
         matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and n not in ("embed.weight", "head.weight")]
@@ -179,17 +206,16 @@ class Trainer:
             {"params": matrices, "weight_decay": decay},
             {"params": [p for p in model.parameters() if id(p) not in known], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
+        fused = {"fused": True} if self.device.type == "cuda" else {}
+        self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8, **fused)
 
     def advance(self):
-        tokens, targets = self.windows.batch(self.step, self.batch)
-        loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+        tokens, targets = (rows.to(self.device) for rows in self.windows.batch(self.step, self.batch))
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            loss = F.cross_entropy(self.run(tokens, self.dtype).flatten(0, 1).float(), targets.flatten())
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = torch.sqrt(sum(p.grad.double().square().sum() for p in self.model.parameters()))
-        if norm > self.clip:
-            for p in self.model.parameters():
-                p.grad.mul_((self.clip / norm).float())
+        self.limit_gradients()
         warmup = min(self.steps // 10, 100)
         if self.step < warmup:
             rate = self.rate * (self.step + 1) / warmup
@@ -201,3 +227,12 @@ class Trainer:
         self.optimizer.step()
         self.step += 1
         return loss.item()
+
+    def limit_gradients(self):
+        if self.device.type == "cuda":  # without a number that the host waits for
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip, foreach=True)
+            return
+        norm = torch.sqrt(sum(p.grad.double().square().sum() for p in self.model.parameters()))
+        if norm > self.clip:
+            for p in self.model.parameters():
+                p.grad.mul_((self.clip / norm).float())
