@@ -76,6 +76,24 @@ def test_stack_compiles(backend, rebuild, device):
         assert (g - w).abs().max() <= 64 * 2**-24 * w.abs().max()
 
 
+def test_inductor_does_not_meet_an_operator_unprepared(device, monkeypatch):
+    """Before PyTorch 2.13 it would format its arguments, which takes minutes for a stack (weft/torch/inductor.py)."""
+    from torch._inductor import graph, lowering
+
+    met, make_fallback = [], graph.make_fallback
+    monkeypatch.setattr(graph, "make_fallback", lambda op, *a, **k: (met.append(op), make_fallback(op, *a, **k)))
+    for op in [op for op in lowering.lowerings if getattr(op, "namespace", None) == "weft"]:
+        lowering.lowerings.pop(op)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.device(device):
+        stack = torch.compile(wt.HyperConnectionStack([torch.nn.Linear(64, 64) for _ in range(4)], 64, 4))
+        stack(torch.randn(2, 8, 64)).sum().backward()
+    used = {op.name() for op in lowering.lowerings if getattr(op, "namespace", None) == "weft"}
+    assert {"weft::mhc_boundary", "weft::mhc_boundary_bwd"} <= used
+    assert not [op for op in met if op.namespace == "weft"]
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_stack_keeps_fewer_streams(backend, device):
     """With rebuild=True x_0, x_2 and x_4 of six layers are made again in the backward graph too."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import framework, joins
+from . import framework, inductor, joins
 
 LIB = torch.library.Library("weft", "DEF")
 
@@ -304,6 +304,7 @@ def add_to_torch(
         devices = {t.device for t in args if isinstance(t, Tensor)}
         if len(devices) > 1:
             raise ValueError(f"{name}: expected all tensors on one device, got {', '.join(sorted(map(str, devices)))}")
+        inductor.introduce(operator.op)
         return outputs(*args)
 
     def below_autograd(*args):
@@ -321,7 +322,7 @@ def add_to_torch(
         with torch._C._AutoDispatchBelowAutograd():
             return operator.op(*args)
 
-    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, inductor.EXACT_STRIDES))
     names = (operator.tensors, operator.scalars, operator.results)
     passed_on = {"CompositeExplicitAutograd": (below_autograd, below_autograd), "Autograd": (record, autograd)}
     for key, to in passed_on.items():
