@@ -117,18 +117,20 @@ static void bf16_follows_the_reference(void **state)
     weft_blas_close(&blas);
 }
 
-/* One layer, so that the attention's own error shows; lengths around tiles of 64 keys and blocks of 128 queries. */
+/* One layer, so that the attention's own error shows; lengths around tiles of 64 keys and blocks of 128 queries, heads of 64
+ * and of 128 channels. */
 static void attention_at_the_edges_of_tiles(void **state)
 {
     (void)state;
     need_gpu();
     static const int64_t lengths[] = {1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193, 257};
     const double u = 0x1p-9;
-    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+    for (size_t k = 0; k < 2 * (sizeof lengths / sizeof *lengths); k++) {
+        const size_t i = k / 2;
         weft_model_config c = config_of(&gpt_variants[0], WEFT_BF16, 1), full;
         gpt g, wanted;
         char name[64] = "";
-        c.layers = 1, c.context = 300, c.hidden = 32;
+        c.layers = 1, c.context = 300, c.hidden = 32, c.heads = k % 2 ? 1 : 2;
         full = c, full.dtype = WEFT_F64;
         gpt_open_on(&g, WEFT_BACKEND_CUDA, &c, 2, lengths[i], 0.1);
         gpt_open(&wanted, &full, 2, lengths[i], 0.1);

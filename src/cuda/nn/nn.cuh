@@ -88,7 +88,7 @@ weft_status weft_cuda_nn_clip(weft_nn *nn, const weft_clip_task *a);
 weft_status weft_cuda_nn_first_bad(weft_nn *nn, const void *values, weft_dtype dtype, int64_t count,
                                    int64_t *index);
 
-/* Attention of bf16 heads of 64 channels on tensor cores (nn_attention_mma.cu); delta [T, heads] = sum of d_o o. */
+/* Attention of bf16 heads of 64 or 128 channels on tensor cores (nn_attention_mma.cu); delta [T, heads] = sum of d_o o. */
 weft_status weft_cuda_attention_mma_fwd(const weft_call *call, const weft_attention *a);
 weft_status weft_cuda_attention_mma_bwd(const weft_call *call, const weft_attention *a, const float *delta);
 }

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Causal attention with rotary positions [T2]. Heads of 64 channels in bf16 take the kernels of nn_attention_mma.cu; here is
- * everything else: a warp has a query (backward: or a key) of a head and walks the keys (or queries) 32 at a time. Its lanes
- * first have a key each, for the scores, then channels, for what the scores weigh. Scores are never stored; backward makes
- * them again from the logarithm of their divisor. */
+ * Causal attention with rotary positions [T2]. Heads of 64 and 128 channels in bf16 take the kernels of nn_attention_mma.cu;
+ * here is everything else: a warp has a query (backward: or a key) of a head and walks the keys (or queries) 32 at a time. Its
+ * lanes first have a key each, for the scores, then channels, for what the scores weigh. Scores are never stored; backward
+ * makes them again from the logarithm of their divisor. */
 #include "cuda/common/reduce.cuh"
 #include "cuda/nn/nn.cuh"
 
@@ -255,7 +255,7 @@ static launch_shape over_warps(const weft_attention *a)
 
 static bool takes_mma(const weft_nn *nn, const weft_attention *a)
 {
-    return nn->table->dtype == WEFT_BF16 && a->head_dim == 64;
+    return nn->table->dtype == WEFT_BF16 && (a->head_dim == 64 || a->head_dim == 128);
 }
 
 static weft_status check_size(const weft_attention *a)
