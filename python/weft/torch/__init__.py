@@ -2,6 +2,7 @@
 """weft for PyTorch: operators, modules, recompute."""
 
 from .convert import Normed, block_names, convert_blocks
+from .distributed import sum_gradients
 from .functional import (
     Boundary,
     Pre,
@@ -86,4 +87,5 @@ __all__ = [
     "scale",
     "sinkhorn",
     "stream_bytes",
+    "sum_gradients",
 ]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import _C
 from . import ops, ops_rebuild  # noqa: F401  (register the operators)
+from .distributed import arrived
 from .grads import GradX, call_and_sum, operation
 from .numerics import RMS_EPS_KINDS, Numerics, choice, pack
 
@@ -88,6 +89,7 @@ def _dropout(like: Tensor, p: float, training: bool, step: Tensor | None) -> tup
 
 def _as_streams(x: Tensor, f: Tensor) -> Tensor:
     """Under autocast a sub-layer's output comes in the autocast dtype; the streams keep theirs."""
+    f = arrived(f)
     return f.to(x.dtype) if f.dtype != x.dtype and torch.is_autocast_enabled(x.device.type) else f
 
 

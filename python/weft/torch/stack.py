@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from . import functional as F
+from .distributed import arrived
 from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer, _not_itself
 from .register import wide
 from .stack_recompute import Group
@@ -175,12 +176,14 @@ class HyperConnectionStack(nn.Module):
 
     def forward(self, x, *args, **kwargs):
         pre = entry = None
-        if self.expand is None:
-            x, pre = x if self.shifted else (x, None)
-        elif self.joins_entry() is None:
-            entry = Entry.of(x, self.expand.streams)
-        else:
-            x = self.expand(x)
+        if self.expand is None and self.shifted:
+            x, pre = x
+        x = arrived(x)
+        if self.expand is not None:
+            if self.joins_entry() is None:
+                entry = Entry.of(x, self.expand.streams)
+            else:
+                x = self.expand(x)
         if self.shifted and pre is None:
             like = x if entry is None else entry.made_of.x
             pre = torch.zeros(like.shape[:-1], dtype=wide(like), device=like.device)

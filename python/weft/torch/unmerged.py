@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import functional as F
+from .distributed import arrived
 from .register import wide
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Unmerged(NamedTuple):
         u = coef.u
         written = None if group is None else u._version
         f, bias = branch(layer.sublayer(u, *args, **kwargs), layer.output)
+        f = arrived(f)
         spares_u = (
             group is not None
             and f.untyped_storage().data_ptr() != u.untyped_storage().data_ptr()
