@@ -25,6 +25,7 @@ from .functional import (
 )
 from .gdn import GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_pre, gdn_pre_step, gdn_rule
 from .gdn_modules import GatedDeltaFront
+from .gdn_pieces import GdnPieces
 from .grads import GradX
 from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer
 from .numerics import Numerics
@@ -48,6 +49,7 @@ __all__ = [
     "GatedDeltaFront",
     "GdnHeads",
     "GdnOptions",
+    "GdnPieces",
     "GdnPre",
     "GdnSections",
     "GradX",
