@@ -15,7 +15,7 @@ static boundary_bwd_facts usual(void)
     return (boundary_bwd_facts){.tokens = 8192,
                                 .streams = 4,
                                 .channels = 4096,
-                                .bf16 = true,
+                                .is_16_bit = true,
                                 .rows_are_wide = true,
                                 .gates_on_chip = true,
                                 .capability = 90,
@@ -30,7 +30,7 @@ static void every_path_has_its_reason(void **state)
     f[BOUNDARY_BWD_NO_TOKENS].tokens = 0;
     f[BOUNDARY_BWD_OTHER_GPU].capability = 89;
     f[BOUNDARY_BWD_SMALL_GPU].shared = 101376;
-    f[BOUNDARY_BWD_DTYPE].bf16 = false;
+    f[BOUNDARY_BWD_DTYPE].is_16_bit = false;
     f[BOUNDARY_BWD_STREAMS].streams = 8;
     f[BOUNDARY_BWD_CHANNELS].channels = 4100;
     f[BOUNDARY_BWD_LAYOUT].rows_are_wide = false;

@@ -320,7 +320,13 @@ static void large_batch(void **state)
             weft_exec exec = on_cpu(WEFT_ISA_BEST, 2);
             if (v > 0 && weft_cpu_isa() >= WEFT_ISA_AVX2) exec.isa = WEFT_ISA_AVX2;
             large_one(&s, ranges, exec);
-            if (v == 0 && test_on_cuda()) large_one(&s, ranges, on_cuda(0));
+            if (v > 0 || !test_on_cuda()) continue;
+            large_one(&s, ranges, on_cuda(0));
+            /* fused kernels tell the other type of 16 bits and the other layout apart */
+            if (strncmp(ops[i].op, "mhc_pre", 7) && strncmp(ops[i].op, "mhc_boundary", 12)) continue;
+            s.stream_layout = LAYOUT_CN;
+            s.act = s.wide = WEFT_F16;
+            large_one(&s, ranges, on_cuda(0));
         }
     test_verdict();
 }

@@ -10,19 +10,34 @@ static const int64_t shapes[][3] = {{16, 4, 128}, {1, 4, 8},    {17, 4, 136},  {
                                     {15, 2, 200}, {70, 4, 512}, {130, 4, 120}, {49, 2, 1032}};
 enum { SHAPES = sizeof shapes / sizeof *shapes };
 
-/* bf16, dense rows, channels in vectors; `kind` draws what else there is. */
+/* What the streams are made of: both types of 16 bits, (n,C) and (C,n). */
+static const struct {
+    weft_dtype act;
+    layout streams, params;
+} memory[] = {{WEFT_BF16, LAYOUT_NC, LAYOUT_NC},
+              {WEFT_BF16, LAYOUT_CN, LAYOUT_CN},
+              {WEFT_F16, LAYOUT_NC, LAYOUT_NC},
+              {WEFT_F16, LAYOUT_CN, LAYOUT_NC}};
+enum { MEMORY = sizeof memory / sizeof *memory };
+
+/* Dense rows, channels in vectors; `kind` draws what else there is, all of it for each kind of memory. */
 static spec problem_of(const fused_site *of, int kind)
 {
+    const int each = SHAPES * of->num_absent, of_memory = kind / each;
+    kind %= each;
     const int64_t *shape = shapes[kind % SHAPES];
     spec s = {.op = of->op,
               .tokens = shape[0],
               .streams = shape[1],
               .channels = shape[2],
-              .act = WEFT_BF16,
-              .wide = WEFT_BF16,
+              .act = memory[of_memory].act,
+              .wide = memory[of_memory].act,
+              .stream_layout = memory[of_memory].streams,
+              .param_layout = memory[of_memory].params,
               .absent = of->absent[kind % of->num_absent],
               .add = kind % 4 == 3,
               .pad = kind % 5 == 4 ? 8 : 0,
+              .scale = kind % 7 == 6 ? 1e-3 : 0, /* f16 is subnormal in places */
               .seed = (uint64_t)kind};
     weft_mhc_preset_numerics((weft_mhc_preset)(kind % WEFT_PRESET_COUNT), &s.numerics);
     if (kind % 3 == 2) s.dropout = (weft_dropout){.p = 0.3, .seed = 5, .token_base = 1000, .shared = kind & 1};
@@ -31,13 +46,13 @@ static spec problem_of(const fused_site *of, int kind)
 
 static int kinds(const fused_site *of)
 {
-    return SHAPES * of->num_absent;
+    return SHAPES * of->num_absent * MEMORY;
 }
 
 void fused_site_against_chain(void **state)
 {
     const fused_site *of = *state;
-    for (int kind = 0; kind < kinds(of); kind += test_quick() || !test_on_cuda() ? 10 : 1) {
+    for (int kind = 0; kind < kinds(of); kind += test_quick() || !test_on_cuda() ? 41 : 1) {
         spec s = problem_of(of, kind);
         grid_compare(&s);
     }
@@ -85,7 +100,7 @@ void fused_site_is_taken(void **state)
         return;
     }
     s.act = s.wide = WEFT_F32;
-    expect_path(s, "not bf16");
+    expect_path(s, "not all bf16 or all f16");
     s = problem_of(of, 0), s.streams = 8;
     expect_path(s, "number of streams");
     s = problem_of(of, 0), s.channels = 130;
@@ -109,7 +124,7 @@ void fused_site_is_reproducible(void **state)
 {
     const fused_site *of = *state;
     if (!test_on_cuda()) skip();
-    for (int kind = 0; kind < kinds(of); kind += test_quick() ? 30 : 9) {
+    for (int kind = 0; kind < kinds(of); kind += test_quick() ? 121 : 37) {
         spec s = problem_of(of, kind);
         s.tokens = 1300;
         problem *p = problem_make(&s);

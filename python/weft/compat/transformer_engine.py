@@ -5,10 +5,10 @@ Conventions: streams are the last axis, x is (s, b, C, n); phi is (2n + n*n, C*n
 applied as x @ H_res; Sinkhorn in log space; the eps of the RMS norm is 2^-23, inside the root; H_pre is a
 sigmoid and H_post twice a sigmoid. TransformerEngine wants n = 4; here n is 1 to 32, and N = 2n + n*n.
 
-Speed on a GPU: with the streams as last axis the channels of a stream are not neighbours in memory, so nothing here is
-weft's fused kernel over the streams, forward or backward, whatever dtype and n are. mhc_generate_mix_and_aggregate is a
-chain of kernels, and its backward is the slow one of them (docs/python.md has figures). The fused kernel is
-weft.torch.pre or weft.torch.boundary on bf16 memory of the order (..., n, C).
+Speed on a GPU: mhc_generate_mix_and_aggregate is weft.torch.pre on memory of the order (..., C, n). docs/python.md, "The fused
+kernels on a GPU", says when its forward and its backward are a fused kernel over the streams; for backward x and the
+gradient of the result are both bfloat16 or both float16, n is 2 or 4 and C a multiple of 8. The other functions are a
+kernel or a few each.
 
 Arguments without a meaning of their own in weft:
     use_tf32        a permission to round the factors of an fp32 projection; False forbids it

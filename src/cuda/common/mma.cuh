@@ -39,6 +39,18 @@ static __device__ __forceinline__ void mma8(float (&d)[4], uint32_t a0, uint32_t
                  : "r"(a0), "r"(a1), "r"(b0));
 }
 
+/* A 16x8x8 product of fp32 numbers of which the first 11 bits count. a: rows g, g + 8, g, g + 8 and k = t, t, t + 4, t + 4; b: k = t, t + 4 and
+ * column g; d as above. */
+static __device__ __forceinline__ void mma8_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0,
+                                                 float b1)
+{
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                 "{%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)),
+                   "r"(__float_as_uint(a3)), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
 static __device__ __forceinline__ uint32_t shared_address(const void *p)
 {
     return (uint32_t)__cvta_generic_to_shared(p);

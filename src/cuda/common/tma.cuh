@@ -245,6 +245,16 @@ static __device__ __forceinline__ void tma_store(const CUtensorMap *map, uint32_
                  : "memory");
 }
 
+/* Of a map of four dimensions. */
+static __device__ __forceinline__ void tma_store4(const CUtensorMap *map, uint32_t from, int channel, int token,
+                                                  int c2, int c3)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+        "r"(from), "r"(channel), "r"(token), "r"(c2), "r"(c3)
+        : "memory");
+}
+
 static __device__ __forceinline__ void tma_commit()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");

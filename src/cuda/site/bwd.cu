@@ -23,6 +23,13 @@ static site_kind kind_of(const weft_call *call, const weft_mhc_boundary_bwd_args
     return call->rows == call->streams ? SITE_HEAD : SITE_PRE;
 }
 
+/* The layout of the streams; the others must share it. */
+static stream_layout layout_of(const weft_mhc_boundary_bwd_args *a)
+{
+    const weft_tensor *streams = weft_has(&a->x) ? &a->x : &a->y;
+    return streams->stride[1] == 1 ? LAYOUT_CN : LAYOUT_NC;
+}
+
 /* ---- path ------------------------------------------------------------------------------------------------------------------- */
 
 boundary_bwd_path weft_cuda_boundary_bwd_path(const weft_call *call, const weft_mhc_boundary_bwd_args *a)
@@ -30,11 +37,12 @@ boundary_bwd_path weft_cuda_boundary_bwd_path(const weft_call *call, const weft_
     /* Without a post the streams are y, which otherwise need not be there. */
     const weft_tensor *activations[] = {weft_has(&a->x) ? &a->x : &a->y, &a->f, &a->d_y, &a->d_u, &a->d_v},
                       *others[] = {&a->bias, &a->sub_weight};
+    const stream_layout layout = layout_of(a);
     boundary_bwd_facts f = {
         .tokens = call->tokens,
         .streams = call->streams,
         .channels = call->channels,
-        .bf16 = call->dtype == WEFT_BF16,
+        .is_16_bit = call->dtype == WEFT_BF16 || call->dtype == WEFT_F16,
         .rows_are_wide = true,
         .gates_on_chip =
             kind_of(call, a) == SITE_HEAD ||
@@ -42,8 +50,8 @@ boundary_bwd_path weft_cuda_boundary_bwd_path(const weft_call *call, const weft_
         .capability = weft_cuda_code(call->exec->device),
         .shared = (int64_t)most_shared(call)};
     for (const weft_tensor *t : activations) {
-        f.bf16 = f.bf16 && (!weft_has(t) || t->dtype == WEFT_BF16);
-        f.rows_are_wide = f.rows_are_wide && tma_fits(t);
+        f.is_16_bit = f.is_16_bit && (!weft_has(t) || t->dtype == call->dtype);
+        f.rows_are_wide = f.rows_are_wide && (t->ndim == 3 ? streams_fit_tma(t, layout) : tma_fits(t));
     }
     for (const weft_tensor *t : others) f.rows_are_wide = f.rows_are_wide && tma_fits(t);
     return weft_boundary_bwd_path(&f);
@@ -60,7 +68,11 @@ static boundary_work lay_out(weft_arena *arena, const weft_call *call, const wef
     w.a = a, w.kind = kind_of(call, a);
     w.plan = weft_boundary_bwd_plan(call->tokens, call->channels);
     const int64_t padded = w.plan.tiles * BOUNDARY_TILE, pieces = boundary_pieces(&w.plan);
-    w.stored = weft_has(&a->y) && tma_fits(&a->y);
+    w.layout = layout_of(a);
+    w.stored = weft_has(&a->y) && streams_fit_tma(&a->y, w.layout);
+    /* In (C,n) all streams of a channel are one access. */
+    w.phi_is_psi = weft_project_phi_is_psi(&a->phi, &a->norm_weight, w.layout) &&
+                   (w.layout == LAYOUT_NC || (a->phi.stride[0] % n == 0 && aligned_to(&a->phi, n)));
     w.late_pre = has_du && !shifted;
     w.waits = normed || w.late_pre;
     w.records = (uint4 *)weft_arena_take(
@@ -68,9 +80,10 @@ static boundary_work lay_out(weft_arena *arena, const weft_call *call, const wef
     w.psi = floats(call->rows * columns);
     if (weft_has(&a->d_phi.to) || weft_has(&a->d_norm_weight.to))
         w.dpsi = floats(pieces * call->rows * n * BOUNDARY_SLICE);
+    const bool may_have_pre =
+        weft_has(&a->d_pre_in.to) || (w.kind != SITE_HEAD && has_one_full(call->dtype, w.layout));
     if (weft_has(&a->d_post.to) || weft_has(&a->d_res.to) || weft_has(&a->d_pre_in.to))
-        w.sums =
-            floats(w.plan.slices * padded * weft_boundary_bwd_sums(n, weft_has(&a->x), weft_has(&a->d_pre_in.to)));
+        w.sums = floats(w.plan.slices * padded * weft_boundary_bwd_sums(n, weft_has(&a->x), may_have_pre));
     if (weft_has(&a->d_bias.to)) w.d_bias = floats(pieces * BOUNDARY_SLICE);
     if (weft_has(&a->d_sub_weight.to)) w.d_weight = floats(pieces * BOUNDARY_SLICE);
     if (weft_has(&a->d_alpha.to) || weft_has(&a->d_beta.to)) {
@@ -94,9 +107,12 @@ size_t weft_cuda_boundary_bwd_bytes(const weft_call *call, const weft_mhc_bounda
 weft_status weft_cuda_boundary_bwd(const weft_call *call, const weft_mhc_boundary_bwd_args *a)
 {
     weft_arena arena = cuda_arena(call);
-    const boundary_work w = lay_out(&arena, call, a);
-    if (!weft_project_phi_is_psi(&a->phi, &a->norm_weight, LAYOUT_NC))
-        WEFT_TRY(weft_cuda_project_spread(call, &a->phi, &a->norm_weight, columns_of(call, LAYOUT_NC), w.psi));
+    boundary_work w = lay_out(&arena, call, a);
+    w.full = weft_cuda_boundary_bwd_is_full(call, &w);
+    w.pre_sums =
+        weft_has(&a->d_pre_in.to) || (w.full && w.kind != SITE_HEAD && has_one_full(call->dtype, w.layout));
+    if (!w.phi_is_psi)
+        WEFT_TRY(weft_cuda_project_spread(call, &a->phi, &a->norm_weight, columns_of(call, w.layout), w.psi));
     WEFT_TRY(weft_cuda_boundary_bwd_gates(call, &w));
     if (w.waits) WEFT_TRY(weft_cuda_boundary_bwd_sums(call, &w));
     WEFT_TRY(weft_cuda_boundary_bwd_pass(call, &w));

@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "cuda/common/tma.cuh"
 #include "cuda/mhc/mhc_post.cuh"
 #include "cuda/mhc/mhc_project.cuh"
 #include "cuda/site/bwd_plan.h"
@@ -43,15 +44,49 @@ static __device__ __forceinline__ void get_record(token_coefs<N, KIND> &k, const
     memcpy(&k, v, sizeof k);
 }
 
+/* Channels q and q + 1, q even, of W neighbouring channels of all streams of a token, in words as they lie in memory: in the (n,C)
+ * layout a word is two channels of a stream, in (C,n) two streams of a channel. */
+template <class T, int N, int W, stream_layout L>
+static __device__ __forceinline__ void get_pair(float (&v)[N][2], const uint32_t (&word)[N * W / 2], int q)
+{
+    if constexpr (L == LAYOUT_CN) {
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+#pragma unroll
+            for (int i = 0; i < N; i += 2) widen2(v[i][e], v[i + 1][e], word[((q + e) * N + i) / 2], T());
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) widen2(v[i][0], v[i][1], word[(i * W + q) / 2], T());
+    }
+}
+
+template <class T, int N, int W, stream_layout L>
+static __device__ __forceinline__ void put_pair(uint32_t (&word)[N * W / 2], const float (&v)[N][2], int q)
+{
+    if constexpr (L == LAYOUT_CN) {
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+#pragma unroll
+            for (int i = 0; i < N; i += 2) word[((q + e) * N + i) / 2] = narrow2(v[i][e], v[i + 1][e], T());
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) word[(i * W + q) / 2] = narrow2(v[i][0], v[i][1], T());
+    }
+}
+
 /* Workspace and decisions of a call, shared by its launches. */
 struct boundary_work {
     const weft_mhc_boundary_bwd_args *a;
     site_kind kind;
+    stream_layout layout; /* of x, y, d_y and d_x */
+    bool full; /* bias, dropout, d_u beside d_v, or gradients that TMA cannot store; set once addresses are known */
+    bool pre_sums; /* sums of a token include d_pre_in, requested or not; the same */
     boundary_bwd_plan plan;
     bool stored;              /* y is given and can be read in vectors */
     bool waits, late_pre;     /* something, the gradient of this site's pre depends on sums over the whole token */
     uint4 *records;           /* [tiles * 16] */
-    float *psi;               /* [rows][n C], where phi has another layout */
+    bool phi_is_psi;          /* phi can be read in place of psi */
+    float *psi;               /* [rows][n C], columns in the order of the layout */
     float *dpsi;              /* [pieces][rows][n][BOUNDARY_SLICE], where d_phi or d_norm_weight is requested */
     float *sums;              /* [slices][tiles * 16][sums of a token], where one of them is requested */
     float *d_bias, *d_weight; /* [pieces][BOUNDARY_SLICE], where they are requested */
@@ -73,11 +108,43 @@ template <typename RUN> static weft_status of_site(const weft_call *call, const 
                               : of_kind(std::integral_constant<int, 4>());
 }
 
+/* run(type, layout) with a number of the streams' type and their layout as a constant. */
+template <typename RUN> static weft_status of_memory(const weft_call *call, const boundary_work *w, RUN run)
+{
+    auto of_layout = [&](auto type) {
+        return w->layout == LAYOUT_CN ? run(type, std::integral_constant<stream_layout, LAYOUT_CN>())
+                                      : run(type, std::integral_constant<stream_layout, LAYOUT_NC>());
+    };
+    return call->dtype == WEFT_F16 ? of_layout(f16()) : of_layout(bf16());
+}
+
+/* Whether bias, dropout and what else makes a call `full` have one kernel for each n and kind, which sums d_pre_in in any case and
+ * decides at run time whether there is a norm; bf16 in (n,C) has a kernel for each of these. It saves 0.9 MB of machine code for
+ * each type and layout. */
+static constexpr bool has_one_full(weft_dtype dtype, stream_layout layout)
+{
+    return dtype != WEFT_BF16 || layout != LAYOUT_NC;
+}
+
+/* Rows of the streams that TMA can move: (n,C), or all streams of all channels without a gap. */
+static inline bool streams_fit_tma(const weft_tensor *t, stream_layout layout)
+{
+    if (!weft_has(t) || layout == LAYOUT_NC) return tma_fits(t);
+    const weft_tensor rows = {.data = t->data,
+                              .dtype = t->dtype,
+                              .ndim = 2,
+                              .shape = {t->shape[0], t->shape[1] * t->shape[2]},
+                              .stride = {t->stride[0], 1}};
+    return t->stride[1] == 1 && t->stride[2] == t->shape[1] && tma_fits(&rows);
+}
+
 /* Gates and Sinkhorn: records, and partial sums of d_alpha and d_beta, without the parts that depend on sums over the token. */
 weft_status weft_cuda_boundary_bwd_gates(const weft_call *call, const boundary_work *w);
 /* Sums over the whole token and the values that depend on them: the aggregate's part of d_pre, added to d_pre_out, and the norm's r
  * and k. Reads y and one gradient, 2nC + 2C bytes per token, or rebuilds y: 2nC + 4C. */
 weft_status weft_cuda_boundary_bwd_sums(const weft_call *call, const boundary_work *w);
+/* Whether the pass takes the kernels that serve more than the plain ones. */
+bool weft_cuda_boundary_bwd_is_full(const weft_call *call, const boundary_work *w);
 /* Everything after d_h except the sums of partial sums. */
 weft_status weft_cuda_boundary_bwd_pass(const weft_call *call, const boundary_work *w);
 /* Sums of the partial sums of the previous launches. */

@@ -89,11 +89,14 @@ template <int N, site_kind KIND> static __device__ __forceinline__ void fold_phi
     column_at(a.phi.k, (uint32_t)column, stream, channel);
     const int slice = (int)channel / BOUNDARY_SLICE;
     constexpr int ROW = N * BOUNDARY_SLICE, PIECE = boundary_record<N, KIND>::rows * ROW;
-    const float *first =
-        a.dpsi + boundary_first_piece(&a.plan, slice) * PIECE + stream * BOUNDARY_SLICE + channel % BOUNDARY_SLICE;
+    const float *first = a.dpsi + boundary_first_piece(&a.plan, slice) * PIECE +
+                         (a.phi.k.cn ? column % ROW : stream * BOUNDARY_SLICE + channel % BOUNDARY_SLICE);
     const finish_parts parts = {first, ROW, PIECE, boundary_pieces_of(&a.plan, slice)};
     wait_for_previous();
-    finish_columns<COLUMNS>(a.phi, parts, column, (int32_t)(block / across));
+    if (a.phi.k.cn)
+        finish_columns<COLUMNS, true>(a.phi, parts, column, (int32_t)(block / across));
+    else
+        finish_columns<COLUMNS, false>(a.phi, parts, column, (int32_t)(block / across));
 }
 
 /* A thread per channel. */
@@ -165,9 +168,9 @@ template <int N, site_kind KIND> static weft_status run(const weft_call *call, c
     const weft_mhc_boundary_bwd_args *a = w->a;
     const weft_mhc_project_bwd_args project = {
         .phi = a->phi, .norm_weight = a->norm_weight, .d_phi = a->d_phi, .d_norm_weight = a->d_norm_weight};
-    const columns k = columns_of(call, LAYOUT_NC);
+    const columns k = columns_of(call, w->layout);
     constexpr bool post = KIND == SITE_BOUNDARY;
-    const bool shifted = weft_has(&a->d_pre_in.to);
+    const bool shifted = w->pre_sums;
     fold_args p = {.sums = w->sums,
                    .tokens = call->tokens,
                    .padded = w->plan.tiles * BOUNDARY_TILE,

@@ -9,8 +9,18 @@
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
+/* Where boxes of a tensor of streams begin, (C,n): boxes of 64 columns are a dimension of its map, or, where the last one would not
+ * be whole, columns are. */
+struct stream_boxes {
+    int column, box;
+    __device__ __forceinline__ stream_boxes(const fused_args &p, int first)
+        : column(p.boxes > 1 ? 0 : first * TMA_CHANNELS), box(p.boxes > 1 ? first : 0)
+    {
+    }
+};
+
 /* Producer: one thread loads the tiles. */
-template <int N, bool FULL_, site_kind KIND>
+template <int N, stream_layout L, bool FULL_, site_kind KIND>
 static __device__ __forceinline__ void load_tiles(const fused_args &p, const tiles_of_block &b)
 {
     typedef sizes<N, FULL_, KIND> S;
@@ -30,10 +40,20 @@ static __device__ __forceinline__ void load_tiles(const fused_args &p, const til
         for (int k = 0; k < 2; k++) {
             const uint32_t to = tiles + i.ring.stage * S::tile + k * S::row_box;
             const int c = i.slice * BOUNDARY_SLICE + k * TMA_CHANNELS;
-            tma_load(to + S::x + k * (S::box - S::row_box), &p.x, c, token, barrier);
+            if (L == LAYOUT_NC) tma_load(to + S::x + k * (S::box - S::row_box), &p.x, c, token, barrier);
             if (POST) tma_load(to + S::f, &p.f, c, token, barrier);
-            if (p.has_d_y) tma_load(to + S::d_y + k * (S::box - S::row_box), &p.d_y, c, token, barrier);
+            if (L == LAYOUT_NC && p.has_d_y)
+                tma_load(to + S::d_y + k * (S::box - S::row_box), &p.d_y, c, token, barrier);
             if (p.has_row) tma_load(to + S::row, &p.row, c, token, barrier);
+        }
+        if (L == LAYOUT_CN) {
+#pragma unroll 1
+            for (int k = 0; k < 2 * N; k += p.boxes) {
+                const uint32_t to = tiles + i.ring.stage * S::tile + k * S::row_box;
+                const stream_boxes at(p, i.slice * (2 * N) + k);
+                tma_load4(to + S::x, &p.x, at.column, token, 0, at.box, barrier);
+                if (p.has_d_y) tma_load4(to + S::d_y, &p.d_y, at.column, token, 0, at.box, barrier);
+            }
         }
     };
     /* Prefetches psi of the next slice into the L2, where it is aligned. */
@@ -42,7 +62,10 @@ static __device__ __forceinline__ void load_tiles(const fused_args &p, const til
         const int c = slice * BOUNDARY_SLICE, bytes = min(p.channels - c, (int)BOUNDARY_SLICE) * 4;
 #pragma unroll 1 /* unrolled this is 1400 instructions, executed once and fetched from memory */
         for (int k = 0; whole && k < boundary_record<N, KIND>::rows * N; k++)
-            tma_prefetch_bytes(p.psi + k / N * p.psi_stride + k % N * p.channels + c, bytes);
+            if (L == LAYOUT_CN)
+                tma_prefetch_bytes(p.psi + k / N * p.psi_stride + c * N + k % N * (bytes / 4), bytes);
+            else
+                tma_prefetch_bytes(p.psi + k / N * p.psi_stride + k % N * p.channels + c, bytes);
     };
     /* Start-up order: one tile, the record of it, another tile, then nothing before psi has arrived. Loads complete roughly in issue
      * order, and no tile can be processed without psi. */
@@ -60,11 +83,12 @@ static __device__ __forceinline__ void load_tiles(const fused_args &p, const til
 }
 
 /* Store warps, `warp` from 0: store the gradients of a tile and add the sums of the compute warps in warp order. */
-template <int N, bool FULL_, bool SHIFTED, site_kind KIND>
+template <int N, stream_layout L, bool FULL_, bool SHIFTED, site_kind KIND>
 static __device__ __forceinline__ void store_tiles(const fused_args &p, const tiles_of_block &b, int warp)
 {
     typedef sizes<N, FULL_, KIND> S;
-    typedef sum_room<N, SHIFTED, KIND> room;
+    typedef sum_room<N, L, SHIFTED, KIND> room;
+    typedef lane_place<N, L> P;
     constexpr bool POST = KIND == SITE_BOUNDARY;
     /* A lane adds four of a token's sums. */
     constexpr int EACH = room::half ? (room::half + 3) / 4 : 1, PIECES = BOUNDARY_TILE * 2 * EACH,
@@ -82,18 +106,26 @@ static __device__ __forceinline__ void store_tiles(const fused_args &p, const ti
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int c = i.slice * BOUNDARY_SLICE + h * TMA_CHANNELS, first = i.tile * BOUNDARY_TILE;
-                if (p.store_d_x) tma_store(&p.d_x, from + S::d_y + h * S::box, c, first);
+                if (L == LAYOUT_NC && p.store_d_x) tma_store(&p.d_x, from + S::d_y + h * S::box, c, first);
                 if (POST && p.store_d_f) tma_store(&p.d_f, from + S::f + h * S::row_box, c, first);
+            }
+            if (L == LAYOUT_CN && p.store_d_x) {
+#pragma unroll 1
+                for (int box = 0; box < 2 * N; box += p.boxes) {
+                    const stream_boxes at(p, i.slice * (2 * N) + box);
+                    tma_store4(&p.d_x, from + S::d_y + box * S::row_box, at.column, i.tile * BOUNDARY_TILE, 0,
+                               at.box);
+                }
             }
             tma_commit();
         }
         __syncwarp();
         if (room::count && p.sums && piece < PIECES) {
-            const uint32_t from = S::x + room::piece_at(token, part, k);
+            const uint32_t from = S::x + P::piece(0, k >> 2, token, part);
             float4 total = *(const float4 *)(tile + from);
 #pragma unroll
             for (int w = 1; w < COMPUTE_WARPS; w++) {
-                const float4 v = *(const float4 *)(tile + room::of_warp(from, w));
+                const float4 v = *(const float4 *)(tile + P::of_warp(from, w));
                 total.x = total.x + v.x, total.y = total.y + v.y, total.z = total.z + v.z, total.w = total.w + v.w;
             }
             if (token & 8) total = make_float4(total.z, total.w, total.x, total.y);

@@ -18,63 +18,7 @@
  *
  * site/bwd_fold.cu adds the slices of the channels and the ranges of tokens in order; both depend on the shape alone. */
 #include "core/status.h"
-#include "cuda/site/bwd_compute.cuh"
-#include "cuda/site/bwd_load_store.cuh"
-
-/* FULL: also bias, dropout, d_u beside d_v, and gradients of any dtype and layout. SHIFTED: also the gradient of pre_in.
- * NORM: the gradient passes through the sub-layer's norm. Without a post the kernel reads y and writes its gradient, and d_y is the
- * value that the gradient is added to. */
-template <int N, bool FULL_, bool SHIFTED, bool NORM, site_kind KIND>
-static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_constant__ fused_args p)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
-    typedef sizes<N, FULL_, KIND> S;
-    extern __shared__ char raw_shared[];
-    __shared__ weft_mask mask; /* in shared memory to save registers */
-    char *const shared = raw_shared + (-shared_address(raw_shared) & (TMA_ALIGN - 1));
-    const uint32_t barriers = shared_address(shared) + S::barriers;
-    const tiles_of_block b = {
-        shared, {barriers, barriers + S::stages * 8, barriers + S::stages * 16, barriers + S::stages * 24}};
-    static_assert(S::stages < THREADS / 32, "a warp per tile's barriers and one for psi's");
-    if (threadIdx.x % 32 == 0) {
-        const int s = (int)(threadIdx.x / 32);
-        if (s < S::stages) {
-            barrier_init(b.barrier.full + s * 8, 1);
-            barrier_init(b.barrier.done + s * 8, COMPUTE_WARPS * 32);
-            barrier_init(b.barrier.free + s * 8, (LOAD_STORE_WARPS - 1) * 32);
-        } else if (s == S::stages) {
-            barrier_init(b.barrier.psi, COMPUTE_WARPS * 32);
-        }
-        tma_barriers_ready();
-        if constexpr (FULL_ && KIND == SITE_BOUNDARY)
-            if (s == 0) mask = weft_mask_open(&p.dropout, p.channels);
-    }
-    let_next_begin();
-    __syncthreads();
-    if (threadIdx.x >= COMPUTE_WARPS * 32) {
-        set_registers<LOAD_STORE_REGISTERS, false>();
-        const int warp = (int)(threadIdx.x >> 5) - COMPUTE_WARPS;
-        if (warp < LOAD_STORE_WARPS - 1)
-            store_tiles<N, FULL_, SHIFTED, KIND>(p, b, warp);
-        else if ((threadIdx.x & 31) == 0)
-            load_tiles<N, FULL_, KIND>(p, b);
-    } else {
-        set_registers<COMPUTE_REGISTERS, true>();
-        ring_cursor ring;
-        bool is_first = true;
-#pragma unroll 1
-        for (int slice = boundary_first_slice(&p.plan, blockIdx.x);
-             slice <= boundary_last_slice(&p.plan, blockIdx.x); slice++) {
-            const boundary_piece piece = boundary_piece_of(&p.plan, blockIdx.x, slice);
-            if (piece.count == 0) continue;
-            compute<N, FULL_, SHIFTED, NORM, KIND>(p, b, mask, slice, piece, is_first, ring);
-            is_first = false;
-        }
-    }
-#endif
-}
-
-/* ---- host --------------------------------------------------------------------------------------------------------------------- */
+#include "cuda/site/bwd_pass.cuh"
 
 static weft_status map_of(const weft_call *call, tma_encode *encode, CUtensorMap *map, const weft_tensor *t)
 {
@@ -85,10 +29,29 @@ static weft_status map_of(const weft_call *call, tma_encode *encode, CUtensorMap
     return tma_map(call, encode, map, &tensor, BOUNDARY_TILE);
 }
 
-/* TMA can store this gradient; with add only where `base` says that the kernel reads the old value. */
-static bool is_stored(const weft_grad *g, bool base)
+/* The streams in the (C,n) layout: boxes of 64 columns, which are channels and streams in turn. */
+static weft_status map_of_streams(const weft_call *call, tma_encode *encode, CUtensorMap *map, const weft_tensor *t,
+                                  stream_layout layout, int boxes)
 {
-    return weft_has(&g->to) && (base || !g->add) && g->to.dtype == WEFT_BF16 && tma_fits(&g->to);
+    if (!weft_has(t) || layout == LAYOUT_NC) return map_of(call, encode, map, t);
+    const tma_tensor tensor = {t->data, call->tokens, 1, call->streams * call->channels, t->stride[0], 0};
+    return tma_map_rows(call, encode, map, &tensor, BOUNDARY_TILE, boxes);
+}
+
+/* TMA can store this gradient; with add only where `base` says that the kernel reads the old value. */
+static bool is_stored(const weft_call *call, const weft_grad *g, stream_layout layout, bool base)
+{
+    return weft_has(&g->to) && (base || !g->add) && g->to.dtype == call->dtype && streams_fit_tma(&g->to, layout);
+}
+
+bool weft_cuda_boundary_bwd_is_full(const weft_call *call, const boundary_work *w)
+{
+    const weft_mhc_boundary_bwd_args *a = w->a;
+    const auto not_stored = [&](const weft_grad *g, stream_layout layout, bool base) {
+        return weft_has(&g->to) && !is_stored(call, g, layout, base);
+    };
+    return not_stored(&a->d_x, w->layout, !weft_has(&a->x)) || not_stored(&a->d_f, LAYOUT_NC, false) ||
+           weft_has(&a->bias) || w->d_bias || (weft_has(&a->d_v) && weft_has(&a->d_u)) || a->dropout.p > 0;
 }
 
 static weft_status args_of(const weft_call *call, const boundary_work *w, fused_args *p)
@@ -105,50 +68,35 @@ static weft_status args_of(const weft_call *call, const boundary_work *w, fused_
     p->dropout = a->dropout;
     p->tokens = call->tokens, p->channels = (int32_t)call->channels;
     p->plan = w->plan;
-    p->store_d_x = is_stored(&a->d_x, !post), p->store_d_f = is_stored(&a->d_f, false);
+    p->store_d_x = is_stored(call, &a->d_x, w->layout, !post);
+    p->store_d_f = is_stored(call, &a->d_f, LAYOUT_NC, false);
     if (!p->store_d_x) p->d_x_any = view_of(&a->d_x);
+    const weft_tensor *d_x = &a->d_x.to;
+    p->d_x_wide = has(p->d_x_any) && w->layout == LAYOUT_CN && streams_fit(d_x, LAYOUT_CN, 1) &&
+                  (d_x->dtype == WEFT_F32 || d_x->dtype == call->dtype);
     if (!p->store_d_f) p->d_f_any = view_of(&a->d_f);
     /* Without a post the value that is added to is loaded with the tiles. */
     const weft_tensor none = {}, *d_y = post ? &a->d_y : p->store_d_x && a->d_x.add ? &a->d_x.to : &none;
-    p->has_d_y = weft_has(d_y), p->has_row = weft_has(row);
+    p->has_d_y = weft_has(d_y), p->has_row = weft_has(row), p->has_norm = weft_has(&a->d_v);
+    const int64_t columns = call->streams * call->channels, boxes = columns % TMA_CHANNELS ? 1 : 2 * call->streams;
+    p->boxes = (int32_t)boxes;
     WEFT_TRY(tma_open(call, &encode));
-    WEFT_TRY(map_of(call, encode, &p->x, post ? &a->x : &a->y));
+    WEFT_TRY(map_of_streams(call, encode, &p->x, post ? &a->x : &a->y, w->layout, boxes));
     WEFT_TRY(map_of(call, encode, &p->f, &a->f));
-    WEFT_TRY(map_of(call, encode, &p->d_y, d_y));
+    WEFT_TRY(map_of_streams(call, encode, &p->d_y, d_y, w->layout, boxes));
     WEFT_TRY(map_of(call, encode, &p->row, row));
-    if (p->store_d_x) WEFT_TRY(map_of(call, encode, &p->d_x, &a->d_x.to));
+    if (p->store_d_x) WEFT_TRY(map_of_streams(call, encode, &p->d_x, &a->d_x.to, w->layout, boxes));
     if (p->store_d_f) WEFT_TRY(map_of(call, encode, &p->d_f, &a->d_f.to));
-    p->psi = w->psi, p->psi_stride = call->streams * call->channels;
-    if (weft_project_phi_is_psi(&a->phi, &a->norm_weight, LAYOUT_NC))
-        p->psi = (const float *)a->phi.data, p->psi_stride = a->phi.stride[0];
+    p->psi = w->psi, p->psi_stride = columns;
+    if (w->phi_is_psi) p->psi = (const float *)a->phi.data, p->psi_stride = a->phi.stride[0];
     return WEFT_OK;
-}
-
-template <int N, site_kind KIND> static weft_status run(const weft_call *call, const boundary_work *w)
-{
-    const weft_mhc_boundary_bwd_args *a = w->a;
-    const bool shifted = weft_has(&a->d_pre_in.to), norm = weft_has(&a->d_v);
-    fused_args p;
-    WEFT_TRY(args_of(call, w, &p));
-    const bool plain =
-        !has(p.d_x_any) && !has(p.d_f_any) && !has(p.bias) && !p.d_bias && !has(p.d_u) && !(a->dropout.p > 0);
-    constexpr bool MORE = KIND != SITE_HEAD; /* a head is neither shifted nor does it have a norm */
-    void (*const kernels[2][2][2])(fused_args) = {
-        {{fused_kernel<N, false, false, false, KIND>, fused_kernel<N, false, false, MORE, KIND>},
-         {fused_kernel<N, false, MORE, false, KIND>, fused_kernel<N, false, MORE, MORE, KIND>}},
-        {{fused_kernel<N, true, false, false, KIND>, fused_kernel<N, true, false, MORE, KIND>},
-         {fused_kernel<N, true, MORE, false, KIND>, fused_kernel<N, true, MORE, MORE, KIND>}}};
-    static const char *const names[] = {
-        [SITE_HEAD] = "head backward", [SITE_PRE] = "pre backward", [SITE_BOUNDARY] = "boundary backward"};
-    return launch(call, names[KIND], kernels[!plain][shifted][norm],
-                  {.grid = (unsigned)w->plan.blocks,
-                   .block = THREADS,
-                   .shared = (size_t)(plain ? sizes<N, false, KIND>::all : sizes<N, true, KIND>::all),
-                   .order = OVERLAP},
-                  p);
 }
 
 weft_status weft_cuda_boundary_bwd_pass(const weft_call *call, const boundary_work *w)
 {
-    return of_site(call, w, [&](auto n, auto kind) { return run<n.value, kind.value>(call, w); });
+    fused_args p;
+    WEFT_TRY(args_of(call, w, &p));
+    return of_memory(call, w, [&](auto type, auto layout) {
+        return weft_cuda_boundary_bwd_fused<decltype(type), layout.value>(call, w, &p);
+    });
 }

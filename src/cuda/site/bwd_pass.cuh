@@ -44,32 +44,77 @@ struct fused_args {
     boundary_bwd_plan plan;
     int32_t channels;
     bool has_d_y, has_row, store_d_x, store_d_f;
+    int32_t boxes; /* (C,n): boxes of the streams that are one load or store */
+    bool has_norm;
+    bool d_x_wide; /* (C,n), FULL: all streams of a channel of d_x_any are one access */
 };
 
+/* One source file per type and layout has its kernels. */
+template <class T, stream_layout L>
+weft_status weft_cuda_boundary_bwd_fused(const weft_call *call, const boundary_work *w, const fused_args *p);
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+
+/* Where the streams lie in a tile, from x or d_y on. A warp has 16 channels of all streams: in (n,C) two pieces of 16 bytes in the
+ * rows of a box for each stream; in (C,n) 2 N pieces, one after the other, in the rows of one box, which is whole at n = 4 and half
+ * at n = 2. A lane has two tokens and four neighbouring channels. */
+template <int N, stream_layout L> struct lane_place;
+
+template <int N> struct lane_place<N, LAYOUT_NC> {
+    static constexpr int row_box = BOUNDARY_TILE * TMA_ROW, box = N * row_box;
+    /* The token of a tensor-core tile's row r is arbitrary: with 0 2 4 6 1 3 5 7 the sixteen lanes of half a warp read eight
+     * different pieces of 16 bytes. */
+    static __device__ __forceinline__ int token_of(int r)
+    {
+        return (r & 8) | (r & 3) << 1 | (r >> 2 & 1);
+    }
+    /* Piece `part` of 16 bytes of a warp and stream. */
+    static __device__ __forceinline__ uint32_t piece(int warp, int stream, int token, int part)
+    {
+        return (warp >> 2) * box + stream * row_box + tma_piece(token, 2 * (warp & 3) + part);
+    }
+    /* The offset in another warp's part that corresponds to this one of warp 0; tiles are aligned to more than a row. */
+    static __device__ __forceinline__ uint32_t of_warp(uint32_t of_first, int warp)
+    {
+        return (of_first ^ (uint32_t)(warp & 3) << 5) + (warp >> 2) * box;
+    }
+};
+
+/* The order of tokens serves the rows of f and d_u too, eight bytes for each lane: tokens of half a warp differ in bits 1 and 2. A lane
+ * reads 16 bytes of the streams, at n = 4 twice: there the two tokens of a quarter of a warp differ in bit 0, at n = 2 in bit 2. */
+template <int N> struct lane_place<N, LAYOUT_CN> {
+    static constexpr int row_box = BOUNDARY_TILE * TMA_ROW, of_box = 4 / N; /* warps whose channels share a box */
+    static __device__ __forceinline__ int token_of(int r)
+    {
+        /* 0 3 4 7 1 2 5 6, or 0 4 2 6 1 5 3 7 */
+        return N == 4 ? (r & 8) | (r & 3) << 1 | ((r >> 2 ^ r) & 1)
+                      : (r & 8) | (r & 1) << 2 | (r & 2) | (r >> 2 & 1);
+    }
+    /* Where a lane's first piece is; at n = 4 the second differs in bit 4. */
+    static __device__ __forceinline__ uint32_t of_lane(int warp, int token, int t)
+    {
+        return piece(warp, 0, token, t * (N / 2));
+    }
+    static __device__ __forceinline__ uint32_t piece(int warp, int stream, int token, int part)
+    {
+        return warp / of_box * row_box + tma_piece(token, warp % of_box * (2 * N) + 2 * stream + part);
+    }
+    static __device__ __forceinline__ uint32_t of_warp(uint32_t of_first, int warp)
+    {
+        return (of_first ^ (uint32_t)(warp % of_box * (2 * N)) << 4) + warp / of_box * row_box;
+    }
+};
 
 /* A token's sums over channels: their number, rounded up to a multiple of four, and their layout in shared memory. They overwrite the
  * warp's y, where a token has two pieces of 16 bytes for each stream; each half of the sums takes one of them. Tokens 8 to 15 swap
  * the halves of a piece to avoid bank conflicts with tokens 0 to 7. */
-template <int N, bool SHIFTED, site_kind KIND> struct sum_room {
-    typedef sizes<N, false, KIND> S;
+template <int N, stream_layout L, bool SHIFTED, site_kind KIND> struct sum_room {
     static constexpr int used = (KIND == SITE_BOUNDARY ? N + N * N : 0) + (SHIFTED ? N : 0),
                          count = (used + 3) / 4 * 4, half = count / 2;
     static_assert(half <= N * 4, "a piece for each stream");
     static __device__ __forceinline__ uint32_t offset(int warp, int token, int part, int k)
     {
-        return (warp >> 2) * S::box + (k >> 2) * S::row_box + tma_piece(token, 2 * (warp & 3) + part) +
-               (((k >> 1) ^ (token >> 3)) & 1) * 8;
-    }
-    /* The piece of warp 0 that holds k. */
-    static __device__ __forceinline__ uint32_t piece_at(int token, int part, int k)
-    {
-        return (k >> 2) * S::row_box + tma_piece(token, part);
-    }
-    /* The offset in another warp's part that corresponds to this one of warp 0; tiles are aligned to more than a row. */
-    static __device__ __forceinline__ uint32_t of_warp(uint32_t of_first, int warp)
-    {
-        return (of_first ^ (uint32_t)(warp & 3) << 5) + (warp >> 2) * S::box;
+        return lane_place<N, L>::piece(warp, k >> 2, token, part) + (((k >> 1) ^ (token >> 3)) & 1) * 8;
     }
 };
 

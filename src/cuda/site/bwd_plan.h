@@ -38,8 +38,9 @@ typedef enum boundary_bwd_path {
 
 typedef struct boundary_bwd_facts {
     int64_t tokens, streams, channels;
-    bool bf16;          /* the streams, f, and the given upstream gradients of y, u and v */
-    bool rows_are_wide; /* the same tensors: channels side by side, everything else a multiple of 16 bytes apart */
+    bool is_16_bit; /* the streams, f, and the given upstream gradients of y, u and v: all bf16, or all f16 */
+    bool
+        rows_are_wide; /* the same tensors: channels side by side, or in (C,n) streams and channels; tokens 16 bytes apart, or several */
     bool gates_on_chip; /* Sinkhorn's history fits a block's shared memory; a head has none */
     int32_t capability; /* of the code that would run (code.h); it has the fused kernel from OLDEST to NEWEST */
     int64_t shared;     /* bytes of a block's shared memory */

@@ -88,18 +88,44 @@ static __device__ __forceinline__ float put_late(uint4 *record, const late_facto
     return d_ms;
 }
 
-/* 8 channels of a token. */
-template <int N> struct sums_tile {
-    raw<bf16, 8> s[N], f, g; /* y, or x and f; d_v, or d_u where there is no norm */
+/* Channels of a token that a thread works on at a time: 16 bytes of each stream, or in (C,n) of all of them. */
+template <class T, int N, stream_layout L> struct sums_tile {
+    static constexpr int width = stream_tile<T, N, L>::width;
+    uint32_t s[N * width / 2]; /* y, or x and f; d_v, or d_u where there is no norm */
+    raw<T, width> f, g;
 };
 
+template <class T, int N, stream_layout L>
+static __device__ __forceinline__ void load_tile(sums_tile<T, N, L> &tile, const T *token, int64_t stream, int c)
+{
+    if constexpr (L == LAYOUT_CN) {
+        raw<T, 8> r;
+        load_raw(r, token + (int64_t)c * N);
+#pragma unroll
+        for (int k = 0; k < 4; k++) tile.s[k] = r.word[k];
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            raw<T, 8> r;
+            load_raw(r, token + i * stream + c);
+#pragma unroll
+            for (int k = 0; k < 4; k++) tile.s[4 * i + k] = r.word[k];
+        }
+    }
+}
+
+/* Tiles for each thread: as many bytes in either layout. */
+template <class T, int N, stream_layout L>
+static constexpr int sums_tiles = TILES *stream_tile<T, N, LAYOUT_NC>::width / stream_tile<T, N, L>::width;
+
 /* At most four blocks per multiprocessor; beside a block of the gates kernel three. */
-template <int N, site_kind KIND, bool REBUILD, bool NORM>
+template <class T, int N, stream_layout L, site_kind KIND, bool REBUILD, bool NORM>
 static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
     sums_kernel(const __grid_constant__ sums_task a)
 {
     /* K tiles in flight: as many as the registers hold. */
-    constexpr int W = 8, K = REBUILD && NORM ? 1 : TILES, M = NORM ? 3 * N + 2 : N;
+    constexpr int W = sums_tile<T, N, L>::width, K = sums_tiles<T, N, L> / (REBUILD && NORM ? 2 : 1),
+                  M = NORM ? 3 * N + 2 : N;
     typedef boundary_record<N, KIND> R;
     __shared__ float room[BLOCK / 32 * M];
     extern __shared__ late_factors factors[]; /* of the gates of the block's tokens */
@@ -119,18 +145,15 @@ static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
     int gate = (int)(blockDim.x - 1 - threadIdx.x);
     late_input late;
     if (gate < gates) get_late(late, a.late, base + gate / N, gate % N);
-    sums_tile<N> tile[K];
+    sums_tile<T, N, L> tile[K];
     auto load = [&](int c0) {
 #pragma unroll
         for (int b = 0; b < K; b++) {
             const int c = c0 + b * step;
             if (c >= end) continue;
-#pragma unroll
-            for (int i = 0; i < N; i++)
-                load_raw(tile[b].s[i],
-                         (const bf16 *)streams.data + token * streams.stride[0] + i * streams.stride[1] + c);
-            load_raw(tile[b].g, (const bf16 *)gradient.data + token * gradient.stride[0] + c);
-            if constexpr (REBUILD) load_raw(tile[b].f, (const bf16 *)a.f.data + token * a.f.stride[0] + c);
+            load_tile(tile[b], (const T *)streams.data + token * streams.stride[0], streams.stride[1], c);
+            load_raw(tile[b].g, (const T *)gradient.data + token * gradient.stride[0] + c);
+            if constexpr (REBUILD) load_raw(tile[b].f, (const T *)a.f.data + token * a.f.stride[0] + c);
         }
     };
     load(p.lane * W);
@@ -156,12 +179,11 @@ static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
 #pragma unroll
             for (int q = 0; q < W; q += 2) {
                 float y[N][2], g[2], d_u[2];
-#pragma unroll
-                for (int i = 0; i < N; i++) widen2(y[i][0], y[i][1], tile[b].s[i].word[q / 2], bf16());
-                widen2(g[0], g[1], tile[b].g.word[q / 2], bf16());
+                get_pair<T, N, W, L>(y, tile[b].s, q);
+                widen2(g[0], g[1], tile[b].g.word[q / 2], T());
                 if constexpr (REBUILD) {
                     float fb[2], out[N][2];
-                    widen2(fb[0], fb[1], tile[b].f.word[q / 2], bf16());
+                    widen2(fb[0], fb[1], tile[b].f.word[q / 2], T());
                     if (has(a.bias)) {
                         float bias[2];
                         get_param<2>(bias, a.bias, c + q);
@@ -178,8 +200,7 @@ static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
                         }
                     }
 #pragma unroll
-                    for (int o = 0; o < N; o++)
-                        widen2(y[o][0], y[o][1], narrow2(out[o][0], out[o][1], bf16()), bf16());
+                    for (int o = 0; o < N; o++) widen2(y[o][0], y[o][1], narrow2(out[o][0], out[o][1], T()), T());
                 }
                 if constexpr (NORM) {
                     float u[2], weight[2] = {1.0f, 1.0f};
@@ -189,7 +210,7 @@ static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
 #pragma unroll
                         for (int i = 1; i < N; i++) u[e] = fmaf(k.pre[i], y[i][e], u[e]);
                     }
-                    widen2(u[0], u[1], narrow2(u[0], u[1], bf16()), bf16());
+                    widen2(u[0], u[1], narrow2(u[0], u[1], T()), T());
                     if (has(a.weight)) get_param<2>(weight, a.weight, c + q);
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
@@ -200,7 +221,7 @@ static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
                         for (int i = 0; i < N; i++) sum[N + i] = fmaf(u[e], y[i][e], sum[N + i]);
                     }
                     if (has(a.d_u)) {
-                        get_wide<bf16, 2>(d_u, a.d_u, token * a.d_u.stride[0] + c + q);
+                        get_wide<T, 2>(d_u, a.d_u, token * a.d_u.stride[0] + c + q);
 #pragma unroll
                         for (int e = 0; e < 2; e++)
 #pragma unroll
@@ -234,11 +255,13 @@ static __global__ void __launch_bounds__(BLOCK, REBUILD || NORM ? 2 : 4)
     if (blockIdx.x == gridDim.x - 1) wait_for_previous();
 }
 
-template <int N, site_kind KIND> static weft_status run(const weft_call *call, const boundary_work *w)
+template <class T, int N, stream_layout L, site_kind KIND>
+static weft_status run(const weft_call *call, const boundary_work *w)
 {
     const weft_mhc_boundary_bwd_args *a = w->a;
     const bool norm = weft_has(&a->d_v);
-    const weft_rows_sum plan = weft_rows_plan_sum(call->tokens, call->channels, 8, TILES, BLOCK);
+    const weft_rows_sum plan =
+        weft_rows_plan_sum(call->tokens, call->channels, sums_tile<T, N, L>::width, sums_tiles<T, N, L>, BLOCK);
     const sums_task task = {.x = view_of(&a->x),
                             .f = view_of(&a->f),
                             .bias = view_of(&a->bias),
@@ -262,11 +285,12 @@ template <int N, site_kind KIND> static weft_status run(const weft_call *call, c
                             .channels = call->channels,
                             .eps = (float)a->sub_eps,
                             .team = plan.team};
-    void (*kernel)(sums_task) = sums_kernel<N, KIND, false, false>;
+    void (*kernel)(sums_task) = sums_kernel<T, N, L, KIND, false, false>;
     if constexpr (KIND != SITE_HEAD)
-        if (norm) kernel = sums_kernel<N, KIND, false, true>;
+        if (norm) kernel = sums_kernel<T, N, L, KIND, false, true>;
     if constexpr (KIND == SITE_BOUNDARY)
-        if (!w->stored) kernel = norm ? sums_kernel<N, KIND, true, true> : sums_kernel<N, KIND, true, false>;
+        if (!w->stored)
+            kernel = norm ? sums_kernel<T, N, L, KIND, true, true> : sums_kernel<T, N, L, KIND, true, false>;
     return launch(call, "sums over y", kernel,
                   {.grid = dim3((unsigned)plan.grid),
                    .block = (unsigned)plan.block,
@@ -277,5 +301,9 @@ template <int N, site_kind KIND> static weft_status run(const weft_call *call, c
 
 weft_status weft_cuda_boundary_bwd_sums(const weft_call *call, const boundary_work *w)
 {
-    return of_site(call, w, [&](auto n, auto kind) { return run<n.value, kind.value>(call, w); });
+    return of_memory(call, w, [&](auto type, auto layout) {
+        return of_site(call, w, [&](auto n, auto kind) {
+            return run<decltype(type), n.value, layout.value, kind.value>(call, w);
+        });
+    });
 }
