@@ -11,7 +11,7 @@ static weft_site_facts h200(int64_t tokens, int64_t streams, int64_t channels)
                              .streams = streams,
                              .channels = channels,
                              .rows = 2 * streams + streams * streams,
-                             .bf16 = true,
+                             .half = true,
                              .layout = true,
                              .capability = 90,
                              .shared = 227 * 1024,
@@ -39,7 +39,7 @@ static void paths(void **state)
     assert_int_equal(plan(16, 2, 14336).path, WEFT_SITE_FUSED);
     assert_int_equal(plan(16, 2, 14344).path, WEFT_SITE_TOO_WIDE);
     assert_int_equal(plan((int64_t)1 << 31, 4, 64).path, WEFT_SITE_SIZE);
-    f.bf16 = false;
+    f.half = false;
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_DTYPE);
     f = h200(16, 4, 4096), f.layout = false;
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_LAYOUT);

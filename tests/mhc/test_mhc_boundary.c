@@ -68,7 +68,7 @@ int main(void)
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
         FUSED_SITE_TESTS(&single),
-        cmocka_unit_test_prestate(fused_site_of_any_width, "mhc_boundary_fwd"),
+        FUSED_SITE_FORWARD_TESTS("mhc_boundary_fwd"),
     };
     return suite_run("mhc_boundary", tests);
 }

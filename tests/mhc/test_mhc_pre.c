@@ -115,7 +115,7 @@ int main(void)
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
         FUSED_SITE_TESTS(&single),
-        cmocka_unit_test_prestate(fused_site_of_any_width, "mhc_pre_fwd"),
+        FUSED_SITE_FORWARD_TESTS("mhc_pre_fwd"),
         cmocka_unit_test(one_launch_against_the_chain),
     };
     return suite_run("mhc_pre", tests);

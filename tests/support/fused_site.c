@@ -138,33 +138,94 @@ void fused_site_is_reproducible(void **state)
     test_verdict();
 }
 
-/* ---- forward: widths ---------------------------------------------------------------------------------------------------- */
+/* ---- forward: every dtype, layout and width ------------------------------------------------------------------------------ */
 
 /* How a token is dealt to blocks, which kernel that takes and whether a row is made of whole boxes follow from the width: a few
- * boxes, four and five, six and seven in a block of the largest cluster, with and without channels left over. */
-static const int64_t widths[][2] = {{4, 72},   {4, 256},  {4, 512},  {4, 520},  {4, 608},  {4, 640},   {4, 1056},
-                                    {4, 2560}, {4, 4096}, {4, 5120}, {4, 6144}, {4, 7160}, {4, 7168},  {2, 96},
-                                    {2, 1024}, {2, 1280}, {2, 2056}, {2, 8192}, {2, 9984}, {2, 14336}, {2, 14328}};
+ * boxes, four and five, six and seven in a block of the largest cluster, with and without channels left over. In (C, n) a row of x
+ * may be made of whole boxes where one of f is not: 80 and 608 channels of four streams. */
+static const int64_t widths[][2] = {{4, 72},   {4, 256},   {4, 512},   {4, 520},  {4, 608},  {4, 640},
+                                    {4, 1056}, {4, 2560},  {4, 4096},  {4, 5120}, {4, 6144}, {4, 7160},
+                                    {4, 7168}, {2, 96},    {2, 1024},  {2, 1280}, {2, 2056}, {2, 8192},
+                                    {2, 9984}, {2, 14336}, {2, 14328}, {4, 80}};
+
+/* Each dtype and layout has kernels of its own. */
+static const struct form {
+    weft_dtype act;
+    layout streams;
+} forms[] = {{WEFT_BF16, LAYOUT_NC}, {WEFT_BF16, LAYOUT_CN}, {WEFT_F16, LAYOUT_NC}, {WEFT_F16, LAYOUT_CN}};
+enum { FORMS = sizeof forms / sizeof *forms };
 
 /* More tiles than clusters, and one token that is alone in its tile; or a few tokens. */
+static spec forward_of(const char *op, size_t k, size_t form)
+{
+    spec s = {.op = op,
+              .tokens = k % 3 ? 8 * 9 + 1 : 5,
+              .streams = widths[k][0],
+              .channels = widths[k][1],
+              .act = forms[form].act,
+              .wide = forms[form].act,
+              .stream_layout = forms[form].streams,
+              .param_layout = (layout)((k + form / 2) % 2),
+              .absent = k % 2 ? " bias pre_in v sub_weight " : " bias ",
+              .seed = k};
+    weft_mhc_preset_numerics((weft_mhc_preset)(k % WEFT_PRESET_COUNT), &s.numerics);
+    if (k % 5 == 4) s.dropout = (weft_dropout){.p = 0.3, .seed = 5, .token_base = 1000};
+    return s;
+}
+
 void fused_site_of_any_width(void **state)
 {
     const char *op = *state;
     if (!test_on_cuda()) skip();
-    for (size_t k = 0; k < sizeof widths / sizeof *widths; k++) {
-        spec s = {.op = op,
-                  .tokens = k % 3 ? 8 * 9 + 1 : 5,
-                  .streams = widths[k][0],
-                  .channels = widths[k][1],
-                  .act = WEFT_BF16,
-                  .wide = WEFT_BF16,
-                  .absent = k % 2 ? " bias pre_in v sub_weight " : " bias ",
-                  .seed = k};
-        if (test_quick() && k % 4) continue;
-        weft_mhc_preset_numerics((weft_mhc_preset)(k % WEFT_PRESET_COUNT), &s.numerics);
-        if (k % 5 == 4) s.dropout = (weft_dropout){.p = 0.3, .seed = 5, .token_base = 1000};
-        expect_path(s, words_of_fitting());
-        grid_compare(&s);
+    for (size_t form = 0; form < FORMS; form++)
+        for (size_t k = 0; k < sizeof widths / sizeof *widths; k++) {
+            spec s = forward_of(op, k, form);
+            if (test_quick() && (k + form) % 4) continue;
+            expect_path(s, words_of_fitting());
+            grid_compare(&s);
+        }
+    test_verdict();
+}
+
+/* A width for each kind of kernel, more tokens than the clusters take at once; a token's bits do not depend on the tokens in front
+ * of it either. */
+void fused_site_forward_is_reproducible(void **state)
+{
+    static const size_t kinds_of_width[] = {0, 2, 5, 12, 13, 14};
+    const char *op = *state;
+    if (!test_on_cuda()) skip();
+    for (size_t form = 0; form < FORMS; form++)
+        for (size_t k = 0; k < sizeof kinds_of_width / sizeof *kinds_of_width; k++) {
+            spec s = forward_of(op, kinds_of_width[k], form);
+            if (test_quick() && (k + form) % 3) continue;
+            s.tokens = s.channels > 2000 ? 150 : 1300;
+            problem *p = problem_make(&s);
+            problem_must_run(p, on_cuda(0));
+            pack want = problem_pack(p);
+            for (int run = 0; run < 2; run++) expect_same(p, on_cuda(0), &want, "another run");
+            expect_same(p, on_cuda(17), &want, "another number of multiprocessors");
+            pack_free(&want);
+            problem_free(p);
+        }
+    test_verdict();
+}
+
+/* Rows that cannot be copied 16 bytes at a time, f32, odd channels, too many streams. */
+void fused_site_forward_is_not_taken(void **state)
+{
+    const char *op = *state;
+    if (!test_on_cuda()) skip();
+    if (strcmp(words_of_fitting(), fused) != 0) skip();
+    for (size_t form = 0; form < FORMS; form++) {
+        spec s = forward_of(op, 3, form);
+        s.pad = 4;
+        expect_path(s, "16 bytes");
+        s = forward_of(op, 3, form), s.act = s.wide = WEFT_F32;
+        expect_path(s, "unfused: "); /* pre has another sentence for f32 */
+        s = forward_of(op, 3, form), s.channels = 516;
+        expect_path(s, "multiple of 8");
+        s = forward_of(op, 3, form), s.streams = 8;
+        expect_path(s, "number of streams");
     }
     test_verdict();
 }

@@ -19,12 +19,19 @@ typedef struct fused_site {
 void fused_site_against_chain(void **state);
 void fused_site_is_taken(void **state);
 void fused_site_is_reproducible(void **state);
-/* The state is the name of a forward operator. */
+/* The state is the name of a forward operator: every kernel against the chain; reproducible; what does not take it is told why. */
 void fused_site_of_any_width(void **state);
+void fused_site_forward_is_reproducible(void **state);
+void fused_site_forward_is_not_taken(void **state);
 
 #define FUSED_SITE_TESTS(of)                                                                                       \
     cmocka_unit_test_prestate(fused_site_against_chain, (void *)(of)),                                             \
         cmocka_unit_test_prestate(fused_site_is_taken, (void *)(of)),                                              \
         cmocka_unit_test_prestate(fused_site_is_reproducible, (void *)(of))
+
+#define FUSED_SITE_FORWARD_TESTS(op)                                                                               \
+    cmocka_unit_test_prestate(fused_site_of_any_width, (void *)(op)),                                              \
+        cmocka_unit_test_prestate(fused_site_forward_is_reproducible, (void *)(op)),                               \
+        cmocka_unit_test_prestate(fused_site_forward_is_not_taken, (void *)(op))
 
 #endif

@@ -21,6 +21,10 @@
  *   Sinkhorn warp        1. Issues the first loads of psi, then turns logits into matrices, eight tokens at a time, one per
  *                        lane. No other warp depends on its output.
  *
+ * Streams are bf16 or f16, in (n, C) or in (C, n). A *unit* is 64 neighbouring elements of a token, 128 bytes: in (n, C) 64
+ * channels of a stream, in (C, n) 64 / n channels of all of them. 64 channels are n units either way and a tile is
+ * [unit][token][element], so the MMA warps do not know the layout: psi has its columns in the same order.
+ *
  * The order of every sum follows from streams and channels alone. Invariant of received data: a block sends nothing of a tile
  * before it has freed the tile's stage. It frees the stage when pre, or the norm's factors, of the stage's previous tile have
  * arrived, and these are sent after everything received for that tile has been read. A block waits for everything that is sent
@@ -57,13 +61,14 @@ struct site_args {
     const char *old;               /* input streams to keep in the L2 until release_streams, or NULL */
     int64_t old_token, old_stream; /* bytes */
     int32_t in_cache;              /* upper bound of the tiles of a cluster that the L2 holds */
-    bf16 *y;
-    int64_t y_token, y_step, y_at[4]; /* bytes. step: from a tile of a cluster to its next; at: to each stream */
+    void *y;
+    int64_t y_token, y_step,
+        y_at[4]; /* elements; bytes: from a tile of a cluster to its next, to each stream of (n, C) */
     /* the site */
     view alpha, beta;
     gate_numbers numbers;
     view pre_in, h, ms, pre, post_out, res_out;
-    bf16 *u, *v; /* or NULL */
+    void *u, *v; /* or NULL */
     int64_t u_token, v_token, u_step;
     view sub_weight;
     float sub_eps;
@@ -74,7 +79,13 @@ struct site_args {
     bool norm, coef_lines,
         res_lines; /* norm: v is an output; lines: coefficients can be moved N floats at a time */
     weft_site_room offset;
+    const float *down; /* f16: reciprocals of psi's factors, [rank][row] (site/fwd_psi.cuh) */
+    bool f_rows;       /* (C, n): `rows` of f, whose rows of channels are shorter than those of x */
+    bool in_out;       /* SITE_EITHER: the matrix is applied as [in][out] */
 };
+
+/* How post applies the matrix, where the kernel is made for one convention; otherwise either one, known at run time. */
+enum site_apply { SITE_OUT_IN, SITE_IN_OUT, SITE_EITHER };
 
 /* Pairs of steps of an MMA warp; PAIRS 0: a number known at run time, up to the maximum. */
 template <int PAIRS> static __host__ __device__ constexpr int site_most()

@@ -17,9 +17,20 @@ static __device__ __forceinline__ float2 load_shared2(uint32_t from)
     return v;
 }
 
-/* psi of the 32 columns of a pair of steps, 32 channels of one stream, as operands of the tensor cores. from: rows of pair 0. turn: 1
- * for the second step first. */
-template <int ROWS, int TILES>
+/* Two neighbouring columns of psi as operands. In front of an f16 kernel they have been split already (site/fwd_psi.cuh). */
+static __device__ __forceinline__ void split_psi(uint32_t &hi, uint32_t &lo, const float2 &v, bf16)
+{
+    split2(hi, lo, v.x, v.y);
+}
+static __device__ __forceinline__ void split_psi(uint32_t &hi, uint32_t &lo, const float2 &v, f16)
+{
+    hi = __byte_perm(__float_as_uint(v.x), __float_as_uint(v.y), 0x5410);
+    lo = __byte_perm(__float_as_uint(v.x), __float_as_uint(v.y), 0x7632);
+}
+
+/* psi of the 32 columns of a pair of steps, half a unit, as operands of the tensor cores. from: rows of pair 0. turn: 1 for the
+ * second step first. */
+template <class T, int ROWS, int TILES>
 static __device__ __forceinline__ void load_operands(uint4 (&to)[2 * TILES], uint32_t from, int pair, int lane,
                                                      int turn)
 {
@@ -37,8 +48,8 @@ static __device__ __forceinline__ void load_operands(uint4 (&to)[2 * TILES], uin
                     v[k] =
                         load_shared2(from + tma_piece(row, (4 * s + 2 * k + (t >> 1)) ^ turn << 2) + (t & 1) * 8);
             }
-            split2(hi[q].x, lo[q].x, v[0].x, v[0].y);
-            split2(hi[q].y, lo[q].y, v[1].x, v[1].y);
+            split_psi(hi[q].x, lo[q].x, v[0], T());
+            split_psi(hi[q].y, lo[q].y, v[1], T());
         }
         uint4 *const out = to + s * TILES;
         if constexpr (TILES == 3) {
@@ -59,17 +70,28 @@ template <int TILES, bool APART> struct site_sums {
     float d[TILES == 3 ? 2 + APART : 1][4] = {}, squares[4] = {}; /* APART: the third is lo of rows 0-15 */
 };
 
+static __device__ __forceinline__ void product(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                               uint32_t b0, uint32_t b1, bf16)
+{
+    mma16(d, a0, a1, a2, a3, b0, b1);
+}
+static __device__ __forceinline__ void product(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                               uint32_t b0, uint32_t b1, f16)
+{
+    mma16_f16(d, a0, a1, a2, a3, b0, b1);
+}
+
 /* A step: 16 columns. y holds its second half twice, so that it serves both as B and, in eight rows, as its own transpose: the
  * squares are the diagonal of the product. */
-template <int TILES, bool APART>
+template <class T, int TILES, bool APART>
 static __device__ __forceinline__ void multiply(site_sums<TILES, APART> &s, const uint4 *a, const uint32_t (&y)[4])
 {
-    mma16(s.d[0], a[0].x, a[0].y, a[0].z, a[0].w, y[0], y[1]);
+    product(s.d[0], a[0].x, a[0].y, a[0].z, a[0].w, y[0], y[1], T());
     if constexpr (TILES == 3) {
-        mma16(s.d[1], a[2].x, a[2].y, a[2].z, a[2].w, y[0], y[1]);
-        mma16(s.d[2 * APART], a[1].x, a[1].y, a[1].z, a[1].w, y[0], y[1]);
+        product(s.d[1], a[2].x, a[2].y, a[2].z, a[2].w, y[0], y[1], T());
+        product(s.d[2 * APART], a[1].x, a[1].y, a[1].z, a[1].w, y[0], y[1], T());
     }
-    mma16(s.squares, y[0], y[1], y[2], y[3], y[0], y[1]);
+    product(s.squares, y[0], y[1], y[2], y[3], y[0], y[1], T());
 }
 
 /* To [token][row]. D has row g (and g + 8) of tokens 2t, 2t + 1. */
@@ -95,7 +117,7 @@ store_partial_sums(float *to, const site_sums<site_shape<N, KIND>::tiles, APART>
 
 /* psi of an MMA warp, pairs warp, warp + P, ...: the operands in registers and those in shared memory. Where the number of pairs is
  * known, the two kinds alternate, so that a shared-memory read overlaps the tensor cores. */
-template <int N, site_kind KIND, int PAIRS> struct site_psi {
+template <class E, int N, site_kind KIND, int PAIRS> struct site_psi {
     typedef site_shape<N, KIND> shape;
     typedef site_roles<PAIRS> cast;
     static constexpr int P = cast::mma_warps, T = shape::tiles, most = site_most<PAIRS>(), all = most * 2 * T;
@@ -133,7 +155,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
         uint4 a[2 * T];
         const int turn = lane >> 2 & 1;
         const uint32_t to = from + k * shape::psi_pair + lane * 16;
-        load_operands<shape::rows, T>(a, from, k, lane, turn);
+        load_operands<E, shape::rows, T>(a, from, k, lane, turn);
         __syncwarp();
 #pragma unroll
         for (int e = 0; e < T; e++) store_shared4(to + (turn * T + e) * 512, a[e]);
@@ -200,7 +222,7 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
                     for (int e = 0; e < 2 * T; e++)
                         a[e] = load_shared4(from + k0 * shape::psi_pair + e * 512 + b.lane * 16);
                 else
-                    load_operands<shape::rows, T>(a, from, k0, b.lane, 0);
+                    load_operands<E, shape::rows, T>(a, from, k0, b.lane, 0);
 #pragma unroll
                 for (int e = 0; e < 2 * T; e++) {
                     const int k = j * 2 * T + e;
@@ -224,16 +246,16 @@ template <int N, site_kind KIND, int PAIRS> struct site_psi {
     }
 };
 
-template <int N, site_kind KIND, int PAIRS>
+template <class E, int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ void mma_warp(const site_args &p, const site_block &b, int warp)
 {
     typedef site_partials<N, KIND, PAIRS> partials;
     constexpr int T = site_shape<N, KIND>::tiles, P = site_roles<PAIRS>::mma_warps;
     constexpr bool APART = site_roles<PAIRS>::wide;
     typedef site_boxes<N, PAIRS> boxes;
-    const site_psi<N, KIND, PAIRS> psi(p, b, warp);
+    const site_psi<E, N, KIND, PAIRS> psi(p, b, warp);
     const uint32_t tiles = shared_address(b.shared + p.offset.tiles);
-    /* A pair is half (warp & 1) of a box of one stream, pair >> 1; a step is two of its pieces, the second one three times. */
+    /* A pair is half (warp & 1) of a unit, pair >> 1; a step is two of its pieces, the second one three times. */
     const uint32_t piece =
         (warp >> 1) * BOX_BYTES + (b.lane & 7) * TMA_ROW + (((b.lane > 7) ^ (b.lane & 7) ^ (warp & 1) << 2) << 4);
     float *const partial_sums = (float *)(b.shared + p.offset.sums) + warp * partials::each;
@@ -257,7 +279,7 @@ static __device__ __forceinline__ void mma_warp(const site_args &p, const site_b
                 uint4 a[T];
                 ldmatrix4(y, (from ^ k << 5) + j * (P / 2 * BOX_BYTES));
                 psi.step(a, j * 2 + k);
-                multiply<T, APART>(s, a, y);
+                multiply<E, T, APART>(s, a, y);
             }
         }
         /* Epilogue: partial sums */

@@ -85,7 +85,7 @@ weft_site_plan weft_cuda_site_plan(const weft_site_facts *f)
         p.path = WEFT_SITE_NO_TOKENS;
     else if (f->capability < SITE_OLDEST || f->capability > SITE_NEWEST)
         p.path = WEFT_SITE_OTHER_GPU;
-    else if (!f->bf16)
+    else if (!f->half)
         p.path = WEFT_SITE_DTYPE;
     else if (f->streams != 2 && f->streams != 4)
         p.path = WEFT_SITE_STREAMS;
@@ -121,7 +121,8 @@ const char *weft_cuda_site_path_text(weft_site_path path)
     static const char *const text[WEFT_SITE_PATHS] = {
         [WEFT_SITE_FUSED] = "fused: one kernel reads each stream once",
         [WEFT_SITE_NO_TOKENS] = "unfused: there are no tokens",
-        [WEFT_SITE_DTYPE] = "unfused: streams, f, u or v are not bf16, or other values are not fp32",
+        [WEFT_SITE_DTYPE] =
+            "unfused: streams, f, u and v are not bf16 or f16 throughout, or other values are not fp32",
         [WEFT_SITE_STREAMS] = "unfused: there is no kernel for this number of streams",
         [WEFT_SITE_CHANNELS] = "unfused: the number of channels is not a multiple of 8",
         [WEFT_SITE_LAYOUT] = "unfused: rows cannot be copied 16 bytes at a time",

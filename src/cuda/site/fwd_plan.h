@@ -98,9 +98,10 @@ typedef enum weft_site_path {
 typedef struct weft_site_facts {
     int64_t tokens, streams, channels;
     int64_t rows; /* of the projection */
-    bool bf16;    /* the streams, f, u and v; coefficients that are inputs or the projection's outputs are fp32 */
-    bool layout;  /* rows can be copied 16 bytes at a time */
-    bool post;    /* the streams are written here: f is an input */
+    bool
+        half; /* the streams, f, u and v are all bf16 or all f16; coefficients that are inputs or the projection's outputs are fp32 */
+    bool layout; /* (n, C) or (C, n), the same for all streams, in rows that can be copied 16 bytes at a time */
+    bool post;   /* the streams are written here: f is an input */
     int32_t capability;              /* of the code that would run, times ten */
     int64_t shared;                  /* bytes of a block's shared memory */
     int32_t resident[SITE_CLUSTERS]; /* clusters of each size that the device runs at once */

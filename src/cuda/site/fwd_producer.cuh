@@ -70,24 +70,42 @@ static __device__ __noinline__ void copy_loose(const site_args &p, const site_bl
     }
 }
 
-/* One lane: loads this block's boxes of a tile. Without post there is no cache hint: any hint, the default policy included, costs
- * 6 % of the head's time. */
-template <int STREAMS, bool POST>
+/* One lane: loads this block's boxes of a tile: for 64 channels BOXES boxes of STREAMS streams. Without post there is no cache hint:
+ * any hint, the default policy included, costs 6 % of the head's time. */
+template <int STREAMS, int BOXES, bool POST>
 static __device__ __forceinline__ void load_rows(const site_args &p, const site_block &b, uint32_t to,
-                                                 const CUtensorMap *map, int token, uint32_t barrier, bool keep)
+                                                 const CUtensorMap *map, int token, uint32_t barrier, bool keep,
+                                                 bool rows)
 {
-    int channel = p.rows ? 0 : b.first_channel;
-    const int box = p.rows ? (int)b.rank * p.boxes : 0;
+    int channel = rows ? 0 : b.first_channel * BOXES;
+    const int box = rows ? (int)b.rank * p.boxes * BOXES : 0;
 #pragma unroll 1
-    for (int k = 0; k < (p.rows ? 1 : p.boxes); k++, to += STREAMS * BOX_BYTES, channel += SITE_BOX)
+    for (int k = 0; k < (rows ? 1 : p.boxes * BOXES); k++, to += STREAMS * BOX_BYTES, channel += SITE_BOX)
         if constexpr (POST)
             tma_load_hinted(to, map, channel, token, 0, box, barrier, keep ? evict_last() : evict_normal());
         else
             tma_load4(to, map, channel, token, 0, box, barrier);
 }
 
+/* Streams of a tile. In (C, n) a token is one stream of nC elements, whose boxes are units. */
+template <stream_layout L, int N, bool POST>
+static __device__ __forceinline__ void load_streams_of(const site_args &p, const site_block &b, uint32_t to,
+                                                       int token, uint32_t barrier, bool keep)
+{
+    if constexpr (L == LAYOUT_NC)
+        load_rows<N, 1, POST>(p, b, to, &p.x, token, barrier, keep, p.rows);
+    else
+        load_rows<1, N, POST>(p, b, to, &p.x, token, barrier, keep, p.rows);
+}
+
+/* f is made of whole boxes. */
+template <stream_layout L> static __device__ __forceinline__ bool f_in_rows(const site_args &p)
+{
+    return L == LAYOUT_NC ? p.rows : p.f_rows;
+}
+
 /* One lane: loads psi of as many boxes of 64 channels from `box` on as fit. */
-template <int N, site_kind KIND, bool ONCE>
+template <stream_layout L, int N, site_kind KIND, bool ONCE>
 static __device__ __forceinline__ void load_psi(const site_args &p, const site_block &b, int box)
 {
     typedef site_shape<N, KIND> shape;
@@ -96,7 +114,8 @@ static __device__ __forceinline__ void load_psi(const site_args &p, const site_b
     if (!ONCE) tma_expect(b.barrier.psi_full, (uint32_t)(count * shape::psi_box));
 #pragma unroll 1
     for (int k = 0; k < count; k++, to += shape::psi_box) {
-        const int column = 2 * ((int)b.rank * p.boxes + box + k); /* of 32 channels */
+        const int column =
+            (L == LAYOUT_NC ? 2 : 2 * N) * ((int)b.rank * p.boxes + box + k); /* of 32 channels; (C, n): elements */
         const uint32_t barrier = b.barrier.psi_full + (ONCE ? k * 8 : 0);
         if (ONCE) tma_expect(barrier, shape::psi_box);
         if (p.psi_rows) {
@@ -105,13 +124,16 @@ static __device__ __forceinline__ void load_psi(const site_args &p, const site_b
         }
 #pragma unroll 1
         for (int pair = 0; pair < 2 * N; pair++)
-            tma_load4(to + pair * shape::psi_pair, &p.psi, (column + (pair & 1)) * (TMA_ROW / 4), 0, 0, pair >> 1,
-                      barrier);
+            if constexpr (L == LAYOUT_NC)
+                tma_load4(to + pair * shape::psi_pair, &p.psi, (column + (pair & 1)) * (TMA_ROW / 4), 0, 0,
+                          pair >> 1, barrier);
+            else
+                tma_load4(to + pair * shape::psi_pair, &p.psi, (column + pair) * (TMA_ROW / 4), 0, 0, 0, barrier);
     }
 }
 
 /* Loads the remaining psi; on return its buffer is free. */
-template <int N, site_kind KIND, bool ONCE>
+template <stream_layout L, int N, site_kind KIND, bool ONCE>
 static __device__ __forceinline__ void load_remaining_psi(const site_args &p, const site_block &b)
 {
     uint32_t parity = 0;
@@ -120,7 +142,7 @@ static __device__ __forceinline__ void load_remaining_psi(const site_args &p, co
         barrier_wait(b.barrier.psi_empty, parity);
         if (b.lane == 0) {
             tma_publish(); /* generic-proxy writes of the operands come before the TMA writes */
-            load_psi<N, KIND, ONCE>(p, b, box);
+            load_psi<L, N, KIND, ONCE>(p, b, box);
         }
         __syncwarp();
     }
@@ -129,15 +151,16 @@ static __device__ __forceinline__ void load_remaining_psi(const site_args &p, co
 
 /* Loads f of a tile into its own buffer. The load is issued when the previous tile is mixed, early enough because the prefetch has
  * put f in the L2. Tiles are not loaded earlier either: more loads in flight are slower. */
+template <stream_layout L>
 static __device__ __forceinline__ void load_f(const site_args &p, const site_block &b, int i)
 {
     constexpr int AHEAD = 2;
     barrier_wait(b.barrier.f_empty, (i & 1) ^ 1);
     if (b.lane == 0) {
         tma_expect(b.barrier.f_full, (uint32_t)p.boxes * BOX_BYTES);
-        load_rows<1, true>(p, b, shared_address(b.shared + p.offset.f), &p.f, (int)site_token(p, b, i, 0),
-                           b.barrier.f_full, false);
-        if (p.rows && i + AHEAD < b.count)
+        load_rows<1, 1, true>(p, b, shared_address(b.shared + p.offset.f), &p.f, (int)site_token(p, b, i, 0),
+                              b.barrier.f_full, false, f_in_rows<L>(p));
+        if (f_in_rows<L>(p) && i + AHEAD < b.count)
             tma_prefetch4(&p.f, 0, (int)site_token(p, b, i + AHEAD, 0), 0, (int)b.rank * p.boxes);
     }
     __syncwarp();
@@ -151,10 +174,15 @@ static __device__ __forceinline__ bool keeps_in_l2(const site_args &p, const sit
     return p.old && i < b.count - p.stages;
 }
 
-template <int N> static __device__ __forceinline__ void release_streams(const site_args &p, const site_block &b)
+/* A lane has a token's boxes of a stream, or in (C, n) as many of its units, old_stream apart too. */
+template <stream_layout L, int N>
+static __device__ __forceinline__ void release_streams(const site_args &p, const site_block &b)
 {
-    const int64_t row = b.lane % N * p.old_stream + b.first_channel * (int64_t)sizeof(bf16);
-    const int boxes = min(p.boxes, (p.channels - b.first_channel + SITE_BOX - 1) / SITE_BOX);
+    const int64_t row =
+        b.lane % N * p.old_stream + b.first_channel * (int64_t)sizeof(bf16) * (L == LAYOUT_NC ? 1 : N);
+    const int boxes = min(p.boxes, L == LAYOUT_NC ? (p.channels - b.first_channel + SITE_BOX - 1) / SITE_BOX
+                                                  : ((p.channels - b.first_channel) * N + SITE_BOX - 1) / SITE_BOX -
+                                                        b.lane % N * p.boxes);
     if (b.lane >= SITE_TILE * N) return;
 #pragma unroll 1
     for (int i = max(b.count - p.in_cache, 0); keeps_in_l2(p, b, i); i++) {
@@ -165,7 +193,7 @@ template <int N> static __device__ __forceinline__ void release_streams(const si
 }
 
 /* Producer. The barriers of a tile's results, pre and inverse, are armed before the tile's load is issued. */
-template <int N, site_kind KIND, int PAIRS>
+template <stream_layout L, int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ void producer_warp(const site_args &p, const site_block &b)
 {
     constexpr bool POST = KIND == SITE_BOUNDARY, APART = POST && site_roles<PAIRS>::wide;
@@ -179,21 +207,22 @@ static __device__ __forceinline__ void producer_warp(const site_args &p, const s
     for (int i = 0; i < b.count; i++, c.next(p.stages)) {
         const uint32_t barrier = b.barrier.full + c.stage * 8;
         const int64_t token = site_token(p, b, i, 0);
-        if (i == p.early) load_remaining_psi<N, KIND, ONCE>(p, b);
+        if (i == p.early) load_remaining_psi<L, N, KIND, ONCE>(p, b);
         barrier_wait(b.barrier.empty + c.stage * 8, c.parity ^ 1);
         if (i == 0) wait_for_previous(); /* other warps access memory only after a load has arrived */
         if (b.lane == 0) {
             const uint32_t to = tiles + c.stage * p.offset.stage;
             tma_publish(); /* generic-proxy writes of the mix warps come before the TMA writes */
             tma_expect(barrier, (uint32_t)p.boxes * (N + (POST && !APART)) * BOX_BYTES);
-            load_rows<N, POST>(p, b, to, &p.x, (int)token, barrier, keeps_in_l2(p, b, i));
+            load_streams_of<L, N, POST>(p, b, to, (int)token, barrier, keeps_in_l2(p, b, i));
             if constexpr (POST && !APART)
-                load_rows<1, POST>(p, b, to + p.boxes * N * BOX_BYTES, &p.f, (int)token, barrier, false);
+                load_rows<1, 1, POST>(p, b, to + p.boxes * N * BOX_BYTES, &p.f, (int)token, barrier, false,
+                                      f_in_rows<L>(p));
             tma_expect(b.barrier.pre + c.stage * 8, SITE_TILE * N * 4);
             if (p.norm) tma_expect(b.barrier.inverse + c.stage * 8, SITE_TILE * 4);
         }
         __syncwarp();
-        if constexpr (APART) load_f(p, b, i);
+        if constexpr (APART) load_f<L>(p, b, i);
         if constexpr (POST) {
             const uint32_t to = coef + c.stage * (SITE_TILE * (N + N * N) * 4);
             if (i == 0) lines.begin(p, b);
@@ -212,8 +241,8 @@ static __device__ __forceinline__ void producer_warp(const site_args &p, const s
         if (POST || has(p.pre_in)) copy_arrive(barrier);
         if (i == 0) cluster_wait_for_all();
     }
-    if (b.count <= p.early) load_remaining_psi<N, KIND, ONCE>(p, b);
-    if constexpr (POST) release_streams<N>(p, b);
+    if (b.count <= p.early) load_remaining_psi<L, N, KIND, ONCE>(p, b);
+    if constexpr (POST) release_streams<L, N>(p, b);
 }
 
 #endif

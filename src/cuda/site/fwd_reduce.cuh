@@ -11,13 +11,15 @@
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 
-/* A lane has four sums of a token, of four or of all tokens of a tile at a time. */
-template <int N, site_kind KIND, int PAIRS> struct site_reduction {
+/* A lane has four sums of a token, of four or of all tokens of a tile at a time. f16: rows of psi have factors (site/fwd_psi.cuh). */
+template <class T, int N, site_kind KIND, int PAIRS> struct site_reduction {
     typedef site_partials<N, KIND, PAIRS> partials;
     static constexpr int fours = site_shape<N, KIND>::fours,
                          each = fours * SITE_TILE > 32 ? SITE_TILE / 2 : SITE_TILE;
     static constexpr int times = SITE_TILE / each;
+    static constexpr bool scaled = number<T>::dtype == WEFT_F16;
     int row, four;
+    float down[scaled ? 4 : 1];
     site_deal deal[times];
     partials partial;
 
@@ -26,6 +28,12 @@ template <int N, site_kind KIND, int PAIRS> struct site_reduction {
     {
 #pragma unroll
         for (int k = 0; k < times; k++) deal[k].begin(p, k * each + row);
+        if constexpr (scaled) {
+            constexpr int rows = site_shape<N, KIND>::rows;
+            wait_for_previous();
+#pragma unroll
+            for (int e = 0; e < 4; e++) down[e] = four * 4 + e < rows ? p.down[b.rank * rows + four * 4 + e] : 1.0f;
+        }
     }
     __device__ __forceinline__ uint32_t barrier(const site_block &b) const
     {
@@ -46,6 +54,11 @@ template <int N, site_kind KIND, int PAIRS> struct site_reduction {
                 sum[k][0] += v.x, sum[k][1] += v.y, sum[k][2] += v.z, sum[k][3] += v.w;
             }
         barrier_arrive(b.barrier.partial_empty + partial.buffer * 8);
+        if constexpr (scaled)
+#pragma unroll
+            for (int k = 0; k < times; k++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) sum[k][e] = sum[k][e] * down[e];
 #pragma unroll
         for (int k = 0; k < times; k++) {
             const uint32_t owner = deal[k].owner(p), slot = deal[k].slot;
@@ -76,10 +89,10 @@ static __device__ __forceinline__ void add_squares(const site_args &p, const sit
                      cluster_address(b.barrier.inverse + at.stage * 8, b.lane));
 }
 
-template <int N, site_kind KIND, int PAIRS>
+template <class T, int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ void reduction_warp(const site_args &p, const site_block &b)
 {
-    site_reduction<N, KIND, PAIRS> sums(p, b);
+    site_reduction<T, N, KIND, PAIRS> sums(p, b);
     site_owned norm(p, b);
     int added = 0;
     if (!p.norm) norm.tile = b.count;
