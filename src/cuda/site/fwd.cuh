@@ -18,7 +18,7 @@
  *   reduction owner      1. Adds the slices of a token in block order, computes the gates, sends pre to all blocks.
  *   reduction warp       1. Adds the partial sums of the MMA warps and sends them to the tokens' owners. Owner of the sum of
  *                        squares of u.
- *   Sinkhorn warp        1. Issues the first loads of psi, then turns logits into matrices, eight tokens at a time, one per
+ *   Sinkhorn warp        1. Issues the first loads of psi, then turns logits into matrices, a batch of tokens at a time, one per
  *                        lane. No other warp depends on its output.
  *
  * Streams are bf16 or f16, in (n, C) or in (C, n). A *unit* is 64 neighbouring elements of a token, 128 bytes: in (n, C) 64
@@ -46,7 +46,8 @@ enum { MIX_WARPS = SITE_TILE, BOX_BYTES = SITE_TILE * TMA_ROW };
  * to 80. 512 threads have all 65536, and four MMA warps spend fewer registers on values other than psi. */
 template <int PAIRS> struct site_roles {
     static constexpr bool wide = site_is_wide(PAIRS);
-    static constexpr int mma_warps = site_mma_warps(PAIRS), kept = site_kept(PAIRS), batches = site_batches(PAIRS);
+    static constexpr int mma_warps = site_mma_warps(PAIRS), kept = site_kept(PAIRS), batches = site_batches(PAIRS),
+                         batch = site_batch(PAIRS);
     static constexpr int first_mix = mma_warps, producer = first_mix + MIX_WARPS, owner = producer + 1,
                          reduction = owner + 1, sinkhorn = reduction + 1, warps = sinkhorn + 1;
     static constexpr int mma_registers = wide ? 256 : 128, mix_registers = wide ? 96 : 88,

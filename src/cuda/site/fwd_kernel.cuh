@@ -28,7 +28,7 @@ static __device__ __forceinline__ int arrivals(const site_args &p, int i)
     if (i < 3 * s) return remaining > 0 ? remaining : 1;               /* mixed_remaining */
     if (i < 4 * s) return mix_threads;                                 /* empty */
     if (rest < 0) return 1;
-    if (rest < SITE_LOGITS_EMPTY) return SITE_TILE * 32;
+    if (rest < SITE_LOGITS_EMPTY) return site_roles<PAIRS>::batch * 32;
     if (rest < SITE_PSI_EMPTY) return 32;
     if (rest < SITE_PARTIAL_EMPTY) return mma_threads; /* and psi_empty */
     if (rest < SITE_F_FULL) return 32;
@@ -98,10 +98,10 @@ static __device__ __forceinline__ void site(const site_args &p)
                 __syncwarp();
             }
             cluster_wait_for_all();
-            if (warp == cast::owner) owner_warp<N, KIND, cast::batches>(p, b);
+            if (warp == cast::owner) owner_warp<N, KIND, cast::batches, cast::batch>(p, b);
             if (warp == cast::reduction) reduction_warp<T, N, KIND, PAIRS>(p, b);
             if constexpr (KIND != SITE_HEAD)
-                if (warp == cast::sinkhorn && has(p.res_out)) sinkhorn_warp<N, cast::batches>(p, b);
+                if (warp == cast::sinkhorn && has(p.res_out)) sinkhorn_warp<N, cast::batches, cast::batch>(p, b);
         }
     }
 }

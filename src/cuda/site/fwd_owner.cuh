@@ -76,6 +76,7 @@ static __device__ __forceinline__ float add_slices(const float *from, int cluste
     float sum = 0.0f;
     if (cluster == 16) return add_slices_of<16>(from);
     if (cluster == 8) return add_slices_of<8>(from);
+    if (cluster == 4) return add_slices_of<4>(from);
 #pragma unroll 1
     for (int s = 0; s < cluster; s++) sum += from[s * SITE_ROW];
     return sum;
@@ -91,10 +92,10 @@ static __device__ __forceinline__ void broadcast(const site_args &p, const site_
 
 /* Reduction owner. With pre_in the values sent are not read, but every block waits for the barrier, so that no owner falls
  * behind. */
-template <int N, site_kind KIND, int BATCHES>
+template <int N, site_kind KIND, int BATCHES, int BATCH>
 static __device__ __forceinline__ void owner_warp(const site_args &p, const site_block &b)
 {
-    constexpr int R = site_shape<N, KIND>::rows, LOGITS = BATCHES * SITE_TILE;
+    constexpr int R = site_shape<N, KIND>::rows, LOGITS = BATCHES * BATCH;
     const int lane = b.lane, kind = lane < N ? 0 : lane < 2 * N ? 1 : 2, column = lane <= R ? lane : 0;
     wait_for_previous();
     const float alpha = lane < R ? get(p.alpha, kind * p.alpha.stride[0]) : 0.0f;
@@ -117,7 +118,7 @@ static __device__ __forceinline__ void owner_warp(const site_args &p, const site
         const bool is_live = at.tile * SITE_TILE + at.row < live;
         if constexpr (KIND != SITE_HEAD) {
             if (is_live && has(p.res_out)) { /* first: with few tokens the Sinkhorn warp finishes last */
-                const uint32_t batch = at.k / SITE_TILE % BATCHES;
+                const uint32_t batch = at.k / BATCH % BATCHES;
                 barrier_wait(b.barrier.logits_empty + batch * 8, (at.k / LOGITS & 1) ^ 1);
                 if (lane >= 2 * N && lane < R) logits[(lane - 2 * N) * LOGITS + at.k % LOGITS] = z;
                 barrier_arrive(b.barrier.logits_full + batch * 8);
@@ -138,27 +139,27 @@ static __device__ __forceinline__ void owner_warp(const site_args &p, const site
 }
 
 /* Sinkhorn warp: one token per lane. */
-template <int N, int BATCHES>
+template <int N, int BATCHES, int BATCH>
 static __device__ __forceinline__ void sinkhorn_warp(const site_args &p, const site_block &b)
 {
-    constexpr int LOGITS = BATCHES * SITE_TILE;
+    constexpr int LOGITS = BATCHES * BATCH;
     const int64_t live = site_live(p, b), mine = (live - (int64_t)b.rank + p.cluster - 1) >> p.cluster_log;
     const float *const logits = (const float *)(b.shared + p.offset.logits);
     const view &to = p.res_out;
 #pragma unroll 1
-    for (int64_t k0 = 0; k0 < mine; k0 += SITE_TILE) {
-        const int64_t k = k0 + b.lane % SITE_TILE;
-        const uint32_t batch = k0 / SITE_TILE % BATCHES, parity = k0 / LOGITS & 1;
+    for (int64_t k0 = 0; k0 < mine; k0 += BATCH) {
+        const int64_t k = k0 + b.lane % BATCH;
+        const uint32_t batch = k0 / BATCH % BATCHES, parity = k0 / LOGITS & 1;
         float z[N * N];
-        /* The last batch may have fewer than eight tokens: this warp arrives for the missing ones. */
+        /* The last batch may have fewer tokens: this warp arrives for the missing ones. */
 #pragma unroll 1
-        for (int64_t missing = mine; missing < k0 + SITE_TILE; missing++)
+        for (int64_t missing = mine; missing < k0 + BATCH; missing++)
             barrier_arrive(b.barrier.logits_full + batch * 8);
         barrier_wait(b.barrier.logits_full + batch * 8, parity);
 #pragma unroll
         for (int e = 0; e < N * N; e++) z[e] = logits[e * LOGITS + k % LOGITS];
         barrier_arrive(b.barrier.logits_empty + batch * 8);
-        if (b.lane >= SITE_TILE || k >= mine) continue;
+        if (b.lane >= BATCH || k >= mine) continue;
         sinkhorn_fwd<N>(z, p.numbers);
         const int64_t number = (int64_t)b.rank + (k << p.cluster_log);
         const int64_t token = site_token(p, b, (int)(number / SITE_TILE), (int)(number % SITE_TILE));

@@ -72,7 +72,7 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     r->received = take(&at, (int64_t)p->slots * p->cluster * SITE_ROW * 4);
     r->inverse = take(&at, p->stages * tile * 4);
     r->aside = take(&at, n * 4);
-    r->logits = take(&at, site_batches(p->pairs) * tile * n * n * 4);
+    r->logits = take(&at, site_batches(p->pairs) * site_batch(p->pairs) * n * n * 4);
     r->barriers = take(&at, (6 * p->stages + 2 * p->slots + SITE_PSI_FULL + (once ? p->psi_boxes : 1)) * 8);
     r->bytes = at;
 }

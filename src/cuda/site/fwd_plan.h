@@ -27,7 +27,7 @@ enum {
     SITE_MMA_WARPS = 8,  /* MMA warps */
     SITE_KEPT = 24,      /* most operands of psi that a lane has in registers; the others are in shared memory */
     /* With four streams and the most pairs a block is wide: half as many MMA warps, which have more registers together; f has a
-     * buffer of its own; one batch of logits has a buffer. This frees the room for a fifth tile. */
+     * buffer of its own; one batch of logits, a small one, has a buffer. This frees the room for a fifth tile. */
     SITE_WIDE_MMA_WARPS = 4,
     SITE_WIDE_PAIRS = SITE_MANY_PAIRS * SITE_MMA_WARPS / SITE_WIDE_MMA_WARPS,
     SITE_WIDE_KEPT = 51,
@@ -55,10 +55,15 @@ SITE_FN int32_t site_kept(int32_t pairs)
 {
     return site_is_wide(pairs) ? SITE_WIDE_KEPT : SITE_KEPT;
 }
-/* Buffers for batches of logits. */
+/* Buffers for batches of logits, and tokens of a batch. A batch takes the Sinkhorn warp the same time whatever its tokens, one of a
+ * lane: where a block owns many tokens of a tile, small batches would set the pace. */
 SITE_FN int32_t site_batches(int32_t pairs)
 {
     return site_is_wide(pairs) ? 1 : 2;
+}
+SITE_FN int32_t site_batch(int32_t pairs)
+{
+    return site_is_wide(pairs) ? 8 : 32;
 }
 
 /* Barriers of a block (site/fwd.cuh): six arrays per stage and two per slot come first; these are the offsets of the arrays after them.
