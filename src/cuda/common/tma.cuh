@@ -101,7 +101,7 @@ static inline weft_status tma_map_rows(const weft_call *call, tma_encode *encode
                                        const tma_tensor *t, int tokens_of_box, int boxes)
 {
     const bool rows = tma_in_rows(t);
-    const cuuint64_t size[4] = {(cuuint64_t)(rows ? TMA_CHANNELS : t->channels), (cuuint64_t)t->tokens,
+    const cuuint64_t size[4] = {rows ? (cuuint64_t)TMA_CHANNELS : (cuuint64_t)t->channels, (cuuint64_t)t->tokens,
                                 (cuuint64_t)t->streams, (cuuint64_t)(rows ? t->channels / TMA_CHANNELS : 1)};
     const cuuint64_t stride[3] = {(cuuint64_t)(t->token_stride * 2),
                                   (cuuint64_t)((t->streams > 1 ? t->stream_stride : t->token_stride) * 2), TMA_ROW};
