@@ -45,6 +45,7 @@ typedef struct expect_scope {
     double low;        /* what leaving out the product of two low parts costs where both factors are split */
     int exact_phi;     /* phi is bf16 already: nothing to take apart in forward */
     double tensor;     /* units for each term of the projection's sums on tensor cores; 0: one rounding each */
+    int64_t chunk;     /* tokens of the gated delta rule that are computed together on tensor cores; 0: one */
     double tree;       /* additions at the end of a sum over channels */
     double sigmoid;    /* roundings of exponential, sum and quotient */
     double root;       /* roundings of an inverse root, the two products with it and the sum that follows */

@@ -2,26 +2,17 @@
  *
  * The gated delta rule. Each column of the state, that is each value dimension, evolves by itself, and an error in it is
  * carried along by I - beta k k^T and exp(g), as the column is. Bounds are therefore kept as 2-norms of columns, in which
- * that matrix does not let them grow; element by element they would. `chain` counts the roundings of a sum over Dk or Dv. */
+ * that matrix does not let them grow; element by element they would. `chain` counts the roundings of a sum over Dk or Dv.
+ *
+ * In chunks on tensor cores a token's own error is another one (expect_rule_chunk.c), what carries it along is the same. */
 #include <stdlib.h>
 #include <string.h>
 
-#include "check/expect_gdn.h"
-
-typedef struct rule {
-    double u, scale, chain_k, chain_v;
-    int64_t dk, dv, length;
-    const double *q, *k, *v, *beta, *g, *d_o; /* rows of one sequence and head, each with its stride */
-    int64_t qs, vs, bs;                       /* elements from one token to the next */
-    /* [t][dk][dv], [t][dv]: decayed state, state, what is added to it, and bounds of the columns' errors */
-    double *p, *m, *delta, *e_p, *e_m, *e_delta;
-} rule;
+#include "check/expect_rule.h"
 
 static double norm_of(int64_t count, int64_t stride, const double *x)
 {
-    double sum = 0;
-    for (int64_t i = 0; i < count; i++) sum += x[i * stride] * x[i * stride];
-    return sqrt(sum);
+    return expect_rule_norm(count, stride, x);
 }
 
 static double product(int64_t count, const double *x, int64_t xs, const double *y, int64_t ys)
@@ -40,23 +31,35 @@ static double stretch(double beta, double k)
 static void forward(const rule *r, const double *m0)
 {
     int64_t size = r->dk * r->dv;
+    double u = r->chunk ? 0 : r->u; /* of a token by itself; chunks have theirs in own and end */
     for (int64_t t = 0; t < r->length; t++) {
         const double *k = r->k + t * r->qs, *before = t ? r->m + (t - 1) * size : m0;
-        double decay = exp(r->g[t * r->bs]), beta = r->beta[t * r->bs], kn = norm_of(r->dk, 1, k);
+        double decay = exp(r->g[t * r->bs]), beta = r->beta[t * r->bs];
         double *p = r->p + t * size, *m = r->m + t * size;
         for (int64_t j = 0; j < r->dv; j++) {
-            int64_t at = t * r->dv + j;
             for (int64_t i = 0; i < r->dk; i++) p[i * r->dv + j] = decay * before[i * r->dv + j];
+            double w = product(r->dk, p + j, r->dv, k, 1);
+            r->delta[t * r->dv + j] = beta * (r->v[t * r->vs + j] - w);
+            for (int64_t i = 0; i < r->dk; i++)
+                m[i * r->dv + j] = p[i * r->dv + j] + k[i] * r->delta[t * r->dv + j];
+        }
+    }
+    if (r->chunk) expect_chunks_forward(r, m0);
+    for (int64_t t = 0; t < r->length; t++) {
+        const double *k = r->k + t * r->qs, *p = r->p + t * size;
+        double decay = exp(r->g[t * r->bs]), beta = r->beta[t * r->bs], kn = norm_of(r->dk, 1, k);
+        for (int64_t j = 0; j < r->dv; j++) {
+            int64_t at = t * r->dv + j;
             double pn = norm_of(r->dk, r->dv, p + j), w = product(r->dk, p + j, r->dv, k, 1),
                    v = r->v[t * r->vs + j];
             double old = t ? r->e_m[at - r->dv] : 0;
-            r->e_p[at] = decay * old * (1 + 8 * r->u) + 5 * r->u * pn;
-            r->delta[at] = beta * (v - w);
+            r->e_p[at] = decay * old * (1 + 8 * u) + 5 * u * pn;
             /* what this token's own arithmetic adds */
-            double own = fabs(beta) * r->u * ((r->chain_k + 2) * pn * kn + 2 * (fabs(v) + fabs(w)));
+            double own = fabs(beta) * u * ((r->chain_k + 2) * pn * kn + 2 * (fabs(v) + fabs(w)));
+            if (r->chunk) own = r->own[at];
             r->e_delta[at] = fabs(beta) * kn * r->e_p[at] + own;
-            for (int64_t i = 0; i < r->dk; i++) m[i * r->dv + j] = p[i * r->dv + j] + k[i] * r->delta[at];
-            r->e_m[at] = stretch(beta, kn) * r->e_p[at] + kn * own + 3 * r->u * (pn + kn * fabs(r->delta[at]));
+            r->e_m[at] = stretch(beta, kn) * r->e_p[at] + kn * own + 3 * u * (pn + kn * fabs(r->delta[at]));
+            if (r->chunk) r->e_m[at] += r->end[at];
         }
     }
 }
@@ -65,6 +68,9 @@ static num output(const rule *r, int64_t t, int64_t j)
 {
     const double *q = r->q + t * r->qs, *m = r->m + t * r->dk * r->dv + j;
     double qn = norm_of(r->dk, 1, q), mn = norm_of(r->dk, r->dv, m), e = r->e_m[t * r->dv + j];
+    if (r->chunk)
+        return (num){r->scale * product(r->dk, m, r->dv, q, 1),
+                     fabs(r->scale) * qn * (e - r->end[t * r->dv + j]) + r->e_o[t * r->dv + j]};
     return (num){r->scale * product(r->dk, m, r->dv, q, 1),
                  fabs(r->scale) * qn * (e + r->u * (r->chain_k + 3) * (mn + e))};
 }
@@ -117,6 +123,15 @@ static rule rule_of(expect_call *call, const shape *z, double scale)
     r.e_p = room(call, longest * z->dv);
     r.e_m = room(call, longest * z->dv);
     r.e_delta = room(call, longest * z->dv);
+    r.chunk = call->scope->chunk;
+    if (!r.chunk) return r;
+    r.split = call->scope->split;
+    r.low = call->scope->low;
+    r.tensor = call->scope->tensor;
+    r.own = room(call, longest * z->dv);
+    r.end = room(call, longest * z->dv);
+    r.e_o = room(call, longest * z->dv);
+    r.room = expect_chunk_room(call->scope, &r);
     return r;
 }
 
@@ -159,14 +174,7 @@ void expect_gdn_rule_fwd(expect_call *call)
 
 /* ---- backward ------------------------------------------------------------------------------------------------------- */
 
-/* Gradients of one sequence and head, and where they go; d_query and d_key gather the heads of a group. */
-typedef struct back {
-    quantity query, key, value, beta, g, state;
-    int64_t q_at, v_at, b_at, state_at; /* of the first token */
-    double *d, *e_d, *dd, *e_dd;        /* [dk][dv] and [dv]: gradient of the state by columns; of delta */
-} back;
-
-static void gather(quantity q, int64_t at, double u, double v, double e)
+void expect_rule_gather(quantity q, int64_t at, double u, double v, double e)
 {
     if (!q.val) return;
     q.val[at] += v;
@@ -177,20 +185,24 @@ static void gather(quantity q, int64_t at, double u, double v, double e)
 static void add_products(const rule *r, quantity to, int64_t at, double factor, const double *x, const double *e_x,
                          const double *y, const double *e_y)
 {
+    double u = r->chunk ? 0 : r->u;
     for (int64_t i = 0; to.val && i < r->dk; i++) {
         double v = 0, e = 0;
         for (int64_t j = 0; j < r->dv; j++) {
             double a = fabs(x[i * r->dv + j]), b = fabs(y[j]), ey = e_y ? e_y[j] : 0;
             v += x[i * r->dv + j] * y[j];
-            e += a * ey + e_x[j] * (b + ey) + r->u * (r->chain_v + 4) * a * b;
+            e += a * ey + e_x[j] * (b + ey) + u * (r->chain_v + 4) * a * b;
         }
-        gather(to, at + i, r->u, factor * v, fabs(factor) * e);
+        expect_rule_gather(to, at + i, r->u, factor * v, fabs(factor) * e);
     }
 }
 
-static void backward_token(const rule *r, const back *b, int64_t t)
+static void backward_token(const rule *r, const back *b, const double *m0, int64_t t)
 {
     int64_t size = r->dk * r->dv;
+    double u = r->chunk ? 0 : r->u;
+    if (r->chunk && (t + 1 == r->length || (t + 1) % r->chunk == 0))
+        expect_chunk_backward(r, b, m0, t / r->chunk * r->chunk);
     const double *q = r->q + t * r->qs, *k = r->k + t * r->qs, *d_o = r->d_o + t * r->vs;
     const double *p = r->p + t * size, *m = r->m + t * size, *delta = r->delta + t * r->dv;
     double beta = r->beta[t * r->bs], decay = exp(r->g[t * r->bs]), kn = norm_of(r->dk, 1, k),
@@ -200,35 +212,38 @@ static void backward_token(const rule *r, const back *b, int64_t t)
     for (int64_t j = 0; j < r->dv; j++) {
         for (int64_t i = 0; i < r->dk; i++) b->d[i * r->dv + j] += r->scale * q[i] * d_o[j];
         double dn = norm_of(r->dk, r->dv, b->d + j);
-        b->e_d[j] += r->u * (3 * fabs(r->scale) * qn * fabs(d_o[j]) + 2 * dn);
+        b->e_d[j] += u * (3 * fabs(r->scale) * qn * fabs(d_o[j]) + 2 * dn);
         b->dd[j] = product(r->dk, b->d + j, r->dv, k, 1);
-        b->e_dd[j] = kn * (b->e_d[j] + r->u * (r->chain_k + 2) * (dn + b->e_d[j]));
+        double added = r->chunk ? r->own[t * r->dv + j] : 0;
+        b->e_dd[j] = kn * (b->e_d[j] + u * (r->chain_k + 2) * (dn + b->e_d[j])) + added;
     }
     add_products(r, b->key, b->q_at + t * r->qs, 1, b->d, b->e_d, delta, r->e_delta + t * r->dv);
     add_products(r, b->key, b->q_at + t * r->qs, -beta, p, r->e_p + t * r->dv, b->dd, b->e_dd);
     for (int64_t j = 0; j < r->dv; j++) {
         double dd = b->dd[j], e_dd = b->e_dd[j], w = product(r->dk, p + j, r->dv, k, 1), v = r->v[t * r->vs + j];
         double pn = norm_of(r->dk, r->dv, p + j), e_p = r->e_p[t * r->dv + j];
-        double e_w = kn * (e_p + r->u * (r->chain_k + 2) * (pn + e_p)) + r->u * (fabs(v) + fabs(w));
+        double e_w = kn * (e_p + u * (r->chain_k + 2) * (pn + e_p)) + u * (fabs(v) + fabs(w));
         d_beta.v += dd * (v - w);
-        d_beta.e += (fabs(v - w) + e_w) * e_dd + fabs(dd) * e_w + r->u * (r->chain_v + 2) * fabs(dd * (v - w));
+        d_beta.e += (fabs(v - w) + e_w) * e_dd + fabs(dd) * e_w + u * (r->chain_v + 2) * fabs(dd * (v - w));
         num_put(b->value, b->v_at + t * r->vs + j,
                 (num){beta * dd, fabs(beta) * (e_dd + r->u * (fabs(dd) + e_dd))});
         /* through delta to the decayed state; an error passes the same matrix */
-        double own = fabs(beta) * kn * r->u * ((r->chain_k + 4) * (norm_of(r->dk, r->dv, b->d + j) * kn));
+        double own = fabs(beta) * kn * u * ((r->chain_k + 4) * (norm_of(r->dk, r->dv, b->d + j) * kn));
+        if (r->chunk) own = fabs(beta) * kn * r->own[t * r->dv + j];
         for (int64_t i = 0; i < r->dk; i++) b->d[i * r->dv + j] -= beta * k[i] * dd;
         double dn = norm_of(r->dk, r->dv, b->d + j),
-               e = stretch(beta, kn) * b->e_d[j] + own + 2 * r->u * (dn + fabs(beta * dd) * kn);
+               e = stretch(beta, kn) * b->e_d[j] + own + 2 * u * (dn + fabs(beta * dd) * kn);
         double dot = 0, terms = 0;
         for (int64_t i = 0; i < r->dk; i++) {
             dot += b->d[i * r->dv + j] * p[i * r->dv + j];
             terms += fabs(b->d[i * r->dv + j] * p[i * r->dv + j]);
         }
         d_g.v += dot;
-        d_g.e += e * (pn + e_p) + dn * e_p + r->u * (r->chain_k + r->chain_v + 4) * terms;
-        b->e_d[j] = decay * e * (1 + 8 * r->u) + 5 * r->u * decay * dn;
+        d_g.e += e * (pn + e_p) + dn * e_p + u * (r->chain_k + r->chain_v + 4) * terms;
+        b->e_d[j] = decay * e * (1 + 8 * r->u) + 5 * u * decay * dn;
         for (int64_t i = 0; i < r->dk; i++) b->d[i * r->dv + j] *= decay;
     }
+    if (r->chunk) d_beta.e += r->e_beta[t % r->chunk], d_g.e += r->e_g[t % r->chunk];
     num_put(b->beta, b->b_at + t * r->bs, d_beta);
     num_put(b->g, b->b_at + t * r->bs, d_g);
 }
@@ -260,7 +275,7 @@ void expect_gdn_rule_bwd(expect_call *call)
             b.b_at = first * z.value_heads + h;
             for (int64_t i = 0; i < size; i++) b.d[i] = z.d_final ? z.d_final[at + i] : 0;
             memset(b.e_d, 0, (size_t)z.dv * sizeof *b.e_d);
-            for (int64_t t = r.length - 1; t >= 0; t--) backward_token(&r, &b, t);
+            for (int64_t t = r.length - 1; t >= 0; t--) backward_token(&r, &b, z.state ? z.state + at : zero, t);
             for (int64_t i = 0; b.state.val && i < size; i++)
                 num_put(b.state, at + i, (num){b.d[i], b.e_d[i % z.dv]});
         }

@@ -62,6 +62,14 @@ static void read_arithmetic(expect_scope *s, const weft_exec *exec, const weft_o
         if (!strcmp(op->args[i].name, "phi")) phi = expect_tensor(&op->args[i], args)->dtype;
         if (!strcmp(op->args[i].name, "norm_weight")) gain = expect_tensor(&op->args[i], args)->dtype;
     }
+    const char *path = "";
+    if (cuda && !strncmp(op->name, "gdn_rule", 8) && weft_op_path(op, exec, args, &path) == WEFT_OK &&
+        !strncmp(path, "in chunks", 9)) {
+        s->chunk = 64;
+        s->tensor = 17 * 2 * 3 / 16.0;
+        s->split = ldexp(1, -17);
+        s->low = 2 * s->split;
+    }
     if (phi == WEFT_NONE) return;
     const double term = 17 * 2 * 3 / 16.0;
     /* A low part is at most half an ulp of the high one, and half an ulp of the low one is lost. */

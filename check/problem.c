@@ -112,10 +112,12 @@ static void make_group(problem *p, const weft_op_info *op, int64_t site, void *a
 }
 
 /* Sizes of weft/gdn.h from those that every case has. */
-static void complete(problem_spec *s)
+static void complete(problem_spec *s, const weft_op_info *op)
 {
     if (s->steps) return;
     int64_t n = s->streams, dim = s->channels < 96 ? s->channels : 96;
+    /* heads that a GPU takes in chunks */
+    if (dim == 96 && !strncmp(op->name, "gdn_rule", 8)) dim = s->channels < 1024 ? 64 : 128;
     s->packed = s->tokens % 2 == 1;
     s->batch = s->packed ? 1 : s->tokens > 16 ? 2 + s->tokens % 3 : s->tokens;
     s->sequences = s->packed ? (s->tokens < 6 ? s->tokens : 6) : s->batch;
@@ -137,7 +139,7 @@ int problem_make(problem *p, const weft_op_info *op, const problem_spec *given)
 {
     problem_spec completed = *given;
     const problem_spec *spec = &completed;
-    complete(&completed);
+    complete(&completed, op);
     const weft_op_info *layer = weft_mhc_replay_layer_info();
     int is_replay = !strcmp(op->name, "mhc_replay_fwd");
     int max_args = op->num_args + (is_replay ? spec->layers * layer->num_args : 0);
