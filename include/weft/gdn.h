@@ -12,7 +12,8 @@
  *
  * Promises, each to the bit: a result depends neither on threads nor on the other sequences of the call; dense sequences
  * and the same ones packed agree, parameter gradients included, as do the two memory orders; a sequence in pieces, with
- * the state carried from one to the next, or token by token through gdn_pre_step, agrees with the whole.
+ * the state carried from one to the next, or token by token through gdn_pre_step, agrees with the whole. Where gdn_rule works in
+ * chunks, pieces end where chunks do.
  *
  * cu_seqlens and state_index are in the backend's memory. On the host their values are checked, and a call with bad ones
  * is rejected. A device does not read them before the kernel runs. It takes offsets that decrease or pass the end as if they were
@@ -145,13 +146,21 @@ WEFT_API weft_status weft_gdn_pre_step_workspace(const weft_exec *exec, const we
  * Per sequence and value head, with M [Dk, Dv] = state, or zero, in front of the first token:
  *     M <- exp(g_t) M;     d = beta_t (v_t - M^T k_t);     M <- M + k_t d^T;     o_t = scale M^T q_t
  * query and key have as many heads as value, or a number that divides it. g is per token, in natural logarithms.
- * Rows past the last offset of cu_seqlens are zero. */
+ * Rows past the last offset of cu_seqlens are zero.
+ *
+ * On CUDA bf16 with Dk of 64 or 128 and Dv of 64, 128, 192 or 256 is computed in chunks of WEFT_GDN_RULE_CHUNK tokens of a
+ * sequence, on tensor cores; backward too, where d_o is bf16 and, for Dk of 128, a block may have 132 KiB of shared memory. All else
+ * is computed token after token in fp32, and is slow; weft_op_path says which and why. Layout, length and addresses do not
+ * decide. In chunks, pieces of a sequence agree with the whole where each but the last has a multiple of so many tokens.
+ * In place: final_state over state. */
+#define WEFT_GDN_RULE_CHUNK 64
+
 typedef struct weft_gdn_rule_fwd_args {
     size_t struct_size;
     double scale; /* usually 1/sqrt(Dk) */
     weft_gdn_head_map head_map;
     /* 0: token after token. Else in chunks of so many tokens, which is the same function: the reference computes it as it
-     * is told, to show that the two forms agree; other backends choose themselves. */
+     * is told, to show that the two forms agree; other backends choose themselves, whatever it says. */
     int32_t chunk;
     weft_tensor query, key;  /* [B, S, H, Dk] */
     weft_tensor value;       /* [B, S, Hv, Dv] */
@@ -163,6 +172,8 @@ typedef struct weft_gdn_rule_fwd_args {
     weft_tensor final_state; /* out [N, Hv, Dk, Dv], optional, f32 */
 } weft_gdn_rule_fwd_args;
 
+/* Nothing is kept of forward: backward makes the states again, in workspace. On CUDA in chunks that is, per value head and
+ * 64 tokens, 25.25 KiB + Dv (4 Dk + 256) bytes, 121.25 KiB at heads of 128. */
 typedef struct weft_gdn_rule_bwd_args {
     size_t struct_size;
     double scale;

@@ -104,7 +104,8 @@ static void dense_and_packed_agree(void **state)
             s.history = s.width + v % 2;
             if (k >= STEPS) {
                 make_usual(&s);
-                s.channels = 32;
+                s.channels =
+                    strncmp(ops[o], "gdn_rule", 8) ? 32 : 64; /* of the rule those that a GPU takes in chunks */
                 s.width -= v / 2 % 3;
             }
             s.gdn = weft_gdn_defaults();
@@ -262,7 +263,31 @@ static void expect_piece(const problem *piece, const problem *whole, int64_t fro
     }
 }
 
-/* Prefill in pieces, the state handed from one to the next in place. */
+/* Prefill in four pieces, the state handed from one to the next. */
+static void expect_pieces(const spec *s, const int64_t cuts[4], weft_exec exec)
+{
+    problem *whole = problem_make(s), *last = NULL;
+    problem_must_run(whole, exec);
+    int64_t from = 0;
+    arg *carried = NULL;
+    for (int c = 0; c < 4; c++) {
+        int64_t to = cuts[c];
+        problem *piece = problem_make(s);
+        if (carried) copy_values(problem_arg(piece, "state"), carried);
+        problem_free(last);
+        narrow(piece, from, to);
+        if (problem_call(piece, exec) != WEFT_OK) test_failed("%s", weft_last_error());
+        expect_piece(piece, whole, from, to, "a piece of a sequence");
+        carried = problem_arg(piece, "final_state");
+        last = piece;
+        from = to;
+    }
+    const arg *want = problem_arg(whole, "final_state");
+    expect_same(carried, want, 0, 0, want->elements, "the state behind the last piece");
+    problem_free(last);
+    problem_free(whole);
+}
+
 static void pieces_agree_with_the_whole(void **state)
 {
     (void)state;
@@ -280,28 +305,27 @@ static void pieces_agree_with_the_whole(void **state)
                 if (v % 2) s.absent = " bias ", s.channels = 32;
                 if (!serves(execs[e], s.op)) continue;
                 if (rule && is_ref(execs[e])) continue; /* it hands on in single what it keeps in double */
-                problem *whole = problem_make(&s);
-                problem_must_run(whole, execs[e]);
-                int64_t from = 0;
-                arg *carried = NULL;
-                problem *last = NULL;
-                for (int c = 0; c < 4; c++) {
-                    int64_t to = cuts[v % 4][c];
-                    problem *piece = problem_make(&s);
-                    if (carried) copy_values(problem_arg(piece, "state"), carried);
-                    problem_free(last);
-                    narrow(piece, from, to);
-                    if (problem_call(piece, execs[e]) != WEFT_OK) test_failed("%s", weft_last_error());
-                    expect_piece(piece, whole, from, to, "a piece of a sequence");
-                    carried = problem_arg(piece, "final_state");
-                    last = piece;
-                    from = to;
-                }
-                const arg *want = problem_arg(whole, "final_state");
-                expect_same(carried, want, 0, 0, want->elements, "the state behind the last piece");
-                problem_free(last);
-                problem_free(whole);
+                expect_pieces(&s, cuts[v % 4], execs[e]);
             }
+    test_verdict();
+}
+
+/* Heads that a GPU takes in chunks: cut where chunks end. */
+static void pieces_of_whole_chunks_agree(void **state)
+{
+    (void)state;
+    static const int64_t cuts[][4] = {{64, 128, 192, 200}, {64, 192, 192, 193}};
+    weft_exec execs[EXECS];
+    int count = all_execs(execs);
+    for (int v = 0; v < 4; v++)
+        for (int e = 0; e < count; e++) {
+            spec s = {.op = "gdn_rule_fwd", .tokens = 2, .streams = 2, .channels = 64, .act = WEFT_BF16};
+            s.steps = cuts[v % 2][3];
+            s.heads = 1;
+            if (v / 2) s.key_dim = 128;
+            if (is_ref(execs[e]) || !serves(execs[e], s.op)) continue;
+            expect_pieces(&s, cuts[v % 2], execs[e]);
+        }
     test_verdict();
 }
 
@@ -392,6 +416,7 @@ static void neighbours_do_not_matter(void **state)
                 s.width = 4 + v / 2;
                 s.history = s.width - 1;
                 s.seed = (uint64_t)v;
+                if (v == 1 && strncmp(ops[o], "gdn_rule", 8) == 0) s.channels = 64; /* in chunks on a GPU */
                 problem *clean = problem_make(&s);
                 problem_must_run(clean, execs[e]);
                 int64_t start = 0;
@@ -648,6 +673,7 @@ int main(void)
         cmocka_unit_test(both_memory_orders_agree),
         cmocka_unit_test(fused_rows),
         cmocka_unit_test(pieces_agree_with_the_whole),
+        cmocka_unit_test(pieces_of_whole_chunks_agree),
         cmocka_unit_test(decoding_agrees_with_the_whole),
         cmocka_unit_test(neighbours_do_not_matter),
         cmocka_unit_test(causal_window),

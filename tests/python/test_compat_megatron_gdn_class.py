@@ -147,8 +147,6 @@ def test_main_grad_of_a_rank():
 
 def test_rule(device):
     """As dev calls it; one that is not weft's is left alone."""
-    if device.type == "cuda":
-        pytest.skip("gdn_rule: no kernels for a GPU")
     module = megatron.bind(Dev(device))
     q, k, v, _, beta, g = direct(module, torch.randn(9, 2, HEADS.columns, device=device))
     settings = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": False}

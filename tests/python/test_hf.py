@@ -244,18 +244,6 @@ def test_packed_sequences(family, model):
     assert_close(layer(x, cu_seq_lens_q=offsets), want, LOGITS)
 
 
-@pytest.mark.parametrize("family", GATED_DELTA_NET)
-def test_the_rule_of_the_model(family, model, calls, monkeypatch):
-    """On a device for which weft has no rule the layer calls the model's own."""
-    ids = tokens()
-    want, texts = step(model, ids), generate(model, ids[:, :6])
-    monkeypatch.setattr(weft.hf._gated_delta_net, "RULE_ON", ())
-    weft.hf.apply(model)
-    assert_same_step(step(model, ids), want)
-    assert torch.equal(generate(model, ids[:, :6]), texts)
-    assert calls["gdn_pre"] == 2 and calls["gdn_pre_step"] == 11 and "gdn_rule" not in calls
-
-
 # ---- the model stays what it is ----------------------------------------------------------------------------------------
 
 
@@ -577,7 +565,7 @@ def test_report(family, model):
     assert str(weft.hf.apply(model)).splitlines() == [
         f"weft.hf on Qwen3_5ForCausalLM: qwen3_5 (transformers {transformers.__version__})",
         "replaced:",
-        "  Qwen3_5GatedDeltaNet (model.layers.0.linear_attn): gdn_pre and gdn_rule (on a GPU the model's own rule)",
+        "  Qwen3_5GatedDeltaNet (model.layers.0.linear_attn): gdn_pre and gdn_rule",
         "not replaced:",
         "  Qwen3_5RMSNormGated (model.layers.0.linear_attn.norm): has a forward of its own on the instance,"
         " as accelerate gives one; apply_to before loading comes first",

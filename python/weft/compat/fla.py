@@ -10,9 +10,9 @@ The eps of the norm is inside the root. Arithmetic is fp32, with one rounding wh
 Arguments without a meaning here: backend, chunk_indices, chunk_size, cu_seqlens_cpu; seq_idx beside cu_seqlens. With the
 projection row of a whole layer at hand, weft.torch.gdn_pre and weft.torch.gdn_rule do all of this in two calls.
 
-The rule runs where weft.torch.gdn_rule does: on the CPU. fused_recurrent_gated_delta_rule is the same function as
-chunk_gated_delta_rule and has gradients, too. Norm and gates that are asked for "in the kernel" are operators in front
-of the rule, with a rounding of query and key in between, as in fla.
+The rule is weft.torch.gdn_rule: on a GPU in chunks of 64 tokens for bf16 heads of 64 and 128, else token after token.
+fused_recurrent_gated_delta_rule is the same function as chunk_gated_delta_rule and has gradients, too. Norm and gates that
+are asked for "in the kernel" are operators in front of the rule, with a rounding of query and key in between, as in fla.
 
 causal_conv1d_update, and ShortConvolution without gradients where there are as many tokens as sequences, work on the
 state in place and read nothing from the device. Packed, ShortConvolution then updates the cache whatever the lengths

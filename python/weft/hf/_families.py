@@ -69,7 +69,7 @@ def _gated_delta_net(name: str, prefix: str, sections: Callable[..., Any], norm:
         (
             Row(
                 f"{prefix}GatedDeltaNet",
-                "gdn_pre and gdn_rule (on a GPU the model's own rule)",
+                "gdn_pre and gdn_rule",
                 gdn.layer(sections, norm, out),
                 "self hidden_states cache_params attention_mask kwargs",
                 gdn.refuses_layer,

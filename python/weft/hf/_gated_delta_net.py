@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated DeltaNet layers of transformers' models: between their projections, one `gdn_pre`, the gated delta rule and the
-gated norm. The cache is the model's own, with the contents that the model would give it.
-
-weft's rule has no kernels for GPUs; there the rule is the function that the model itself calls."""
+gated norm. The cache is the model's own, with the contents that the model would give it."""
 
 from __future__ import annotations
 
@@ -14,13 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import _C
 from .. import torch as wt
 
 Forward = Callable[..., Any]
 ACTIVATIONS = ("silu", "swish")
 MAX_WIDTH = 8
-RULE_ON = tuple(d for d in ("cpu", "cuda") if all(_C.has(f"gdn_rule_{p}", d) for p in ("fwd", "bwd")))
 
 # ---- projections: the sections of a layer's input, by the names that a family has for them --------------------------
 
@@ -63,7 +59,7 @@ def _columns(parts: wt.GdnSections) -> Tensor:
     return rows.transpose(1, 2)
 
 
-def _front(layer: Any, parts: wt.GdnSections, cache: Any, cu_seqlens: Tensor | None, repeat: bool) -> wt.GdnPre:
+def _front(layer: Any, parts: wt.GdnSections, cache: Any, cu_seqlens: Tensor | None) -> wt.GdnPre:
     """The convolution and everything up to the rule; the cache's state of the convolution moves on."""
     parameters = (layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.conv1d.bias)
     heads = wt.GdnHeads(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
@@ -71,7 +67,7 @@ def _front(layer: Any, parts: wt.GdnSections, cache: Any, cu_seqlens: Tensor | N
     common: dict[str, Any] = {
         "heads": heads,
         "options": wt.GdnOptions(beta_scale=beta_scale),
-        "repeat": repeat,
+        "repeat": False,
         "gate": "none",
         "cu_seqlens": cu_seqlens,
     }
@@ -88,36 +84,6 @@ def _front(layer: Any, parts: wt.GdnSections, cache: Any, cu_seqlens: Tensor | N
         state = F.pad(state, (short, 0)) if short > 0 else state.clone()
     cache.update_conv_state(_columns(parts), layer.layer_idx, conv_kernel_size=layer.conv_kernel_size)
     return wt.gdn_pre(parts, *parameters, state=state, **common)
-
-
-def _rule(
-    modeling: Any,
-    front: wt.GdnPre,
-    state: Tensor | None,
-    final: bool,
-    cu_seqlens: Tensor | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    if front.query.device.type in RULE_ON:
-        return wt.gdn_rule(
-            *(front.query, front.key, front.value, front.beta, front.g),
-            cu_seqlens=cu_seqlens,
-            state=state,
-            final_state=final,
-        )
-    one = state is not None and front.query.shape[1] == 1
-    name = "torch_recurrent_gated_delta_rule" if one else "torch_chunk_gated_delta_rule"
-    result: tuple[Tensor, Tensor | None] = getattr(modeling, name)(
-        *(front.query, front.key, front.value),
-        g=front.g,
-        beta=front.beta,
-        initial_state=state,
-        output_final_state=final,
-        use_qk_l2norm_in_kernel=False,
-        cu_seqlens=cu_seqlens,
-        **kwargs,
-    )
-    return result
 
 
 # ---- forwards: each is made from the one that it stands for ---------------------------------------------------------
@@ -142,8 +108,13 @@ def layer(sections: Callable[[Any, Tensor], wt.GdnSections], norm: str, out: str
             cu_seqlens = kwargs.pop("cu_seq_lens_q", None)
             state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
             parts = sections(self, x)
-            front = _front(self, parts, cache_params, cu_seqlens, x.device.type not in RULE_ON)
-            o, state = _rule(modeling, front, state, cache_params is not None, cu_seqlens, kwargs)
+            front = _front(self, parts, cache_params, cu_seqlens)
+            o, state = wt.gdn_rule(
+                *(front.query, front.key, front.value, front.beta, front.g),
+                cu_seqlens=cu_seqlens,
+                state=state,
+                final_state=cache_params is not None,
+            )
             if cache_params is not None:
                 cache_params.update_recurrent_state(state, self.layer_idx)
             width = self.head_v_dim

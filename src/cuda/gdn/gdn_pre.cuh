@@ -81,17 +81,6 @@ static __device__ __forceinline__ float silu_slope_of_rounded(float u)
 
 /* ---- which kernels there are for a call ------------------------------------------------------------------------------------ */
 
-/* Whether all rows can be read `vec` channels at a time, by strides and address. */
-static inline bool reads_wide(const weft_tensor *t, int64_t vec)
-{
-    if (!weft_has(t)) return true;
-    const int64_t bytes = vec * (int64_t)weft_dtype_size(t->dtype), unit = bytes < 16 ? bytes : 16;
-    if (t->stride[3] != 1 || (uintptr_t)t->data % (uintptr_t)unit) return false;
-    for (int d = 0; d < 3; d++)
-        if (t->shape[d] > 1 && t->stride[d] * (int64_t)weft_dtype_size(t->dtype) % unit) return false;
-    return t->shape[3] % vec == 0;
-}
-
 /* Channels of a lane, by what rows allow: `most`, or 4, or 0 for anything. There are no such kernels for one tap, nor for eight
  * channels of less than four taps. */
 template <class T, int N> static int widest(const weft_call *call, const weft_tensor *const (&all)[N], int most)

@@ -36,6 +36,17 @@ static __host__ __device__ __forceinline__ bool has(const rows &r)
     return r.dtype != WEFT_NONE;
 }
 
+/* Whether all rows can be read `vec` channels at a time, by strides and address. */
+static inline bool reads_wide(const weft_tensor *t, int64_t vec)
+{
+    if (!weft_has(t)) return true;
+    const int64_t bytes = vec * (int64_t)weft_dtype_size(t->dtype), unit = bytes < 16 ? bytes : 16;
+    if (t->stride[3] != 1 || (uintptr_t)t->data % (uintptr_t)unit) return false;
+    for (int d = 0; d < 3; d++)
+        if (t->shape[d] > 1 && t->stride[d] * (int64_t)weft_dtype_size(t->dtype) % unit) return false;
+    return t->shape[3] % vec == 0;
+}
+
 static __device__ __forceinline__ float get(const rows &r, int64_t i)
 {
     return get(view{r.data, r.dtype, 0, {0, 0, 0}}, i);

@@ -32,7 +32,7 @@ def gated_delta_rule(
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """What Megatron calls self.gated_delta_rule: q, k [b, s, H, K], v [b, s, Hv, V], g and beta [b, s, Hv] -> the output and
-    the state or None. weft.torch.gdn_rule, which the CPU has and a GPU has not."""
+    the state or None, by weft.torch.gdn_rule."""
     return chunk_gated_delta_rule(
         q,
         k,
@@ -59,7 +59,7 @@ class GatedDeltaNet:
     Both ways in front of the rule, with gdn_pre_gated_delta_rule_fusion and without, are then
     fused_streamed_pre_gated_delta_rule; parameters and checkpoints are Megatron's. That option goes together with
     deterministic_mode here. Heads may be divided among ranks (head-wise context parallel); tokens may not.
-    rule = False in the class leaves Megatron its own gated delta rule: on a GPU weft has none."""
+    rule = False in the class leaves Megatron its own gated delta rule."""
 
     rule = True
 
