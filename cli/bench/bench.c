@@ -29,12 +29,17 @@ static int is_gdn(const weft_op_info *op)
     return !strncmp(op->name, "gdn", 3);
 }
 
+static int is_rule(const weft_op_info *op)
+{
+    return !strncmp(op->name, "gdn_rule", 8);
+}
+
 static int is_step(const weft_op_info *op)
 {
     return !strcmp(op->name, "gdn_pre_step");
 }
 
-/* One sequence of all tokens, or several; heads of 128, query and key repeated, a gate of its own. Where the shape is not one
+/* One sequence of all tokens, or several; heads of 128, query and key repeated in front of the rule, a gate of its own. Where the shape is not one
  * of decoding, its tokens are those of up to 256 requests. */
 static problem_spec spec_of(const bench *b, const weft_op_info *op)
 {
@@ -50,7 +55,7 @@ static problem_spec spec_of(const bench *b, const weft_op_info *op)
     s.key_dim = s.value_dim = 128;
     s.width = 4;
     s.history = 3;
-    s.repeat = 1;
+    s.repeat = !is_rule(op);
     s.gdn = weft_gdn_defaults();
     s.without = gdn_without;
     return s;
@@ -185,28 +190,35 @@ static timing run_operator(bench *b, const weft_op_info *op)
 
 /* ---- what is measured ---------------------------------------------------------------------------------------- */
 
-/* Lists of shapes and operators that are reported together. */
-typedef struct suite {
-    const char *ops; /* stems, each between spaces; NULL: all */
-    weft_mhc_preset preset;
-    int count;
-    const int64_t (*shape)[2]; /* tokens, channels */
-    int gdn;                   /* its shapes are those of gdn_shapes instead */
-    int64_t backward_from;     /* tokens; with fewer only forward is measured */
-} suite;
-
-/* Models of 16/32 and 16/64 heads and a rank of eight of the latter, dense and packed; decoding. */
-static const struct gdn_shape {
+typedef struct gdn_shape {
     int64_t tokens[2]; /* on a GPU, on the CPU */
     int64_t key_heads, value_heads, sequences;
     int decoding;
-} gdn_shapes[] = {
+} gdn_shape;
+
+/* Models of 16/32 and 16/64 heads and a rank of eight of the latter, dense and packed; decoding. */
+static const gdn_shape gdn_shapes[] = {
     {{16384, 2048}, 16, 32, 0, 0}, {{16384, 2048}, 16, 32, 8, 0}, {{32768, 4096}, 16, 32, 0, 0},
     {{32768, 4096}, 16, 32, 8, 0}, {{16384, 2048}, 16, 64, 0, 0}, {{16384, 2048}, 16, 64, 8, 0},
     {{32768, 4096}, 16, 64, 0, 0}, {{32768, 4096}, 16, 64, 8, 0}, {{16384, 2048}, 2, 8, 0, 0},
     {{16384, 2048}, 2, 8, 8, 0},   {{1, 1}, 16, 32, 0, 1},        {{64, 64}, 16, 32, 0, 1},
     {{512, 256}, 16, 32, 0, 1},
 };
+/* Long and short chains of chunks, few heads and many. */
+static const gdn_shape rule_shapes[] = {
+    {{8192, 1024}, 16, 32, 0, 0}, {{32768, 2048}, 16, 32, 0, 0}, {{32768, 2048}, 16, 32, 4, 0},
+    {{8192, 1024}, 16, 32, 8, 0}, {{8192, 1024}, 16, 64, 0, 0},  {{32768, 2048}, 2, 8, 0, 0},
+};
+
+/* Lists of shapes and operators that are reported together. */
+typedef struct suite {
+    const char *ops; /* stems, each between spaces; NULL: all */
+    weft_mhc_preset preset;
+    int count;
+    const int64_t (*shape)[2]; /* tokens, channels */
+    const gdn_shape *gdn;      /* its shapes are these instead */
+    int64_t backward_from;     /* tokens; with fewer only forward is measured */
+} suite;
 
 /* The table of TransformerEngine's pull request: batch x sequence x channels, and its own numerics. */
 static const int64_t te_shapes[][2] = {
@@ -228,12 +240,13 @@ static const int64_t fused_shapes[][2] = {
 static const suite suites[] = {
     {0},
     {" mhc_project mhc_coef mhc_scale mhc_sinkhorn mhc_aggregate mhc_post ", WEFT_PRESET_TRANSFORMER_ENGINE,
-     sizeof te_shapes / sizeof te_shapes[0], te_shapes, 0, 0},
+     sizeof te_shapes / sizeof te_shapes[0], te_shapes, NULL, 0},
     {" mhc_project mhc_coef mhc_aggregate mhc_post mhc_expand mhc_contract ", WEFT_PRESET_DEEPSEEK_V4,
-     sizeof small_shapes / sizeof small_shapes[0], small_shapes, 0, 0},
-    {" gdn_pre ", WEFT_PRESET_DEEPSEEK_V4, sizeof gdn_shapes / sizeof gdn_shapes[0], NULL, 1, 0},
+     sizeof small_shapes / sizeof small_shapes[0], small_shapes, NULL, 0},
+    {" gdn_pre ", WEFT_PRESET_DEEPSEEK_V4, sizeof gdn_shapes / sizeof gdn_shapes[0], NULL, gdn_shapes, 0},
     {" mhc_boundary mhc_pre mhc_head ", WEFT_PRESET_DEEPSEEK_V4, sizeof fused_shapes / sizeof fused_shapes[0],
-     fused_shapes, 0, 512},
+     fused_shapes, NULL, 512},
+    {" gdn_rule ", WEFT_PRESET_DEEPSEEK_V4, sizeof rule_shapes / sizeof rule_shapes[0], NULL, rule_shapes, 0},
 };
 
 static int stem_of(const weft_op_info *op)
@@ -341,7 +354,7 @@ static int run_all(bench *b, const suite *s, const char *filter)
     if (!s->count) return run_shape(b, s, filter);
     for (int i = 0; i < s->count; i++) {
         if (s->gdn) {
-            const struct gdn_shape *g = &gdn_shapes[i];
+            const gdn_shape *g = &s->gdn[i];
             b->spec.tokens = g->tokens[b->memory.device ? 0 : 1];
             b->key_heads = g->key_heads;
             b->value_heads = g->value_heads;
@@ -374,7 +387,7 @@ int command_bench(int argc, char **argv)
     static const char *const layouts[] = {"nc", "cn", NULL};
     static const char *const isas[] = {"best", "base", "avx2", "avx512", "amx", NULL};
     static const weft_dtype dtype_of[] = {WEFT_BF16, WEFT_F32, WEFT_F16};
-    static const char *const suite_names[] = {"none", "te", "small", "gdn", "fused", NULL};
+    static const char *const suite_names[] = {"none", "te", "small", "gdn", "fused", "rule", NULL};
     int backend = 1, dtype = 0, layout = 0, isa = 0, json = 0, chosen_suite = 0;
     int64_t tokens = 16384, channels = 2048, streams = 4, threads = 0;
     double seconds = 0.5;
@@ -423,7 +436,8 @@ int command_bench(int argc, char **argv)
          .choices = suite_names,
          .help = "a list of shapes and operators: te (thirteen training shapes), small (1 to 512 tokens), "
                  "gdn (heads 16/32, 16/64 and 2/8, dense, packed and decoding), "
-                 "fused (boundary, pre and head, training and 1 to 128 tokens)"},
+                 "fused (boundary, pre and head, training and 1 to 128 tokens), "
+                 "rule (the gated delta rule, 8192 and 32768 tokens)"},
         {.name = "preset",
          .kind = OPTION_TEXT,
          .to = &preset_name,
