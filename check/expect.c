@@ -256,7 +256,8 @@ static const struct evaluator {
     {"mhc_boundary_fwd", expect_boundary_fwd, 1}, {"mhc_boundary_bwd", expect_boundary_bwd, 1},
     {"gdn_pre_fwd", expect_gdn_pre_fwd, 0},       {"gdn_pre_bwd", expect_gdn_pre_bwd, 0},
     {"gdn_pre_step", expect_gdn_pre_step, 0},     {"gdn_rule_fwd", expect_gdn_rule_fwd, 0},
-    {"gdn_rule_bwd", expect_gdn_rule_bwd, 0},     {"mhc_replay_fwd", NULL, 1}, /* expect_head.c */
+    {"gdn_rule_bwd", expect_gdn_rule_bwd, 0},     {"gdn_norm_fwd", expect_gdn_norm_fwd, 0},
+    {"gdn_norm_bwd", expect_gdn_norm_bwd, 0},     {"mhc_replay_fwd", NULL, 1}, /* expect_head.c */
 };
 
 static const struct evaluator *evaluator_of(const char *op)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Gated DeltaNet: what stands between the input projection of a layer and the gated delta rule (causal convolution,
- * silu, l2 norm, gates), and the rule itself. Equations with their tags are in docs/math.md.
+ * silu, l2 norm, gates), the rule itself, and the gated norm behind it. Equations with their tags are in docs/math.md.
  *
  * Names: B sequences of S tokens each, or B = 1 and cu_seqlens, which cuts the S tokens into N sequences; Hk key heads of
  * Dk, Hv value heads of Dv, Hv a multiple of Hk; W taps of the convolution; C = 2 Hk Dk + Hv Dv channels that pass through
@@ -179,6 +179,39 @@ WEFT_API weft_status weft_gdn_rule_bwd(const weft_exec *exec, const weft_gdn_rul
 WEFT_API weft_status weft_gdn_rule_fwd_workspace(const weft_exec *exec, const weft_gdn_rule_fwd_args *args,
                                                  size_t *bytes);
 WEFT_API weft_status weft_gdn_rule_bwd_workspace(const weft_exec *exec, const weft_gdn_rule_bwd_args *args,
+                                                 size_t *bytes);
+
+/* ---- the gated norm behind the rule [G7] ----------------------------------------------------------------------------
+ * Per row of C channels, a head of a token, in fp32 with one rounding at the end:
+ *     r = 1/sqrt(mean_c o[c]^2 + eps);     y[c] = o[c] r weight[c] f(z[c]),     f(z) = z sigmoid(z), or sigmoid(z)
+ * Backward: p = d_y f(z);  d_z = d_y o r weight f'(z);  d_weight[c] = sum over rows of p o r;
+ *     g = p weight;  d_o[c] = r (g[c] - o[c] r^2 mean_c(g o)).
+ * z may be a view of the projection's rows, d_z one of the rows of its gradient. In place: y over o. */
+typedef enum weft_gdn_gate { WEFT_GDN_GATE_SILU = 0, WEFT_GDN_GATE_SIGMOID } weft_gdn_gate;
+
+typedef struct weft_gdn_norm_fwd_args {
+    size_t struct_size;
+    double eps; /* inside the root */
+    weft_gdn_gate gate;
+    weft_tensor o, z;   /* [B, S, H, C] */
+    weft_tensor weight; /* [C], optional (1) */
+    weft_tensor y;      /* out, [B, S, H, C] */
+} weft_gdn_norm_fwd_args;
+
+typedef struct weft_gdn_norm_bwd_args {
+    size_t struct_size;
+    double eps;
+    weft_gdn_gate gate;
+    weft_tensor o, z, weight;     /* as in forward */
+    weft_tensor d_y;              /* upstream, activation type or f32 */
+    weft_grad d_o, d_z, d_weight; /* optional; d_weight needs weight */
+} weft_gdn_norm_bwd_args;
+
+WEFT_API weft_status weft_gdn_norm_fwd(const weft_exec *exec, const weft_gdn_norm_fwd_args *args);
+WEFT_API weft_status weft_gdn_norm_bwd(const weft_exec *exec, const weft_gdn_norm_bwd_args *args);
+WEFT_API weft_status weft_gdn_norm_fwd_workspace(const weft_exec *exec, const weft_gdn_norm_fwd_args *args,
+                                                 size_t *bytes);
+WEFT_API weft_status weft_gdn_norm_bwd_workspace(const weft_exec *exec, const weft_gdn_norm_bwd_args *args,
                                                  size_t *bytes);
 
 /* ---- views ------------------------------------------------------------------------------------------------------------ */

@@ -7,6 +7,8 @@ import torch
 import weft.torch as wt
 from torch import Tensor
 
+NORM_EPS = 1e-3
+
 
 class Sizes:
     """Sizes of a call from those of a Maker: n value heads, for one or two key heads, key dim c and value dim c + 1;
@@ -165,7 +167,41 @@ def gdn_rule_packed(m):
     return _rule(s, m.n, s.offsets(torch.int64), "interleaved")
 
 
-CASES = {f.__name__: f for f in (gdn_pre, gdn_pre_options, gdn_pre_grouped, gdn_pre_packed, gdn_rule, gdn_rule_packed)}
+def _norm(m, gate: str):
+    """z between other columns of its rows."""
+    s = Sizes(m)
+    tensors = {"o": s.acts(m.n, m.c), "z": s.acts(m.n, m.c + 3), "weight": m.gain(m.c)}
+
+    def function(o, z, weight):
+        return wt.gdn_norm(o, z[..., 1 : m.c + 1], weight, NORM_EPS, gate=gate)
+
+    def expression(o, z, weight):
+        return oracle.gdn_norm(o, z[..., 1 : m.c + 1], weight, NORM_EPS, gate)
+
+    return function, expression, tensors
+
+
+def gdn_norm(m):
+    return _norm(m, "silu")
+
+
+def gdn_norm_sigmoid(m):
+    return _norm(m, "sigmoid")
+
+
+CASES = {
+    f.__name__: f
+    for f in (
+        gdn_pre,
+        gdn_pre_options,
+        gdn_pre_grouped,
+        gdn_pre_packed,
+        gdn_rule,
+        gdn_rule_packed,
+        gdn_norm,
+        gdn_norm_sigmoid,
+    )
+}
 
 
 def step(m):

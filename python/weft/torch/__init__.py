@@ -23,8 +23,8 @@ from .functional import (
     scale,
     sinkhorn,
 )
-from .gdn import GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_pre, gdn_pre_step, gdn_rule
-from .gdn_modules import GatedDeltaFront
+from .gdn import GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_norm, gdn_pre, gdn_pre_step, gdn_rule
+from .gdn_modules import GatedDeltaFront, GatedRMSNorm
 from .gdn_pieces import GdnPieces
 from .grads import GradX
 from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer
@@ -47,6 +47,7 @@ __all__ = [
     "Contract",
     "Expand",
     "GatedDeltaFront",
+    "GatedRMSNorm",
     "GdnHeads",
     "GdnOptions",
     "GdnPieces",
@@ -76,6 +77,7 @@ __all__ = [
     "draw_step",
     "expand",
     "finalize_mhc_recompute_layer",
+    "gdn_norm",
     "gdn_pre",
     "gdn_pre_step",
     "gdn_rule",

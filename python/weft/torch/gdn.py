@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet: what stands between the input projection of a layer and the gated delta rule, and the rule itself, as
-functions of tensors with gradients.
+"""Gated DeltaNet: what stands between the input projection of a layer and the gated delta rule, the rule itself, and
+the gated norm behind it, as functions of tensors with gradients.
 
 Shapes: B sequences of S tokens, or B = 1 and `cu_seqlens`, which cuts the S tokens into N sequences. Where there is
 only one row of tokens, the leading [B, S] may be [T], and results are [T, ...] too. Memory of the order (S, B, ...) is
@@ -22,6 +22,7 @@ ACTIVATIONS = ("silu", "linear")
 HEAD_MAPS = ("interleaved", "tiled")
 ROUNDINGS = ("through", "parity")
 GATES = ("copy", "view", "none")
+OUTPUT_GATES = ("silu", "sigmoid")
 
 
 class GdnHeads(NamedTuple):
@@ -278,6 +279,28 @@ def gdn_rule(
     return o.squeeze(0) if lead else o, final if final_state else None
 
 
+def gdn_norm(
+    o: Tensor,
+    z: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    gate: str = "silu",
+    main_grad: bool = False,
+) -> Tensor:
+    """The gated norm behind the rule: o / sqrt(mean(o^2) + eps) * weight * f(z) over the last dimension, with f(z) =
+    silu(z) or, with gate="sigmoid", sigmoid(z), in fp32 and rounded once. o and z are [B, S, H, C], [T, H, C] or [T, C]; z
+    may be a view of the projection. weight is [C]. main_grad as everywhere."""
+    if o.dim() not in (2, 3, 4) or z.dim() != o.dim():
+        raise ValueError(
+            "gdn_norm: o and z: expected [B, S, H, C], [T, H, C] or [T, C], the same of both,"
+            f" got {list(o.shape)} and {list(z.shape)}"
+        )
+    kind = choice("gdn_norm: gate", gate, OUTPUT_GATES)
+    y = operation("gdn_norm", main_grad)(_heads_of(o), _heads_of(z), weight, float(eps), kind)
+    return y.view(o.shape)
+
+
 # ---- arguments ---------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +361,13 @@ def _view_of_z(parts, heads: GdnHeads) -> Tensor:
 def _batched(t: Tensor) -> Tensor:
     """[T, ...] as [1, T, ...]; not by unsqueeze, whose strides for no tokens at all fake tensors do not share."""
     return t.view(1, *t.shape)
+
+
+def _heads_of(t: Tensor) -> Tensor:
+    """[T, C] and [T, H, C] as [1, T, H, C]."""
+    if t.dim() == 2:
+        t = t.unsqueeze(1)
+    return t if t.dim() == 4 else _batched(t)
 
 
 def _unbatched(results, lead: bool) -> list[Tensor | None]:

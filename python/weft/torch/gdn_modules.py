@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front of a Gated DeltaNet layer as a module."""
+"""The front of a Gated DeltaNet layer, and its gated norm, as modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .gdn import DEFAULTS, GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_pre, gdn_pre_step
+from .gdn import DEFAULTS, OUTPUT_GATES, GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_norm, gdn_pre, gdn_pre_step
+from .numerics import choice
 
 
 class GatedDeltaFront(nn.Module):
@@ -109,3 +110,37 @@ class GatedDeltaFront(nn.Module):
 
     def _parameters_of_the_call(self) -> tuple:
         return self.conv_weight, self.a_log, self.dt_bias, self.conv_bias
+
+
+class GatedRMSNorm(nn.Module):
+    """The norm behind the gated delta rule, with the output gate: `gdn_norm`. Parameter: weight [C], ones at first; none
+    with affine=False."""
+
+    def __init__(
+        self,
+        channels: int,
+        eps: float = 1e-6,
+        *,
+        gate: str = "silu",
+        affine: bool = True,
+        main_grad: bool = False,
+        device=None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        if channels < 1:
+            raise ValueError(f"GatedRMSNorm: channels: expected at least 1, got {channels}")
+        choice("GatedRMSNorm: gate", gate, OUTPUT_GATES)
+        self.channels, self.eps, self.gate, self.main_grad = channels, eps, gate, main_grad
+        self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype)) if affine else None
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, eps={self.eps}, gate={self.gate!r}, affine={self.weight is not None}"
+
+    def forward(self, o: Tensor, z: Tensor) -> Tensor:
+        """o and z are [B, S, H, C], [T, H, C] or [T, C]."""
+        return gdn_norm(o, z, self.weight, self.eps, gate=self.gate, main_grad=self.main_grad)

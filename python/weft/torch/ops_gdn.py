@@ -53,3 +53,4 @@ operator(
     where={"final_state": "final_state"},
     forward_only=("final_state",),
 )
+operator("gdn_norm")
