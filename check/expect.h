@@ -104,6 +104,7 @@ void expect_gdn_pre_bwd(expect_call *call);
 void expect_gdn_pre_step(expect_call *call);
 void expect_gdn_rule_fwd(expect_call *call);
 void expect_gdn_rule_bwd(expect_call *call);
+void expect_gdn_rule_step(expect_call *call);
 void expect_gdn_norm_fwd(expect_call *call);
 void expect_gdn_norm_bwd(expect_call *call);
 

@@ -21,8 +21,8 @@
 /* What a plain layer does without; their cost is small beside the rest. */
 static const char *const without[] = {"bias",   "norm_weight",   "pre_in",   "sub_weight",   "v", "d_v",
                                       "d_bias", "d_norm_weight", "d_pre_in", "d_sub_weight", NULL};
-static const char *const gdn_without[] = {"bias",        "d_bias",  "state",         "final_state",
-                                          "state_index", "d_state", "d_final_state", NULL};
+static const char *const gdn_without[] = {"bias",    "d_bias",        "state",       "final_state", "state_index",
+                                          "d_state", "d_final_state", "token_state", NULL};
 
 static int is_gdn(const weft_op_info *op)
 {
@@ -31,7 +31,7 @@ static int is_gdn(const weft_op_info *op)
 
 static int is_step(const weft_op_info *op)
 {
-    return !strcmp(op->name, "gdn_pre_step");
+    return !strncmp(op->name, "gdn", 3) && !strcmp(strrchr(op->name, '_'), "_step");
 }
 
 /* One sequence of all tokens, or several; heads of 128, query and key repeated, a gate of its own. Where the shape is not one

@@ -174,8 +174,33 @@ typedef struct weft_gdn_rule_bwd_args {
     weft_grad d_query, d_key, d_value, d_beta, d_g, d_state;   /* optional; shapes of what they are gradients of */
 } weft_gdn_rule_bwd_args;
 
+/* Decoding: forward of S new tokens, usually one to eight, for each of B requests (or N of them, with cu_seqlens), whose states are
+ * rows of a cache, as those of gdn_pre_step are. The state is carried in fp32 between the tokens of a call and rounded where it is
+ * stored. A cache whose rows are [Hv, Dv, Dk] in memory is passed with those strides; the bits are the same.
+ *     new_state receives the states after the last token, in the same rows; other rows keep what they have.
+ *     token_state receives the state after every token: for speculative decoding, where only some of the tokens will be accepted. It
+ * is memory [B, S, Hv, Dk, Dv], of which S and Hv are one dimension here. Without new_state the cache stays as it is, and the
+ * caller copies the accepted one into its row.
+ * A request with index -1 is padding: its results are zero, token_state included, and no state is touched; and so it is on a
+ * device with requests whose row the cache does not have or another one names too. On the host these are errors.
+ * In place: new_state over state, which is the usual way. */
+typedef struct weft_gdn_rule_step_args {
+    size_t struct_size;
+    double scale;
+    weft_gdn_head_map head_map;
+    weft_tensor query, key, value, beta, g, cu_seqlens; /* as in forward */
+    weft_tensor state_index;                            /* [N] i32 or i64, optional: request n has row n */
+    weft_tensor state;       /* [rows, Hv, Dk, Dv], activation type or f32, here and below */
+    weft_tensor o;           /* out [B, S, Hv, Dv] */
+    weft_tensor new_state;   /* out [rows, Hv, Dk, Dv], optional */
+    weft_tensor token_state; /* out [B, S Hv, Dk, Dv], optional */
+} weft_gdn_rule_step_args;
+
 WEFT_API weft_status weft_gdn_rule_fwd(const weft_exec *exec, const weft_gdn_rule_fwd_args *args);
 WEFT_API weft_status weft_gdn_rule_bwd(const weft_exec *exec, const weft_gdn_rule_bwd_args *args);
+WEFT_API weft_status weft_gdn_rule_step(const weft_exec *exec, const weft_gdn_rule_step_args *args);
+WEFT_API weft_status weft_gdn_rule_step_workspace(const weft_exec *exec, const weft_gdn_rule_step_args *args,
+                                                  size_t *bytes);
 WEFT_API weft_status weft_gdn_rule_fwd_workspace(const weft_exec *exec, const weft_gdn_rule_fwd_args *args,
                                                  size_t *bytes);
 WEFT_API weft_status weft_gdn_rule_bwd_workspace(const weft_exec *exec, const weft_gdn_rule_bwd_args *args,

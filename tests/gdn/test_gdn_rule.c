@@ -45,6 +45,18 @@ static void backward_against_the_reference(void **state)
     grid_suite("gdn_rule_bwd");
 }
 
+static void step_against_the_reference(void **state)
+{
+    (void)state;
+    grid_suite("gdn_rule_step");
+}
+
+static void step_rounds_once(void **state)
+{
+    (void)state;
+    grid_rounding("gdn_rule_step");
+}
+
 static void forward_rounds_once(void **state)
 {
     (void)state;
@@ -64,6 +76,8 @@ int main(void)
         cmocka_unit_test(differences_of_both_forms),
         cmocka_unit_test(forward_against_the_reference),
         cmocka_unit_test(backward_against_the_reference),
+        cmocka_unit_test(step_against_the_reference),
+        cmocka_unit_test(step_rounds_once),
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
     };

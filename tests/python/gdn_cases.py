@@ -204,6 +204,19 @@ CASES = {
 }
 
 
+def rule_step(m):
+    """A call of gdn_rule_step with all of its results."""
+    s = Sizes(m)
+    lead, heads = s.lead, s.heads
+    unit, value = (heads.key_heads, heads.key_dim), (heads.value_heads, heads.value_dim)
+    shapes = (unit, unit, value, value[:1], value[:1])
+    parts = [m.put(torch.randn(*lead, *shape), m.dtype) for shape in shapes]
+    parts[4] = -parts[4].abs().to(torch.float64 if m.dtype == torch.float64 else torch.float32)
+    state = m.put(torch.randn(lead[0] + 2, heads.value_heads, heads.key_dim, heads.value_dim), m.dtype)
+    index = torch.tensor([lead[0] + 1, -1, *range(lead[0])][: lead[0]], device=m.device) if m.optional else None
+    return lambda: wt.gdn_rule_step(*parts, state=state, state_index=index, token_states=m.optional)
+
+
 def step(m):
     """A call of gdn_pre_step, which has no gradient: a function of nothing."""
     s = Sizes(m)

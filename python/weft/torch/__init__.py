@@ -23,7 +23,7 @@ from .functional import (
     scale,
     sinkhorn,
 )
-from .gdn import GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_norm, gdn_pre, gdn_pre_step, gdn_rule
+from .gdn import GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_norm, gdn_pre, gdn_pre_step, gdn_rule, gdn_rule_step
 from .gdn_modules import GatedDeltaFront, GatedRMSNorm
 from .gdn_pieces import GdnPieces
 from .grads import GradX
@@ -81,6 +81,7 @@ __all__ = [
     "gdn_pre",
     "gdn_pre_step",
     "gdn_rule",
+    "gdn_rule_step",
     "head",
     "post",
     "pre",

@@ -12,6 +12,7 @@
 #define WEFT_CUDA_GDN_PRE_CUH
 
 #include "cuda/common/mma.cuh"
+#include "cuda/gdn/gdn_cache.cuh"
 #include "cuda/gdn/gdn_math.cuh"
 #include "cuda/gdn/gdn_pre_plan.h"
 #include "cuda/gdn/gdn_tokens.cuh"
@@ -178,11 +179,9 @@ template <class S, int V> struct slot_of {
 /* ---- the convolution ---------------------------------------------------------------------------------------------------------- */
 
 struct convolution {
-    view weight, bias; /* [C, W], [C] */
-    view state;        /* [rows, C, L] */
-    const void *index; /* rows of the states, NULL: sequence n has row n */
-    bool wide_index;
-    int64_t index_stride, state_rows;
+    view weight, bias;            /* [C, W], [C] */
+    view state;                   /* [rows, C, L] */
+    cache_rows cache;             /* of the states */
     int32_t width, history;       /* W, L */
     int32_t linear;               /* no silu */
     bool wide_weight, wide_state; /* a lane's taps, or slots, lie side by side, on a boundary of 16 bytes */
@@ -204,23 +203,10 @@ static inline convolution convolution_of(const weft_call *call, const weft_tenso
     c.weight = view_of(weight), c.bias = view_of(bias), c.state = view_of(state);
     c.width = (int32_t)call->width, c.history = (int32_t)(call->history < 0 ? 0 : call->history);
     c.linear = o->activation == WEFT_GDN_LINEAR;
-    c.state_rows = weft_has(state) ? state->shape[0] : 0;
+    c.cache.rows = weft_has(state) ? state->shape[0] : 0;
     c.wide_weight = lies_side_by_side(weight, 0, c.width);
     c.wide_state = weft_has(state) && lies_side_by_side(state, 1, c.history);
     return c;
-}
-
-static __device__ __forceinline__ int64_t index_at(const convolution &c, int64_t n)
-{
-    return c.wide_index ? ((const int64_t *)c.index)[n * c.index_stride]
-                        : ((const int32_t *)c.index)[n * c.index_stride];
-}
-
-/* The row of a sequence's state; below 0 where it has none. A row that does not exist counts as none. */
-static __device__ __forceinline__ int64_t state_row(const convolution &c, int64_t n)
-{
-    const int64_t row = c.index ? index_at(c, n) : n;
-    return row < c.state_rows ? row : -1;
 }
 
 /* What the convolution reads of one channel at token t, which may lie in front of its sequence. `row` is its state's. */
@@ -340,7 +326,7 @@ static __device__ __forceinline__ void rewind(lane_head<W, V> &h, const section 
                                               const sequences &seq, const place &p, int64_t t, const lane_place &l)
 {
     const int64_t age = t - p.start;
-    const int64_t row = age < W - 1 && has(c.state) ? state_row(c, p.n) : -1;
+    const int64_t row = age < W - 1 && has(c.state) ? state_row(c.cache, p.n) : -1;
     if (age == 0) {
         read_state<T>(h.past, c, l.count > 0 ? row : -1, s.first + l.head * s.dim + l.channel);
         return;
