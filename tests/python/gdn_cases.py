@@ -168,15 +168,16 @@ def gdn_rule_packed(m):
 
 
 def _norm(m, gate: str):
-    """z between other columns of its rows."""
+    """z between other columns of its rows. Of a view without elements empty_like has other strides than its fake."""
     s = Sizes(m)
-    tensors = {"o": s.acts(m.n, m.c), "z": s.acts(m.n, m.c + 3), "weight": m.gain(m.c)}
+    skip, columns = (1, m.c + 3) if s.tokens else (0, m.c)
+    tensors = {"o": s.acts(m.n, m.c), "z": s.acts(m.n, columns), "weight": m.gain(m.c)}
 
     def function(o, z, weight):
-        return wt.gdn_norm(o, z[..., 1 : m.c + 1], weight, NORM_EPS, gate=gate)
+        return wt.gdn_norm(o, z[..., skip : m.c + skip], weight, NORM_EPS, gate=gate)
 
     def expression(o, z, weight):
-        return oracle.gdn_norm(o, z[..., 1 : m.c + 1], weight, NORM_EPS, gate)
+        return oracle.gdn_norm(o, z[..., skip : m.c + skip], weight, NORM_EPS, gate)
 
     return function, expression, tensors
 

@@ -117,7 +117,6 @@ def test_bad_calls(device):
         "gdn_rule_step: it has no gradient": lambda: wt.gdn_rule_step(
             parts[0].detach().requires_grad_(), *parts[1:], state=cache
         ),
-        "gdn_rule_step: token_states: expected True": lambda: wt.gdn_rule_step(*parts, state=cache, update=False),
         "gdn_rule_step: head_map: expected": lambda: wt.gdn_rule_step(*parts, state=cache, head_map="striped"),
         "gdn_rule_step: state: dim 1": lambda: wt.gdn_rule_step(*parts, state=cache[:, :1]),
         "gdn_rule_step: state_index: expected indices": lambda: wt.gdn_rule_step(*parts, state=cache[:1]),

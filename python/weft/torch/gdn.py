@@ -297,17 +297,15 @@ def gdn_rule_step(
     """`gdn_rule` of the next tokens, usually one to eight, of B requests (or N, with cu_seqlens) whose states are rows of a
     cache, state [rows, Hv, Dk, Dv] in float32 or the dtype of query, updated in place. A cache [rows, Hv, Dv, Dk] is passed
     as its view `cache.mT`. state_index [B or N] names the rows; -1 is padding, with results of zero and no state touched.
-    token_states=True returns the state after every token, [B, S, Hv, Dk, Dv] in the dtype of the cache, and update=False
-    leaves the cache as it is: for speculative decoding, where the caller copies the state of the last accepted token into
-    its row. Forward only."""
+    update=False leaves the cache as it is; token_states=True returns the state after every token, [B, S, Hv, Dk, Dv] in the
+    dtype of the cache. Both together are for speculative decoding, where the caller copies the state of the last accepted
+    token into its row. Forward only."""
     lead = query.dim() == 3
     if lead:
         query, key, value, beta, g = map(_batched, (query, key, value, beta, g))
     tensors = (query, key, value, beta, g, state)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise NotImplementedError("gdn_rule_step: it has no gradient: call it under torch.no_grad()")
-    if not update and not token_states:
-        raise ValueError("gdn_rule_step: token_states: expected True where update is False, got False")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     map_of = choice("gdn_rule_step: head_map", head_map, HEAD_MAPS)
     wide = state.dtype != query.dtype

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Decoding with the gated delta rule [G5] [G8]: a few tokens of each of many requests, whose states lie in the rows of a cache.
+ * Decoding with the gated delta rule [G8]: a few tokens of each of many requests, whose states lie in the rows of a cache.
  * Bytes per request and value head: the state read and written once, 8 Dk Dv where it is fp32; all else is small.
  *
  * A warp has 4 J columns of a head's state in registers, through all tokens of a request: lane 4 r + c has the columns
