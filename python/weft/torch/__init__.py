@@ -24,7 +24,7 @@ from .functional import (
     sinkhorn,
 )
 from .gdn import GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_norm, gdn_pre, gdn_pre_step, gdn_rule, gdn_rule_step
-from .gdn_modules import GatedDeltaFront, GatedRMSNorm
+from .gdn_modules import GatedDeltaFront, GatedDeltaNet, GatedRMSNorm, GdnCache
 from .gdn_pieces import GdnPieces
 from .grads import GradX
 from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer
@@ -47,7 +47,9 @@ __all__ = [
     "Contract",
     "Expand",
     "GatedDeltaFront",
+    "GatedDeltaNet",
     "GatedRMSNorm",
+    "GdnCache",
     "GdnHeads",
     "GdnOptions",
     "GdnPieces",
