@@ -87,12 +87,12 @@ void expect_gdn_norm_fwd(expect_call *call)
     }
 }
 
-/* r (g - o r^2 m), m = mean(g o): a rounding of the difference and one of the product with r; five of the second term. */
+/* r (g - o r^2 m), m = mean(g o): a rounding of the difference and one of the product with r; six of the second term. */
 static num input_gradient(const norm *k, num r, num g, num m, double o)
 {
     double first = r.v * g.v, second = o * r.v * r.v * r.v * m.v, relative = r.e / r.v;
     return (num){first - second, r.v * g.e + fabs(o) * r.v * r.v * r.v * m.e + (relative + 2 * k->u) * fabs(first) +
-                                     (3 * relative + 5 * k->u) * fabs(second)};
+                                     (3 * relative + 6 * k->u) * fabs(second)};
 }
 
 void expect_gdn_norm_bwd(expect_call *call)

@@ -53,6 +53,7 @@ static problem_spec spec_of(const bench *b, const weft_op_info *op)
     s.repeat = 1;
     s.gdn = weft_gdn_defaults();
     s.without = gdn_without;
+    if (!strcmp(op->name, "gdn_rule_step")) s.wide = WEFT_F32; /* the states */
     return s;
 }
 

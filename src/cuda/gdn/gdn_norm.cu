@@ -20,9 +20,10 @@ enum {
 
 /* [B, S, H, C] as a kernel gets it: dtype WEFT_NONE where it is absent. */
 struct heads {
-    view at;         /* strides of batch, step, head */
-    int64_t channel; /* stride */
-    bool wide;       /* a piece can be read and written at once */
+    view at;                   /* strides of batch, step, head */
+    int64_t channel;           /* stride */
+    bool wide;                 /* a piece can be read and written at once */
+    int32_t batch, step, head; /* the same strides where they are short */
 };
 
 struct norm_task {
@@ -32,8 +33,10 @@ struct norm_task {
     float *partial; /* [chunks][channels], NULL where d_weight is not requested */
     int64_t rows, channels, chunk;
     divider by_head, by_step;
+    uint32_t heads, head_magic, steps, step_magic;
     bool one_batch; /* steps of all sequences follow each other at one stride */
-    float eps;
+    bool narrow;    /* rows and strides are 31-bit numbers */
+    float eps, per_channel;
     weft_rows_team team;
 };
 
@@ -54,6 +57,33 @@ static __device__ __forceinline__ row_place place_of_row(const norm_task &a, int
 static __device__ __forceinline__ int64_t offset_of(const heads &x, const row_place &p)
 {
     return p.b * x.at.stride[0] + p.s * x.at.stride[1] + p.h * x.at.stride[2];
+}
+
+/* The same of a task that is narrow, in few instructions: they are most of a short row's address. */
+struct short_place {
+    int32_t b, s, h;
+};
+
+/* n / by for n below 2^31, as divide(). */
+static __device__ __forceinline__ uint32_t short_divide(uint32_t n, uint32_t by, uint32_t magic, uint32_t *rest)
+{
+    uint32_t q = __umulhi(n, magic), r = n - q * by;
+    if (r >= by) q++, r -= by;
+    *rest = r;
+    return q;
+}
+
+static __device__ __forceinline__ short_place short_place_of(const norm_task &a, int64_t row)
+{
+    uint32_t b = 0, s, h;
+    s = short_divide((uint32_t)row, a.heads, a.head_magic, &h);
+    if (!a.one_batch) b = short_divide(s, a.steps, a.step_magic, &s);
+    return {(int32_t)b, (int32_t)s, (int32_t)h};
+}
+
+static __device__ __forceinline__ int64_t offset_of(const heads &x, const short_place &p)
+{
+    return (int64_t)p.b * x.batch + (int64_t)p.s * x.step + (int64_t)p.h * x.head;
 }
 
 /* W elements of a row from c on; zeros behind its end. */
@@ -107,7 +137,7 @@ static __device__ __forceinline__ float team_sum(float v, const weft_rows_team &
 
 static __device__ __forceinline__ float inverse_rms(float squares, const norm_task &a)
 {
-    return 1.0f / sqrtf(squares / (float)a.channels + a.eps);
+    return reciprocal_root(fmaf(squares, a.per_channel, a.eps));
 }
 
 template <int W> static __device__ __forceinline__ void add_squares(float &sum, const float (&o)[W])
@@ -142,12 +172,10 @@ template <int W> static __device__ __forceinline__ void gate_slopes(float (&z)[W
 
 /* o becomes y. */
 template <int W>
-static __device__ __forceinline__ void finish(float (&o)[W], float (&z)[W], float inverse, const norm_task &a,
-                                              int64_t c)
+static __device__ __forceinline__ void finish(float (&o)[W], float (&z)[W], const float (&w)[W], float inverse,
+                                              bool sigmoid)
 {
-    float w[W];
-    get_weights<W>(w, a, c);
-    gates<W>(z, a.sigmoid);
+    gates<W>(z, sigmoid);
 #pragma unroll
     for (int k = 0; k < W; k++) o[k] = o[k] * inverse * w[k] * z[k];
 }
@@ -179,6 +207,8 @@ template <class T, int K> static __global__ void __launch_bounds__(BLOCK, K == 1
     const place p = place_of(a.team);
     const int channels = (int)a.channels, c = p.lane * W;
     const int64_t stride = (int64_t)gridDim.x * a.team.per_block * R;
+    float w[W];
+    if (K == 1 && c < channels) get_weights<W>(w, a, c);
     for (int64_t base = (int64_t)blockIdx.x * a.team.per_block * R; base < a.rows; base += stride) {
         raw<T, W> o[R][K], z[R][K];
         int64_t to[R]; /* the row of y */
@@ -186,7 +216,7 @@ template <class T, int K> static __global__ void __launch_bounds__(BLOCK, K == 1
 #pragma unroll
         for (int i = 0; i < R; i++) {
             const int64_t row = base + i * a.team.per_block + p.slot;
-            const row_place at = place_of_row(a, row);
+            const short_place at = short_place_of(a, row);
             const T *from_o = (const T *)a.o.at.data + offset_of(a.o, at) + c;
             const T *from_z = (const T *)a.z.at.data + offset_of(a.z, at) + c;
             to[i] = offset_of(a.y, at);
@@ -213,7 +243,8 @@ template <class T, int K> static __global__ void __launch_bounds__(BLOCK, K == 1
                 if (c + j * 32 * W >= end[i]) continue;
                 unpack(x, o[i][j]);
                 unpack(f, z[i][j]);
-                finish<W>(x, f, inverse, a, c + j * 32 * W);
+                if (K > 1) get_weights<W>(w, a, c + j * 32 * W);
+                finish<W>(x, f, w, inverse, a.sigmoid);
                 put_piece<T, W>(a.y, to[i], c + j * 32 * W, channels, x);
             }
         }
@@ -228,7 +259,7 @@ template <class T> static __global__ void __launch_bounds__(BLOCK) fwd_any_kerne
     const int64_t stride = (int64_t)gridDim.x * a.team.per_block;
     for (int64_t row = (int64_t)blockIdx.x * a.team.per_block + p.slot; row < a.rows; row += stride) {
         const row_place at = place_of_row(a, row);
-        float squares = 0.0f, x[W], f[W];
+        float squares = 0.0f, x[W], f[W], w[W];
         for (int64_t c = p.lane * W; c < a.channels; c += 32 * W) {
             get_piece<T, W>(x, a.o, offset_of(a.o, at), c, a.channels);
             add_squares<W>(squares, x);
@@ -237,7 +268,8 @@ template <class T> static __global__ void __launch_bounds__(BLOCK) fwd_any_kerne
         for (int64_t c = p.lane * W; c < a.channels; c += 32 * W) {
             get_piece<T, W>(x, a.o, offset_of(a.o, at), c, a.channels);
             get_piece<T, W>(f, a.z, offset_of(a.z, at), c, a.channels);
-            finish<W>(x, f, inverse, a, c);
+            get_weights<W>(w, a, c);
+            finish<W>(x, f, w, inverse, a.sigmoid);
             put_piece<T, W>(a.y, offset_of(a.y, at), c, a.channels, x);
         }
     }
@@ -247,7 +279,7 @@ template <class T> static __global__ void __launch_bounds__(BLOCK) fwd_any_kerne
 
 static __device__ __forceinline__ float mean_term(float dot, float inverse, const norm_task &a)
 {
-    return dot / (float)a.channels * inverse * inverse;
+    return dot * a.per_channel * inverse * inverse;
 }
 
 /* d_o = r (g - o k), from g. */
@@ -272,7 +304,7 @@ static __device__ __forceinline__ void fetch(back_row<T, G, K> &r, const norm_ta
 {
     constexpr int W = number<T>::per_vector;
     if (row >= last) return;
-    const row_place at = place_of_row(a, row);
+    const short_place at = short_place_of(a, row);
     const T *from_o = (const T *)a.o.at.data + offset_of(a.o, at) + c;
     const T *from_z = (const T *)a.z.at.data + offset_of(a.z, at) + c;
     const G *from_d = (const G *)a.y.at.data + offset_of(a.y, at) + c;
@@ -420,7 +452,8 @@ static __global__ void __launch_bounds__(FOLD_BLOCK) fold_kernel(norm_task a, in
  * many tokens there are. */
 static heads heads_of(const weft_tensor *t, int64_t unit, int add = 0)
 {
-    heads x = {view_of(t, add), t->stride[3], weft_has(t)};
+    heads x = {view_of(t, add),       t->stride[3],          weft_has(t),
+               (int32_t)t->stride[0], (int32_t)t->stride[1], (int32_t)t->stride[2]};
     const int64_t bytes = unit * (int64_t)weft_dtype_size(t->dtype), aligned = bytes < 16 ? bytes : 16;
     if (!x.wide) return x;
     x.wide = t->shape[3] % unit == 0 && (t->stride[3] == 1 || t->shape[3] == 1) &&
@@ -432,6 +465,11 @@ static heads heads_of(const weft_tensor *t, int64_t unit, int add = 0)
 static bool follow(const weft_tensor *t, int64_t batch, int64_t steps)
 {
     return !weft_has(t) || batch == 1 || t->stride[0] == steps * t->stride[1];
+}
+
+static bool is_short(const weft_tensor *t)
+{
+    return !weft_has(t) || (t->stride[0] < INT32_MAX && t->stride[1] < INT32_MAX && t->stride[2] < INT32_MAX);
 }
 
 /* What both passes have; y is d_y in backward. */
@@ -448,7 +486,11 @@ template <class T, class Args> static norm_task task_of(const weft_call *call, c
     task.by_head = divider_of(call->value_heads), task.by_step = divider_of(call->steps > 0 ? call->steps : 1);
     task.one_batch = follow(&a->o, call->batch, call->steps) && follow(&a->z, call->batch, call->steps) &&
                      follow(y, call->batch, call->steps);
-    task.eps = (float)a->eps;
+    task.heads = (uint32_t)call->value_heads, task.head_magic = UINT32_MAX / task.heads;
+    task.steps = call->steps > 0 && task.rows < INT32_MAX ? (uint32_t)call->steps : 1;
+    task.step_magic = UINT32_MAX / task.steps;
+    task.narrow = task.rows < INT32_MAX && is_short(&a->o) && is_short(&a->z) && is_short(y);
+    task.eps = (float)a->eps, task.per_channel = 1.0f / (float)call->channels;
     task.team = {1, 0, BLOCK};
     while (task.team.lanes < 32 && task.team.lanes < pieces) task.team.lanes *= 2, task.team.bits++;
     task.team.per_block = BLOCK / task.team.lanes;
@@ -467,7 +509,7 @@ template <class T> static weft_status fwd(const weft_call *call, const void *arg
     const weft_gdn_norm_fwd_args *a = (const weft_gdn_norm_fwd_args *)args;
     norm_task task = task_of<T>(call, a, &a->y);
     if (task.rows == 0) return WEFT_OK;
-    if (task.o.wide && task.z.wide && call->channels <= 32 * MOST * W) {
+    if (task.o.wide && task.z.wide && task.narrow && call->channels <= 32 * MOST * W) {
         const bool one = call->channels <= 32 * W;
         const int64_t rows = task.team.per_block * (one ? AT_ONCE : 1);
         return launch(call, "gated norm", one ? fwd_kernel<T, 1> : fwd_kernel<T, MOST>,
@@ -489,6 +531,7 @@ static weft_arena lay_out(const weft_call *call, const weft_gdn_norm_bwd_args *a
     task->d_weight = view_of(&a->d_weight);
     task->one_batch = task->one_batch && follow(&a->d_o.to, call->batch, call->steps) &&
                       follow(&a->d_z.to, call->batch, call->steps);
+    task->narrow = task->narrow && is_short(&a->d_o.to) && is_short(&a->d_z.to);
     *chunks = weft_rows_plan_chunks(task->rows, call->channels);
     task->chunk = chunks->tokens;
     if (has(task->d_weight) && chunks->chunks > 0)
@@ -522,7 +565,8 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
     weft_status status = WEFT_OK;
     lay_out<T>(call, a, &task, &chunks);
     if (task.rows > 0 && (has(task.d_o.at) || has(task.d_z.at) || task.partial)) {
-        const bool fits = task.o.wide && task.z.wide && task.y.wide && call->channels <= 32 * MOST * W;
+        const bool fits =
+            task.o.wide && task.z.wide && task.y.wide && task.narrow && call->channels <= 32 * MOST * W;
         if (!fits) {
             task.team = warps(32);
             status = launch(call, "gradient of the gated norm", bwd_any_kernel<T>,

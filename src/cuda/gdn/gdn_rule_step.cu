@@ -141,18 +141,38 @@ static __device__ __forceinline__ void put_state(const piece<P, J> &x, const sta
 
 /* ---- a token ------------------------------------------------------------------------------------------------------- */
 
+/* What a token brings: of key and query a lane's rows, of value its columns. ANY: gates alone, all else is read where it is used. */
+template <class T, int P, int J, bool ANY> struct operands {
+    raw<T, 4> k[ANY ? 1 : P], q[ANY ? 1 : P];
+    raw<T, J> v;
+    float g, beta;
+};
+
+template <class T, int P, int J, bool ANY>
+static __device__ __forceinline__ void fetch(operands<T, P, J, ANY> &x, const step_params &a, const token &t,
+                                             int head, int key_head, const site &w)
+{
+    x.g = get(a.g, offset_of(a.g, t) + head * a.g.head);
+    x.beta = get(a.beta, offset_of(a.beta, t) + head * a.beta.head);
+    if constexpr (!ANY) {
+        const T *k = (const T *)a.key.data + offset_of(a.key, t) + key_head * a.key.head + w.lane_row;
+        const T *q = (const T *)a.query.data + offset_of(a.query, t) + key_head * a.query.head + w.lane_row;
+        load_raw(x.v, (const T *)a.value.data + offset_of(a.value, t) + head * a.value.head + w.column);
+#pragma unroll
+        for (int p = 0; p < P; p++) {
+            load_raw(x.k[p], k + ROWS_OF_A_STEP * p);
+            load_raw(x.q[p], q + ROWS_OF_A_STEP * p);
+        }
+    }
+}
+
 /* The lane's four rows of step p of a query or a key. */
-template <class T, bool ANY>
 static __device__ __forceinline__ void get_rows(float (&v)[4], const rows &x, int64_t at, int p, const site &w,
                                                 const step_params &a)
 {
     const int row = ROWS_OF_A_STEP * p + w.lane_row;
-    if constexpr (ANY) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = row + i < a.dk ? get(x, at + (row + i) * x.channel) : 0.0f;
-    } else {
-        load<T, 4>(v, (const T *)x.data + at + row);
-    }
+    for (int i = 0; i < 4; i++) v[i] = row + i < a.dk ? get(x, at + (row + i) * x.channel) : 0.0f;
 }
 
 /* Every lane gets the sums over rows of its columns. */
@@ -164,33 +184,45 @@ template <int J> static __device__ __forceinline__ void sum_rows(float (&v)[J])
         for (int j = 0; j < J; j++) v[j] += __shfl_xor_sync(0xffffffffu, v[j], step);
 }
 
-template <int J>
+/* o of a token, from the lanes that have row 0: all eight have the sums. */
+template <class T, int J, bool ANY>
 static __device__ __forceinline__ void put_columns(const rows &x, int64_t at, const float (&v)[J], const site &w,
                                                    const step_params &a)
 {
-    if (w.lane_row) return; /* all eight have the sums */
+    if (w.lane_row) return;
+    if constexpr (ANY) {
 #pragma unroll
-    for (int j = 0; j < J; j++)
-        if (w.column + j < a.dv) put(x, at + (w.column + j) * x.channel, v[j]);
+        for (int j = 0; j < J; j++)
+            if (w.column + j < a.dv) put(x, at + (w.column + j) * x.channel, v[j]);
+    } else {
+        store<T, J>((T *)x.data + at + w.column, v);
+    }
 }
 
 /* M <- exp(g) M;  M <- M + k (beta (v - M^T k))^T;  o = scale M^T q */
 template <class T, int P, int J, bool ANY>
-static __device__ __forceinline__ void step_token(piece<P, J> &x, const step_params &a, const token &t, int head,
-                                                  int key_head, const site &w)
+static __device__ __forceinline__ void step_token(piece<P, J> &x, const operands<T, P, J, ANY> &in,
+                                                  const step_params &a, const token &t, int head, int key_head,
+                                                  const site &w)
 {
     const int64_t at_k = offset_of(a.key, t) + key_head * a.key.head;
     const int64_t at_q = offset_of(a.query, t) + key_head * a.query.head;
     const int64_t at_v = offset_of(a.value, t) + head * a.value.head;
-    const float decay = expf(get(a.g, offset_of(a.g, t) + head * a.g.head));
-    const float beta = get(a.beta, offset_of(a.beta, t) + head * a.beta.head);
+    const float decay = expf(in.g);
     float v[J], delta[J] = {}, o[J] = {}, k[4], q[4];
+    if constexpr (ANY) {
 #pragma unroll
-    for (int j = 0; j < J; j++)
-        v[j] = w.column + j < a.dv ? get(a.value, at_v + (w.column + j) * a.value.channel) : 0.0f;
+        for (int j = 0; j < J; j++)
+            v[j] = w.column + j < a.dv ? get(a.value, at_v + (w.column + j) * a.value.channel) : 0.0f;
+    } else {
+        unpack(v, in.v);
+    }
 #pragma unroll
     for (int p = 0; p < P; p++) {
-        get_rows<T, ANY>(k, a.key, at_k, p, w, a);
+        if constexpr (ANY)
+            get_rows(k, a.key, at_k, p, w, a);
+        else
+            unpack(k, in.k[p]);
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -198,11 +230,16 @@ static __device__ __forceinline__ void step_token(piece<P, J> &x, const step_par
     }
     sum_rows<J>(delta);
 #pragma unroll
-    for (int j = 0; j < J; j++) delta[j] = (v[j] - delta[j] * decay) * beta;
+    for (int j = 0; j < J; j++) delta[j] = (v[j] - delta[j] * decay) * in.beta;
 #pragma unroll
     for (int p = 0; p < P; p++) {
-        get_rows<T, ANY>(k, a.key, at_k, p, w, a);
-        get_rows<T, ANY>(q, a.query, at_q, p, w, a);
+        if constexpr (ANY) {
+            get_rows(k, a.key, at_k, p, w, a);
+            get_rows(q, a.query, at_q, p, w, a);
+        } else {
+            unpack(k, in.k[p]);
+            unpack(q, in.q[p]);
+        }
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -214,7 +251,7 @@ static __device__ __forceinline__ void step_token(piece<P, J> &x, const step_par
     sum_rows<J>(o);
 #pragma unroll
     for (int j = 0; j < J; j++) o[j] = o[j] * a.scale;
-    put_columns<J>(a.o, offset_of(a.o, t) + head * a.o.head, o, w, a);
+    put_columns<T, J, ANY>(a.o, offset_of(a.o, t) + head * a.o.head, o, w, a);
 }
 
 /* A dense request's tokens are steps of its own; packed ones, steps of one sequence. */
@@ -228,7 +265,8 @@ static __device__ __forceinline__ int64_t token_state_of(const step_params &a, c
 /* One warp to a request, a head and a slice of columns; behind the last request, to the tokens that belong to nobody. ANY: sizes up
  * to 32 P rows and strides as they come, element by element. */
 template <class T, class S, int P, int J, bool ANY>
-static __global__ void __launch_bounds__(WARPS * 32, P < 8 ? 2 : 1) step_kernel(const step_params a)
+static __global__ void __launch_bounds__(WARPS * 32, P < 8 && (sizeof(T) == 2 || P < 4) ? 2 : 1)
+    step_kernel(const step_params a)
 {
     const unsigned unit = blockIdx.x % a.blocks * WARPS + (threadIdx.x >> 5);
     const int head = (int)(unit / (unsigned)a.slices), slice = (int)(unit % (unsigned)a.slices);
@@ -242,26 +280,31 @@ static __global__ void __launch_bounds__(WARPS * 32, P < 8 ? 2 : 1) step_kernel(
         const bool request = n < a.seq.count;
         const int64_t named = request ? state_row(a.cache, n) : -1;
         const int64_t start = start_of(a.seq, n), end = request ? start_of(a.seq, n + 1) : a.seq.tokens;
+        token t = token_at(a.seq, start);
+        operands<T, P, J, ANY> in = {};
         piece<P, J> x = {};
+        if (named >= 0 && start < end) fetch(in, a, t, head, key_head, w);
         if (named >= 0) get_state<S, P, J, ANY>(x, a.state, named * a.state.at + head * a.state.head, w, a);
         /* while the load of the state is in flight */
         const int64_t row = named >= 0 && named_again(a.cache, (int)n, named, a.searched) ? -1 : named;
-        token t = token_at(a.seq, start);
         if (row < 0) {
             const float zero[J] = {};
             x = {};
             for (int64_t i = start; i < end; i++, advance(t, a.seq)) {
-                put_columns<J>(a.o, offset_of(a.o, t) + head * a.o.head, zero, w, a);
+                put_columns<T, J, ANY>(a.o, offset_of(a.o, t) + head * a.o.head, zero, w, a);
                 if (a.token_state.dtype != WEFT_NONE)
                     put_state<T, P, J, ANY>(x, a.token_state, token_state_of(a, t, head), w, a);
             }
             continue;
         }
 #pragma unroll 1
-        for (int64_t i = start; i < end; i++, advance(t, a.seq)) {
-            step_token<T, P, J, ANY>(x, a, t, head, key_head, w);
+        for (int64_t i = start; i < end; i++) {
+            const token now = t;
+            step_token<T, P, J, ANY>(x, in, a, now, head, key_head, w);
+            advance(t, a.seq);
+            if (i + 1 < end) fetch(in, a, t, head, key_head, w);
             if (a.token_state.dtype != WEFT_NONE)
-                put_state<T, P, J, ANY>(x, a.token_state, token_state_of(a, t, head), w, a);
+                put_state<T, P, J, ANY>(x, a.token_state, token_state_of(a, now, head), w, a);
         }
         if (a.new_state.dtype != WEFT_NONE)
             put_state<T, P, J, ANY>(x, a.new_state, row * a.new_state.at + head * a.new_state.head, w, a);
@@ -287,18 +330,20 @@ static bool moves_wide(const weft_tensor *t, int64_t columns)
     return true;
 }
 
-/* Four channels of a query or a key at once. */
-static bool reads_four(const weft_tensor *t)
+/* `unit` channels of a token at once. */
+static bool reads_wide(const weft_tensor *t, int64_t unit)
 {
-    if (t->stride[3] != 1 || (uintptr_t)t->data % (uintptr_t)(4 * weft_dtype_size(t->dtype))) return false;
-    return t->stride[0] % 4 == 0 && t->stride[1] % 4 == 0 && t->stride[2] % 4 == 0;
+    if (t->stride[3] != 1 || (uintptr_t)t->data % (uintptr_t)((size_t)unit * weft_dtype_size(t->dtype)))
+        return false;
+    return t->stride[0] % unit == 0 && t->stride[1] % unit == 0 && t->stride[2] % unit == 0;
 }
 
 /* Columns of a lane where a kernel for whole heads serves the call, else 0. */
 static int columns_of(const weft_call *call, const weft_gdn_rule_step_args *a)
 {
     const int columns = call->key_dim == 64 || call->key_dim == 128 ? 4 : call->key_dim == 256 ? 2 : 0;
-    if (!columns || call->value_dim % (LANES_ACROSS * columns) || !reads_four(&a->query) || !reads_four(&a->key))
+    if (!columns || call->value_dim % (LANES_ACROSS * columns) || !reads_wide(&a->query, 4) ||
+        !reads_wide(&a->key, 4) || !reads_wide(&a->value, columns) || !reads_wide(&a->o, columns))
         return 0;
     const bool wide = moves_wide(&a->state, columns) && moves_wide(&a->new_state, columns) &&
                       moves_wide(&a->token_state, columns);
