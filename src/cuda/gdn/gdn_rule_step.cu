@@ -145,15 +145,26 @@ static __device__ __forceinline__ void put_state(const piece<P, J> &x, const sta
 template <class T, int P, int J, bool ANY> struct operands {
     raw<T, 4> k[ANY ? 1 : P], q[ANY ? 1 : P];
     raw<T, J> v;
-    float g, beta;
+    uint32_t g, beta; /* words as loaded: to widen one would be to wait for it */
 };
+
+static __device__ __forceinline__ uint32_t word_of(const rows &x, int64_t i)
+{
+    return x.dtype == WEFT_F32 ? __ldg((const uint32_t *)x.data + i) : __ldg((const unsigned short *)x.data + i);
+}
+
+static __device__ __forceinline__ float widen_word(const rows &x, uint32_t word)
+{
+    if (x.dtype == WEFT_F32) return __uint_as_float(word);
+    return x.dtype == WEFT_BF16 ? __uint_as_float(word << 16) : widen(__ushort_as_half((unsigned short)word));
+}
 
 template <class T, int P, int J, bool ANY>
 static __device__ __forceinline__ void fetch(operands<T, P, J, ANY> &x, const step_params &a, const token &t,
                                              int head, int key_head, const site &w)
 {
-    x.g = get(a.g, offset_of(a.g, t) + head * a.g.head);
-    x.beta = get(a.beta, offset_of(a.beta, t) + head * a.beta.head);
+    x.g = word_of(a.g, offset_of(a.g, t) + head * a.g.head);
+    x.beta = word_of(a.beta, offset_of(a.beta, t) + head * a.beta.head);
     if constexpr (!ANY) {
         const T *k = (const T *)a.key.data + offset_of(a.key, t) + key_head * a.key.head + w.lane_row;
         const T *q = (const T *)a.query.data + offset_of(a.query, t) + key_head * a.query.head + w.lane_row;
@@ -208,7 +219,7 @@ static __device__ __forceinline__ void step_token(piece<P, J> &x, const operands
     const int64_t at_k = offset_of(a.key, t) + key_head * a.key.head;
     const int64_t at_q = offset_of(a.query, t) + key_head * a.query.head;
     const int64_t at_v = offset_of(a.value, t) + head * a.value.head;
-    const float decay = expf(in.g);
+    const float decay = expf(widen_word(a.g, in.g)), beta = widen_word(a.beta, in.beta);
     float v[J], delta[J] = {}, o[J] = {}, k[4], q[4];
     if constexpr (ANY) {
 #pragma unroll
@@ -230,7 +241,7 @@ static __device__ __forceinline__ void step_token(piece<P, J> &x, const operands
     }
     sum_rows<J>(delta);
 #pragma unroll
-    for (int j = 0; j < J; j++) delta[j] = (v[j] - delta[j] * decay) * in.beta;
+    for (int j = 0; j < J; j++) delta[j] = (v[j] - delta[j] * decay) * beta;
 #pragma unroll
     for (int p = 0; p < P; p++) {
         if constexpr (ANY) {
@@ -280,7 +291,7 @@ static __global__ void __launch_bounds__(WARPS * 32, P < 8 && (sizeof(T) == 2 ||
         const bool request = n < a.seq.count;
         const int64_t named = request ? state_row(a.cache, n) : -1;
         const int64_t start = start_of(a.seq, n), end = request ? start_of(a.seq, n + 1) : a.seq.tokens;
-        token t = token_at(a.seq, start);
+        token t = a.seq.cu ? token{0, start} : token{n, 0};
         operands<T, P, J, ANY> in = {};
         piece<P, J> x = {};
         if (named >= 0 && start < end) fetch(in, a, t, head, key_head, w);
