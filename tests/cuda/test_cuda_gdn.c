@@ -239,8 +239,8 @@ static spec step_variant(int variant, int64_t requests)
     if (variant == 5) s.width = 3, s.channels = 32;
     if (variant >= 6) { /* whole heads or any, states of 16 bits or fp32 */
         s.op = "gdn_rule_step";
-        s.streams = 2;
-        s.key_heads = s.heads = 1;
+        s.streams = s.key_heads = s.heads = 1;
+        s.value_dim = 16;
         s.wide = variant % 2 ? WEFT_F32 : s.act;
         if (variant >= 8) s.channels = 17;
     }

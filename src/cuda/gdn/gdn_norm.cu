@@ -13,8 +13,10 @@
 
 enum {
     BLOCK = 256,
-    AT_ONCE = 2, /* forward: rows of a team whose loads are in flight together */
+    AT_ONCE = 4, /* forward: rows of a team whose loads are in flight together */
     MOST = 4,    /* pieces that a lane holds; longer rows are read again */
+    /* Of backward: three rounds of the three blocks that each of 132 multiprocessors has at a time. */
+    MOST_CHUNKS = 3 * 3 * 132,
     FOLD_BLOCK = 1024
 };
 
@@ -201,7 +203,7 @@ static __device__ __forceinline__ void pass_gate(float (&d)[W], float (&z)[W], c
 /* ---- forward ------------------------------------------------------------------------------------------------------ */
 
 /* Rows whose pieces can be read at once, K to a lane. y may be o: a thread reads and writes the same elements. */
-template <class T, int K> static __global__ void __launch_bounds__(BLOCK, K == 1 ? 4 : 2) fwd_kernel(norm_task a)
+template <class T, int K> static __global__ void __launch_bounds__(BLOCK, K == 1 ? 3 : 2) fwd_kernel(norm_task a)
 {
     constexpr int W = number<T>::per_vector, R = K == 1 ? AT_ONCE : 1;
     const place p = place_of(a.team);
@@ -431,6 +433,7 @@ static __global__ void __launch_bounds__(FOLD_BLOCK) fold_kernel(norm_task a, in
     __shared__ float room[FOLD_BLOCK / 32][33];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int64_t stride = (int64_t)gridDim.x * 32;
+    wait_for_previous();
     for (int64_t base = (int64_t)blockIdx.x * 32; base < a.channels; base += stride) {
         float sum = 0.0f;
         if (base + lane < a.channels)
@@ -532,7 +535,7 @@ static weft_arena lay_out(const weft_call *call, const weft_gdn_norm_bwd_args *a
     task->one_batch = task->one_batch && follow(&a->d_o.to, call->batch, call->steps) &&
                       follow(&a->d_z.to, call->batch, call->steps);
     task->narrow = task->narrow && is_short(&a->d_o.to) && is_short(&a->d_z.to);
-    *chunks = weft_rows_plan_chunks(task->rows, call->channels);
+    *chunks = weft_rows_plan_pieces(task->rows, call->channels, MOST_CHUNKS, task->team.per_block);
     task->chunk = chunks->tokens;
     if (has(task->d_weight) && chunks->chunks > 0)
         task->partial = (float *)weft_arena_take(&arena, (size_t)(chunks->chunks * call->channels) * sizeof(float));
@@ -579,7 +582,8 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
     }
     if (status != WEFT_OK || !has(task.d_weight) || (task.rows == 0 && task.d_weight.add)) return status;
     return launch(call, "d_weight of the gated norm", fold_kernel,
-                  {dim3(grid_of((call->channels + 31) / 32)), FOLD_BLOCK}, task, chunks.chunks);
+                  {.grid = dim3(grid_of((call->channels + 31) / 32)), .block = FOLD_BLOCK, .order = OVERLAP}, task,
+                  chunks.chunks);
 }
 
 const weft_kernel weft_cuda_gdn_norm_fwd[] = {
