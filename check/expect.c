@@ -247,16 +247,29 @@ static const struct evaluator {
     void (*eval)(expect_call *);
     int chain;
 } evaluators[] = {
-    {"mhc_scale_fwd", expect_scale_fwd, 0},       {"mhc_scale_bwd", expect_scale_bwd, 0},
-    {"mhc_sinkhorn_fwd", expect_sinkhorn_fwd, 0}, {"mhc_sinkhorn_bwd", expect_sinkhorn_bwd, 0},
-    {"rmsnorm_fwd", expect_rmsnorm_fwd, 0},       {"rmsnorm_bwd", expect_rmsnorm_bwd, 0},
-    {"mhc_coef_fwd", expect_coef_fwd, 0},         {"mhc_coef_bwd", expect_coef_bwd, 0},
-    {"mhc_head_fwd", expect_head_fwd, 1},         {"mhc_head_bwd", expect_head_bwd, 1},
-    {"mhc_pre_fwd", expect_pre_fwd, 1},           {"mhc_pre_bwd", expect_pre_bwd, 1},
-    {"mhc_boundary_fwd", expect_boundary_fwd, 1}, {"mhc_boundary_bwd", expect_boundary_bwd, 1},
-    {"gdn_pre_fwd", expect_gdn_pre_fwd, 0},       {"gdn_pre_bwd", expect_gdn_pre_bwd, 0},
-    {"gdn_pre_step", expect_gdn_pre_step, 0},     {"gdn_rule_fwd", expect_gdn_rule_fwd, 0},
-    {"gdn_rule_bwd", expect_gdn_rule_bwd, 0},     {"mhc_replay_fwd", NULL, 1}, /* expect_head.c */
+    {"mhc_scale_fwd", expect_scale_fwd, 0},
+    {"mhc_scale_bwd", expect_scale_bwd, 0},
+    {"mhc_sinkhorn_fwd", expect_sinkhorn_fwd, 0},
+    {"mhc_sinkhorn_bwd", expect_sinkhorn_bwd, 0},
+    {"rmsnorm_fwd", expect_rmsnorm_fwd, 0},
+    {"rmsnorm_bwd", expect_rmsnorm_bwd, 0},
+    {"mhc_coef_fwd", expect_coef_fwd, 0},
+    {"mhc_coef_bwd", expect_coef_bwd, 0},
+    {"mhc_head_fwd", expect_head_fwd, 1},
+    {"mhc_head_bwd", expect_head_bwd, 1},
+    {"mhc_pre_fwd", expect_pre_fwd, 1},
+    {"mhc_pre_bwd", expect_pre_bwd, 1},
+    {"mhc_boundary_fwd", expect_boundary_fwd, 1},
+    {"mhc_boundary_bwd", expect_boundary_bwd, 1},
+    {"gdn_pre_fwd", expect_gdn_pre_fwd, 0},
+    {"gdn_pre_bwd", expect_gdn_pre_bwd, 0},
+    {"gdn_pre_step", expect_gdn_pre_step, 0},
+    {"gdn_rule_fwd", expect_gdn_rule_fwd, 0},
+    {"gdn_rule_bwd", expect_gdn_rule_bwd, 0},
+    {"gdn_rule_step", expect_gdn_rule_step, 0},
+    {"gdn_norm_fwd", expect_gdn_norm_fwd, 0},
+    {"gdn_norm_bwd", expect_gdn_norm_bwd, 0},
+    {"mhc_replay_fwd", NULL, 1}, /* expect_head.c */
 };
 
 static const struct evaluator *evaluator_of(const char *op)

@@ -99,12 +99,15 @@ void expect_pre_fwd(expect_call *call);
 void expect_pre_bwd(expect_call *call);
 void expect_boundary_fwd(expect_call *call);
 void expect_boundary_bwd(expect_call *call);
-/* expect_gdn.c, expect_rule.c: values by the equations themselves instead of by the reference */
+/* expect_gdn.c, expect_rule.c, expect_gdn_norm.c: values by the equations themselves instead of by the reference */
 void expect_gdn_pre_fwd(expect_call *call);
 void expect_gdn_pre_bwd(expect_call *call);
 void expect_gdn_pre_step(expect_call *call);
 void expect_gdn_rule_fwd(expect_call *call);
 void expect_gdn_rule_bwd(expect_call *call);
+void expect_gdn_rule_step(expect_call *call);
+void expect_gdn_norm_fwd(expect_call *call);
+void expect_gdn_norm_bwd(expect_call *call);
 
 /* The values after a store in that dtype. Where the error reaches across a rounding boundary, the backend may have
  * rounded the other way: the error becomes the distance to that value, and zero elsewhere. */

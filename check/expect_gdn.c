@@ -125,21 +125,6 @@ static num convolution(const layer *l, const head *k, int64_t n, int64_t i, int6
     return (num){v, l->u * (double)(l->width + 1) * size};
 }
 
-/* Below exp(-88) a sigmoid of fp32 arithmetic is 0. */
-static const double flushed = 0x1p-126;
-
-static double sigmoid(double x)
-{
-    return 1 / (1 + exp(-x));
-}
-
-/* exp at 2 units, sum and quotient; the slope is s (1 - s). */
-static num num_sigmoid(double u, num x)
-{
-    double s = sigmoid(x.v);
-    return (num){s, s * sigmoid(-x.v) * x.e + 0.1 * x.e * x.e + 5 * u * s + flushed};
-}
-
 /* Rounded to a dtype, where an error may tip it over to the neighbour. */
 static num num_round(weft_dtype dtype, num x)
 {
@@ -150,24 +135,6 @@ static num num_round(weft_dtype dtype, num x)
 static int is_parity(const layer *l)
 {
     return l->o.rounding == WEFT_GDN_PARITY;
-}
-
-static double silu_slope(double x)
-{
-    return sigmoid(x) * (1 + x * sigmoid(-x));
-}
-
-static num num_silu(double u, num x)
-{
-    double y = x.v * sigmoid(x.v);
-    return (num){y, fabs(silu_slope(x.v)) * x.e + 0.3 * x.e * x.e + 6 * u * fabs(y) + fabs(x.v) * flushed};
-}
-
-/* |slope'| is at most 1/2. */
-static num num_silu_slope(double u, num x)
-{
-    double size = sigmoid(x.v) * (1 + fabs(x.v) * sigmoid(-x.v));
-    return (num){silu_slope(x.v), 0.5 * x.e + 10 * u * size + (1 + fabs(x.v)) * flushed};
 }
 
 /* y of one head of a token; the factor of the norm. */
@@ -191,10 +158,10 @@ static num activate(const layer *l, const head *k, int64_t n, int64_t i, num *pr
 /* exp(a_log) f(x): two factors exp(a_log / 2) at two units and two products, f at 4; x passes on its own error. */
 static num decay(const layer *l, int64_t h, num x, int slope)
 {
-    double a = l->a_log[h], f = slope ? sigmoid(x.v) : fmax(x.v, 0) + log1p(exp(-fabs(x.v)));
+    double a = l->a_log[h], f = slope ? expect_sigmoid(x.v) : fmax(x.v, 0) + log1p(exp(-fabs(x.v)));
     double fixed = is_parity(l) ? element_round(l->a_log_type, exp(a)) : exp(a);
     double v = is_parity(l) ? fixed * f : x.v < -40 ? exp(a + x.v) : exp(a / 2) * f * exp(a / 2);
-    double along = x.v < -40 ? v : exp(a / 2) * sigmoid(x.v) * exp(a / 2); /* both slopes are at most this */
+    double along = x.v < -40 ? v : exp(a / 2) * expect_sigmoid(x.v) * exp(a / 2); /* both slopes are at most this */
     num r = {v, along * x.e * (1 + x.e) + 16 * l->u * fabs(v)};
     /* exp of the backend may round exp(a_log) the other way */
     if (is_parity(l)) r.e += f * num_round(l->a_log_type, (num){exp(a), 4 * l->u * exp(a)}).e;
@@ -430,11 +397,11 @@ static void backward_gates(const layer *l, const gradients *g, int64_t n, int64_
             add_term(l, g->dt_bias, h, d_a);
             add_term(l, g->a_log, h, d_a_log);
             /* s (1 - s): |slope'| <= slope, two sigmoids and three products */
-            double s = sigmoid(l->b[at]) * sigmoid(-l->b[at]) * fabs(l->o.beta_scale),
+            double s = expect_sigmoid(l->b[at]) * expect_sigmoid(-l->b[at]) * fabs(l->o.beta_scale),
                    d = g->d_beta ? g->d_beta[at] : 0;
             num_put(g->b, at,
                     (num){copysign(s, l->o.beta_scale) * d,
-                          fabs(d) * (16 * l->u * s + fabs(l->o.beta_scale) * flushed)});
+                          fabs(d) * (16 * l->u * s + fabs(l->o.beta_scale) * EXPECT_FLUSHED)});
             for (int64_t e = 0; g->z.val && e < l->value_dim; e++)
                 num_put(g->z, at * l->value_dim + e, num_of(g->d_gate ? g->d_gate[at * l->value_dim + e] : 0));
         }

@@ -34,6 +34,40 @@ static inline num num_mul(double u, num a, num b)
     return (num){v, e + u * (fabs(v) + e)};
 }
 
+/* Below exp(-88) a sigmoid of fp32 arithmetic is 0. */
+#define EXPECT_FLUSHED 0x1p-126
+
+static inline double expect_sigmoid(double x)
+{
+    return 1 / (1 + exp(-x));
+}
+
+/* exp at 2 units, sum and quotient; the slope is s (1 - s). */
+static inline num num_sigmoid(double u, num x)
+{
+    double s = expect_sigmoid(x.v);
+    return (num){s, s * expect_sigmoid(-x.v) * x.e + 0.1 * x.e * x.e + 5 * u * s + EXPECT_FLUSHED};
+}
+
+static inline double expect_silu_slope(double x)
+{
+    return expect_sigmoid(x) * (1 + x * expect_sigmoid(-x));
+}
+
+static inline num num_silu(double u, num x)
+{
+    double y = x.v * expect_sigmoid(x.v);
+    return (num){y, fabs(expect_silu_slope(x.v)) * x.e + 0.3 * x.e * x.e + 6 * u * fabs(y) +
+                        fabs(x.v) * EXPECT_FLUSHED};
+}
+
+/* |slope'| is at most 1/2. */
+static inline num num_silu_slope(double u, num x)
+{
+    double size = expect_sigmoid(x.v) * (1 + fabs(x.v) * expect_sigmoid(-x.v));
+    return (num){expect_silu_slope(x.v), 0.5 * x.e + 10 * u * size + (1 + fabs(x.v)) * EXPECT_FLUSHED};
+}
+
 /* Sequences as tokens counted through all of them. */
 typedef struct expect_sequences {
     int64_t count, tokens, *start; /* [count + 1] */

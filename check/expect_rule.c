@@ -172,6 +172,37 @@ void expect_gdn_rule_fwd(expect_call *call)
         }
 }
 
+/* As forward from a row of the cache. What padding leaves is zero; rows that nobody names keep what they have. */
+void expect_gdn_rule_step(expect_call *call)
+{
+    const weft_gdn_rule_step_args *a = call->args;
+    const double *index = expect_values_of(call, "state_index");
+    shape z = shape_of(call, &a->query, &a->value);
+    rule r = rule_of(call, &z, a->scale);
+    int64_t size = z.dk * z.dv, all = a->state.shape[0] * z.value_heads * size;
+    quantity o = expect_output(call, "o", z.s.tokens * z.value_heads * z.dv),
+             to = expect_output(call, "new_state", all);
+    quantity each = expect_output(call, "token_state", z.s.tokens * z.value_heads * size);
+    if (to.val) memcpy(to.val, call->got[expect_index(call, "new_state")], (size_t)all * sizeof *to.val);
+    for (int64_t n = 0; n < z.s.count; n++)
+        for (int64_t h = 0; h < z.value_heads; h++) {
+            int64_t row = index ? (int64_t)index[n] : n, at = (row * z.value_heads + h) * size;
+            if (row < 0) continue;
+            series_of(&r, &z, a->head_map, n, h);
+            forward(&r, z.state + at);
+            for (int64_t t = 0; t < r.length; t++) {
+                int64_t token = (z.s.start[n] + t) * z.value_heads + h;
+                for (int64_t j = 0; j < r.dv; j++) num_put(o, token * r.dv + j, output(&r, t, j));
+                for (int64_t i = 0; i < size; i++)
+                    num_put(each, token * size + i, (num){r.m[t * size + i], r.e_m[t * r.dv + i % r.dv]});
+            }
+            for (int64_t i = 0; i < size; i++) {
+                double e = r.length ? r.e_m[(r.length - 1) * r.dv + i % r.dv] : 0;
+                num_put(to, at + i, (num){r.length ? r.m[(r.length - 1) * size + i] : z.state[at + i], e});
+            }
+        }
+}
+
 /* ---- backward ------------------------------------------------------------------------------------------------------- */
 
 void expect_rule_gather(quantity q, int64_t at, double u, double v, double e)

@@ -22,6 +22,7 @@ static int32_t int_of(const char *name, const scalar_values *v)
 {
     if (!strcmp(name, "rms_eps_kind")) return (int32_t)v->numerics.rms_eps_kind;
     if (!strcmp(name, "head_map")) return (int32_t)v->gdn.head_map;
+    if (!strcmp(name, "gate")) return v->gdn.activation == WEFT_GDN_LINEAR ? WEFT_GDN_GATE_SIGMOID : 0;
     if (!strcmp(name, "kind")) return v->kind;
     return strcmp(name, "chunk") ? 0 : v->chunk;
 }

@@ -25,6 +25,7 @@ int64_t shape_dim(const shape_sizes *s, int32_t dim)
     case WEFT_DIM_SEQUENCES: return s->sequences;
     case WEFT_DIM_OFFSETS: return s->sequences + 1;
     case WEFT_DIM_CACHE: return s->cache;
+    case WEFT_DIM_STEP_HEADS: return s->steps * s->value_heads;
     default: return dim;
     }
 }

@@ -97,12 +97,25 @@ static const char *dim_name(int32_t dim)
 {
 #define DIM(dim) [WEFT_DIM_##dim - WEFT_DIM_TOKENS]
     static const char *const names[] = {
-        DIM(TOKENS) = "tokens",       DIM(STREAMS) = "streams",     DIM(CHANNELS) = "channels",
-        DIM(GATES) = "gates",         DIM(ROWS) = "rows",           DIM(BATCH) = "batch",
-        DIM(STEPS) = "steps",         DIM(KEY_HEADS) = "key_heads", DIM(VALUE_HEADS) = "value_heads",
-        DIM(HEADS) = "heads",         DIM(KEY_DIM) = "key_dim",     DIM(VALUE_DIM) = "value_dim",
-        DIM(CONV) = "conv",           DIM(WIDTH) = "width",         DIM(HISTORY) = "history",
-        DIM(SEQUENCES) = "sequences", DIM(OFFSETS) = "offsets",     DIM(CACHE) = "cache",
+        DIM(TOKENS) = "tokens",
+        DIM(STREAMS) = "streams",
+        DIM(CHANNELS) = "channels",
+        DIM(GATES) = "gates",
+        DIM(ROWS) = "rows",
+        DIM(BATCH) = "batch",
+        DIM(STEPS) = "steps",
+        DIM(KEY_HEADS) = "key_heads",
+        DIM(VALUE_HEADS) = "value_heads",
+        DIM(HEADS) = "heads",
+        DIM(KEY_DIM) = "key_dim",
+        DIM(VALUE_DIM) = "value_dim",
+        DIM(CONV) = "conv",
+        DIM(WIDTH) = "width",
+        DIM(HISTORY) = "history",
+        DIM(SEQUENCES) = "sequences",
+        DIM(OFFSETS) = "offsets",
+        DIM(CACHE) = "cache",
+        DIM(STEP_HEADS) = "step_heads",
     };
 #undef DIM
     const int k = dim - WEFT_DIM_TOKENS;

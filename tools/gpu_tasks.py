@@ -43,6 +43,7 @@ SUITES = {
     "te_cn": ["--suite", "te", "--layout", "cn"],
     "small": ["--suite", "small"],
     "gdn": ["--suite", "gdn"],
+    "rule": ["--suite", "rule"],
     "fused": ["--suite", "fused"],
     "all": ["--tokens", "32768", "--channels", "4096"],
 }

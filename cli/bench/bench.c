@@ -21,8 +21,8 @@
 /* What a plain layer does without; their cost is small beside the rest. */
 static const char *const without[] = {"bias",   "norm_weight",   "pre_in",   "sub_weight",   "v", "d_v",
                                       "d_bias", "d_norm_weight", "d_pre_in", "d_sub_weight", NULL};
-static const char *const gdn_without[] = {"bias",        "d_bias",  "state",         "final_state",
-                                          "state_index", "d_state", "d_final_state", NULL};
+static const char *const gdn_without[] = {"bias",    "d_bias",        "state",       "final_state", "state_index",
+                                          "d_state", "d_final_state", "token_state", NULL};
 
 static int is_gdn(const weft_op_info *op)
 {
@@ -36,11 +36,11 @@ static int is_rule(const weft_op_info *op)
 
 static int is_step(const weft_op_info *op)
 {
-    return !strcmp(op->name, "gdn_pre_step");
+    return !strncmp(op->name, "gdn", 3) && !strcmp(strrchr(op->name, '_'), "_step");
 }
 
-/* One sequence of all tokens, or several; heads of 128, query and key repeated in front of the rule, a gate of its own. Where the shape is not one
- * of decoding, its tokens are those of up to 256 requests. */
+/* One sequence of all tokens, or several; heads of 128, query and key repeated in front of the rule, a gate of its own. Where
+ * the shape is not one of decoding, its tokens are those of up to 256 requests. */
 static problem_spec spec_of(const bench *b, const weft_op_info *op)
 {
     problem_spec s = b->spec;
@@ -52,12 +52,13 @@ static problem_spec spec_of(const bench *b, const weft_op_info *op)
     s.sequences = s.packed ? b->sequences : s.batch;
     s.key_heads = b->key_heads;
     s.value_heads = b->value_heads;
-    s.key_dim = s.value_dim = 128;
+    s.key_dim = s.value_dim = s.channels = 128;
     s.width = 4;
     s.history = 3;
     s.repeat = !is_rule(op);
     s.gdn = weft_gdn_defaults();
     s.without = gdn_without;
+    if (!strcmp(op->name, "gdn_rule_step")) s.wide = WEFT_F32; /* the states */
     return s;
 }
 
@@ -204,10 +205,11 @@ static const gdn_shape gdn_shapes[] = {
     {{16384, 2048}, 2, 8, 8, 0},   {{1, 1}, 16, 32, 0, 1},        {{64, 64}, 16, 32, 0, 1},
     {{512, 256}, 16, 32, 0, 1},
 };
-/* Long and short chains of chunks, few heads and many. */
+/* Long and short chains of chunks, few heads and many; decoding. */
 static const gdn_shape rule_shapes[] = {
     {{8192, 1024}, 16, 32, 0, 0}, {{32768, 2048}, 16, 32, 0, 0}, {{32768, 2048}, 16, 32, 4, 0},
     {{8192, 1024}, 16, 32, 8, 0}, {{8192, 1024}, 16, 64, 0, 0},  {{32768, 2048}, 2, 8, 0, 0},
+    {{1, 1}, 16, 32, 0, 1},       {{64, 16}, 16, 32, 0, 1},      {{512, 64}, 16, 32, 0, 1},
 };
 
 /* Lists of shapes and operators that are reported together. */
@@ -243,7 +245,7 @@ static const suite suites[] = {
      sizeof te_shapes / sizeof te_shapes[0], te_shapes, NULL, 0},
     {" mhc_project mhc_coef mhc_aggregate mhc_post mhc_expand mhc_contract ", WEFT_PRESET_DEEPSEEK_V4,
      sizeof small_shapes / sizeof small_shapes[0], small_shapes, NULL, 0},
-    {" gdn_pre ", WEFT_PRESET_DEEPSEEK_V4, sizeof gdn_shapes / sizeof gdn_shapes[0], NULL, gdn_shapes, 0},
+    {" gdn_pre gdn_norm ", WEFT_PRESET_DEEPSEEK_V4, sizeof gdn_shapes / sizeof gdn_shapes[0], NULL, gdn_shapes, 0},
     {" mhc_boundary mhc_pre mhc_head ", WEFT_PRESET_DEEPSEEK_V4, sizeof fused_shapes / sizeof fused_shapes[0],
      fused_shapes, NULL, 512},
     {" gdn_rule ", WEFT_PRESET_DEEPSEEK_V4, sizeof rule_shapes / sizeof rule_shapes[0], NULL, rule_shapes, 0},
@@ -254,12 +256,21 @@ static int stem_of(const weft_op_info *op)
     return (int)(strrchr(op->name, '_') - op->name);
 }
 
+/* Offsets are nothing to it: the rows of the packed shapes would be those of the dense ones once more. */
+static int knows_sequences(const weft_op_info *op)
+{
+    for (int32_t i = 0; i < op->num_args; i++)
+        if (op->args[i].dim[0] == WEFT_DIM_OFFSETS) return 1;
+    return 0;
+}
+
 /* An operator selected by name is measured whether the suite has it or not. */
 static int is_measured(const bench *b, const suite *s, const char *filter, const weft_op_info *op)
 {
     char key[64];
     if (!weft_op_has(op, b->exec.backend)) return 0;
     if (s->gdn && is_gdn(op) && is_step(op) != b->decoding) return 0;
+    if (s->gdn && is_gdn(op) && b->sequences && !knows_sequences(op)) return 0;
     if (filter || !s->ops) return run_selected(filter, op);
     snprintf(key, sizeof key, " %.*s ", stem_of(op), op->name);
     if (b->spec.tokens < s->backward_from && !strcmp(op->name + stem_of(op), "_bwd")) return 0;

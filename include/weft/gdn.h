@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Gated DeltaNet: what stands between the input projection of a layer and the gated delta rule (causal convolution,
- * silu, l2 norm, gates), and the rule itself. Equations with their tags are in docs/math.md.
+ * silu, l2 norm, gates), the rule itself, and the gated norm behind it. Equations with their tags are in docs/math.md.
  *
  * Names: B sequences of S tokens each, or B = 1 and cu_seqlens, which cuts the S tokens into N sequences; Hk key heads of
  * Dk, Hv value heads of Dv, Hv a multiple of Hk; W taps of the convolution; C = 2 Hk Dk + Hv Dv channels that pass through
@@ -185,11 +185,69 @@ typedef struct weft_gdn_rule_bwd_args {
     weft_grad d_query, d_key, d_value, d_beta, d_g, d_state;   /* optional; shapes of what they are gradients of */
 } weft_gdn_rule_bwd_args;
 
+/* Decoding: forward of S new tokens, usually one to eight, for each of B requests (or N of them, with cu_seqlens), whose states are
+ * rows of a cache, as those of gdn_pre_step are. The state is carried in fp32 between the tokens of a call and rounded where it is
+ * stored. A cache whose rows are [Hv, Dv, Dk] in memory is passed with those strides; the bits are the same.
+ *     new_state receives the states after the last token, in the same rows; other rows keep what they have.
+ *     token_state receives the state after every token: for speculative decoding, where only some of the tokens will be accepted. It
+ * is memory [B, S, Hv, Dk, Dv], of which S and Hv are one dimension here. Without new_state the cache stays as it is, and the
+ * caller copies the accepted one into its row.
+ * A request with index -1 is padding: its results are zero, token_state included, and no state is touched; and so it is on a
+ * device with requests whose row the cache does not have or another one names too. On the host these are errors.
+ * In place: new_state over state, which is the usual way. */
+typedef struct weft_gdn_rule_step_args {
+    size_t struct_size;
+    double scale;
+    weft_gdn_head_map head_map;
+    weft_tensor query, key, value, beta, g, cu_seqlens; /* as in forward */
+    weft_tensor state_index;                            /* [N] i32 or i64, optional: request n has row n */
+    weft_tensor state;       /* [rows, Hv, Dk, Dv], activation type or f32, here and below */
+    weft_tensor o;           /* out [B, S, Hv, Dv] */
+    weft_tensor new_state;   /* out [rows, Hv, Dk, Dv], optional */
+    weft_tensor token_state; /* out [B, S Hv, Dk, Dv], optional */
+} weft_gdn_rule_step_args;
+
 WEFT_API weft_status weft_gdn_rule_fwd(const weft_exec *exec, const weft_gdn_rule_fwd_args *args);
 WEFT_API weft_status weft_gdn_rule_bwd(const weft_exec *exec, const weft_gdn_rule_bwd_args *args);
+WEFT_API weft_status weft_gdn_rule_step(const weft_exec *exec, const weft_gdn_rule_step_args *args);
+WEFT_API weft_status weft_gdn_rule_step_workspace(const weft_exec *exec, const weft_gdn_rule_step_args *args,
+                                                  size_t *bytes);
 WEFT_API weft_status weft_gdn_rule_fwd_workspace(const weft_exec *exec, const weft_gdn_rule_fwd_args *args,
                                                  size_t *bytes);
 WEFT_API weft_status weft_gdn_rule_bwd_workspace(const weft_exec *exec, const weft_gdn_rule_bwd_args *args,
+                                                 size_t *bytes);
+
+/* ---- the gated norm behind the rule [G7] ----------------------------------------------------------------------------
+ * Per row of C channels, a head of a token, in fp32 with one rounding at the end:
+ *     r = 1/sqrt(mean_c o[c]^2 + eps);     y[c] = o[c] r weight[c] f(z[c]),     f(z) = z sigmoid(z), or sigmoid(z)
+ * Backward: p = d_y f(z);  d_z = d_y o r weight f'(z);  d_weight[c] = sum over rows of p o r;
+ *     g = p weight;  d_o[c] = r (g[c] - o[c] r^2 mean_c(g o)).
+ * z may be a view of the projection's rows, d_z one of the rows of its gradient. In place: y over o. */
+typedef enum weft_gdn_gate { WEFT_GDN_GATE_SILU = 0, WEFT_GDN_GATE_SIGMOID } weft_gdn_gate;
+
+typedef struct weft_gdn_norm_fwd_args {
+    size_t struct_size;
+    double eps; /* inside the root */
+    weft_gdn_gate gate;
+    weft_tensor o, z;   /* [B, S, H, C] */
+    weft_tensor weight; /* [C], optional (1) */
+    weft_tensor y;      /* out, [B, S, H, C] */
+} weft_gdn_norm_fwd_args;
+
+typedef struct weft_gdn_norm_bwd_args {
+    size_t struct_size;
+    double eps;
+    weft_gdn_gate gate;
+    weft_tensor o, z, weight;     /* as in forward */
+    weft_tensor d_y;              /* upstream, activation type or f32 */
+    weft_grad d_o, d_z, d_weight; /* optional; d_weight needs weight */
+} weft_gdn_norm_bwd_args;
+
+WEFT_API weft_status weft_gdn_norm_fwd(const weft_exec *exec, const weft_gdn_norm_fwd_args *args);
+WEFT_API weft_status weft_gdn_norm_bwd(const weft_exec *exec, const weft_gdn_norm_bwd_args *args);
+WEFT_API weft_status weft_gdn_norm_fwd_workspace(const weft_exec *exec, const weft_gdn_norm_fwd_args *args,
+                                                 size_t *bytes);
+WEFT_API weft_status weft_gdn_norm_bwd_workspace(const weft_exec *exec, const weft_gdn_norm_bwd_args *args,
                                                  size_t *bytes);
 
 /* ---- views ------------------------------------------------------------------------------------------------------------ */

@@ -43,7 +43,8 @@ typedef enum weft_arg_dim {
     WEFT_DIM_HISTORY,   /* slots of a convolution state: width - 1 to 64 */
     WEFT_DIM_SEQUENCES, /* what the offsets delimit; batch where there are none */
     WEFT_DIM_OFFSETS,   /* sequences + 1 */
-    WEFT_DIM_CACHE      /* rows of a cache of states */
+    WEFT_DIM_CACHE,     /* rows of a cache of states */
+    WEFT_DIM_STEP_HEADS /* steps * value_heads */
 } weft_arg_dim;
 
 /* Frozen, as weft_scalar_info is: callers walk through arrays of them. */

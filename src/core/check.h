@@ -119,6 +119,7 @@ typedef struct weft_op_desc {
 #define SEQUENCES WEFT_DIM_SEQUENCES
 #define OFFSETS WEFT_DIM_OFFSETS
 #define CACHE WEFT_DIM_CACHE
+#define STEP_HEADS WEFT_DIM_STEP_HEADS
 
 /* Rows that a table of arguments may have. */
 enum { WEFT_MAX_ARGS = 64 };

@@ -177,6 +177,13 @@ static weft_status bind_dim(weft_call *call, const weft_arg_info *info, int axis
                              weft_op_name(call->op), prefix, info->name, axis, (long long)got);
         call->sequences = got - 1;
         return WEFT_OK;
+    case WEFT_DIM_STEP_HEADS:
+        want = weft_times(call->steps, call->value_heads);
+        if (got == want) return WEFT_OK;
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "%s: %s%s: dim %d: expected %lld steps * %lld value heads = %lld, got %lld",
+                         weft_op_name(call->op), prefix, info->name, axis, (long long)call->steps,
+                         (long long)call->value_heads, (long long)want, (long long)got);
     case WEFT_DIM_GATES:
         if (call->streams < 0) call->streams = streams_of_gates(got) ? streams_of_gates(got) : -1;
         if (call->streams < 0)

@@ -224,24 +224,46 @@ static void tile_load(const rule *j, int64_t h, int64_t kh, int64_t t0, int64_t 
     for (int64_t t = 0; t < RULE_TILE; t += LANES) vf_store(r->decay + t, vf_exp(vf_load(r->decay + t)));
 }
 
-/* Between a state [N, Hv, Dk, Dv] and blocks of columns; absent: zero. */
+/* Where row i of a head of a state [N, Hv, Dk, Dv] lies. */
+INLINE char *state_row(const weft_tensor *x, int64_t n, int64_t h, int64_t i)
+{
+    return (char *)x->data + (n * x->stride[0] + h * x->stride[1] + i * x->stride[2]) * (int64_t)size_of(x->dtype);
+}
+
+/* Between a state and blocks of columns; absent: zero. */
 static void state_load(const rule *j, const weft_tensor *x, int64_t n, int64_t h, float *m)
 {
     memset(m, 0, (size_t)j->size * 4);
-    for (int64_t i = 0; weft_has(x) && i < j->dk; i++)
-        for (int64_t c = 0; c < j->dv; c++)
-            m[(c / COLUMNS * j->dk + i) * COLUMNS + c % COLUMNS] = get_f32(
-                x->dtype, x->data, n * x->stride[0] + h * x->stride[1] + i * x->stride[2] + c * x->stride[3]);
+    for (int64_t i = 0; weft_has(x) && i < j->dk; i++) {
+        const char *row = state_row(x, n, h, i);
+        for (int64_t b = 0; b < j->blocks; b++) {
+            float *to = m + (b * j->dk + i) * COLUMNS;
+            int64_t c = b * COLUMNS, count = min64(COLUMNS, j->dv - c), step = x->stride[3];
+            if (step == 1)
+                run_load(x->dtype, to, row + c * (int64_t)size_of(x->dtype), count);
+            else
+                for (int64_t k = 0; k < count; k++) to[k] = get_f32(x->dtype, row, (c + k) * step);
+        }
+    }
 }
 
 static void state_store(const rule *j, const weft_tensor *x, bool add, int64_t n, int64_t h, const float *m)
 {
-    for (int64_t i = 0; weft_has(x) && i < j->dk; i++)
-        for (int64_t c = 0; c < j->dv; c++) {
-            int64_t at = n * x->stride[0] + h * x->stride[1] + i * x->stride[2] + c * x->stride[3];
-            float v = m[(c / COLUMNS * j->dk + i) * COLUMNS + c % COLUMNS];
-            put_f32(x->dtype, x->data, at, add ? get_f32(x->dtype, x->data, at) + v : v);
+    for (int64_t i = 0; weft_has(x) && i < j->dk; i++) {
+        char *row = state_row(x, n, h, i);
+        for (int64_t b = 0; b < j->blocks; b++) {
+            const float *from = m + (b * j->dk + i) * COLUMNS;
+            int64_t c = b * COLUMNS, count = min64(COLUMNS, j->dv - c), step = x->stride[3];
+            if (step == 1) {
+                run_store(x->dtype, row + c * (int64_t)size_of(x->dtype), from, count, add);
+                continue;
+            }
+            for (int64_t k = 0; k < count; k++) {
+                float old = add ? get_f32(x->dtype, row, (c + k) * step) : 0;
+                put_f32(x->dtype, row, (c + k) * step, add ? old + from[k] : from[k]);
+            }
         }
+    }
 }
 
 static void zero_rows(const rule *j, const weft_tensor *x)
@@ -299,6 +321,66 @@ static void forward_item(void *context, int64_t item, int thread)
         }
     }
     state_store(j, &a->final_state, false, n, h, r.m);
+}
+
+/* ---- decoding ------------------------------------------------------------------------------------------------------------------ */
+
+/* The state after token t into token_state. */
+static void keep_state(const rule *j, int64_t t, int64_t h, const float *m)
+{
+    const weft_gdn_rule_step_args *a = j->args;
+    int64_t n = j->s.cu ? 0 : t / j->s.steps, step = j->s.cu ? t : t % j->s.steps;
+    state_store(j, &a->token_state, false, n, step * j->call->value_heads + h, m);
+}
+
+/* A token of a tile by itself. */
+INLINE room token_of(const rule *j, const room *tile, int64_t i)
+{
+    room r = *tile;
+    r.q += i * pad16(j->dk), r.k += i * pad16(j->dk);
+    r.v += i * j->wide, r.o += i * j->wide;
+    r.decay += i, r.beta += i;
+    return r;
+}
+
+static void step_tile(const rule *j, int64_t h, int64_t t, int64_t count, const room *r)
+{
+    const weft_gdn_rule_step_args *a = j->args;
+    tile_load(j, h, key_head(j, h), t, t + count, r);
+    if (!weft_has(&a->token_state)) tile_forward(j, count, r, true);
+    for (int64_t i = 0; i < count; i++) {
+        room one = token_of(j, r, i);
+        if (weft_has(&a->token_state)) {
+            tile_forward(j, 1, &one, true);
+            keep_state(j, t + i, h, r->m);
+        }
+        for (int64_t c = 0; c < j->wide; c += LANES) vf_store(one.o + c, vf_load(one.o + c) * j->scale);
+        head_store(&a->o, false, head_of(&a->o, token_at(&j->s, &a->o, t + i), h), one.o, j->dv);
+    }
+}
+
+/* A request and a head; behind the last request, a head of the tokens that belong to nobody. */
+static void step_item(void *context, int64_t item, int thread)
+{
+    const rule *j = context;
+    const weft_gdn_rule_step_args *a = j->args;
+    int64_t n = item / j->call->value_heads, h = item % j->call->value_heads;
+    int64_t start = weft_sequence_start(&j->s, n);
+    int64_t end = n < j->s.count ? weft_sequence_start(&j->s, n + 1) : j->s.tokens;
+    int64_t row = n == j->s.count ? -1 : weft_has(&a->state_index) ? weft_index_at(&a->state_index, n) : n;
+    room r = room_of(j, thread);
+    if (row >= 0) {
+        state_load(j, &a->state, row, h, r.m);
+        for (int64_t t = start; t < end; t += RULE_TILE) step_tile(j, h, t, min64(RULE_TILE, end - t), &r);
+        state_store(j, &a->new_state, false, row, h, r.m);
+        return;
+    }
+    memset(r.m, 0, (size_t)j->size * 4);
+    memset(r.o, 0, (size_t)j->wide * 4);
+    for (int64_t t = start; t < end; t++) {
+        head_store(&a->o, false, head_of(&a->o, token_at(&j->s, &a->o, t), h), r.o, j->dv);
+        keep_state(j, t, h, r.m);
+    }
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------------------------ */
@@ -439,6 +521,16 @@ static weft_status bwd(const weft_call *call, const void *args)
     return WEFT_OK;
 }
 
+static weft_status step(const weft_call *call, const void *args)
+{
+    const weft_gdn_rule_step_args *a = args;
+    rule j = RULE_OF(call, a);
+    lay_out(&j, call, false);
+    int64_t requests = j.s.count + (j.s.cu != NULL);
+    cpu_parallel(call, requests * call->value_heads, j.s.tokens * call->value_heads * j.size, step_item, &j);
+    return WEFT_OK;
+}
+
 static size_t fwd_workspace(const weft_call *call, const void *args)
 {
     rule j = {.args = args};
@@ -455,3 +547,4 @@ static size_t bwd_workspace(const weft_call *call, const void *args)
 
 const weft_kernel CPU(gdn_rule_fwd)[] = {{.run = fwd, .workspace = fwd_workspace}, {0}};
 const weft_kernel CPU(gdn_rule_bwd)[] = {{.run = bwd, .workspace = bwd_workspace}, {0}};
+const weft_kernel CPU(gdn_rule_step)[] = {{.run = step, .workspace = fwd_workspace}, {0}};

@@ -365,6 +365,13 @@ static void state_of(const weft_tensor *x, int64_t n, int64_t h, int64_t dk, int
             m[i * dv + j] = weft_has(x) ? load_at(x, offset_of_state(x, n, h, i, j)) : 0;
 }
 
+/* m NULL: zeros */
+static void store_state(const weft_tensor *x, int64_t n, int64_t h, int64_t dk, int64_t dv, const double *m)
+{
+    for (int64_t i = 0; weft_has(x) && i < dk; i++)
+        for (int64_t j = 0; j < dv; j++) store_at(x, offset_of_state(x, n, h, i, j), m ? m[i * dv + j] : 0);
+}
+
 static weft_status run_fwd(const weft_call *call, const void *args)
 {
     const weft_gdn_rule_fwd_args *a = args;
@@ -385,11 +392,66 @@ static weft_status run_fwd(const weft_call *call, const void *args)
             series_forward(&r, true, false);
             for (int64_t t = 0; t < r.length; t++)
                 for (int64_t d = 0; d < r.dv; d++) put_head(&s, &a->o, start + t, h, d, r.o[t * r.dv + d]);
-            for (int64_t i = 0; weft_has(&a->final_state) && i < r.dk; i++)
-                for (int64_t j = 0; j < r.dv; j++)
-                    store_at(&a->final_state, offset_of_state(&a->final_state, n, h, i, j), r.m[i * r.dv + j]);
+            store_state(&a->final_state, n, h, r.dk, r.dv, r.m);
         }
     for (int64_t t = weft_sequence_start(&s, s.count); t < s.tokens; t++) put_zero_row(&s, &a->o, t);
+    return WEFT_OK;
+}
+
+/* Sequence and place of token t in token_state. */
+static void store_token_state(const weft_sequences *s, const weft_gdn_rule_step_args *a, int64_t t, int64_t h,
+                              const double *m)
+{
+    const weft_tensor *x = &a->token_state;
+    int64_t n = s->cu ? 0 : t / s->steps, step = s->cu ? t : t % s->steps;
+    if (weft_has(x)) store_state(x, n, step * a->value.shape[2] + h, x->shape[2], x->shape[3], m);
+}
+
+/* Tokens of padding. */
+static void step_zero(const weft_sequences *s, const weft_gdn_rule_step_args *a, int64_t t0, int64_t t1)
+{
+    for (int64_t t = t0; t < t1; t++) {
+        put_zero_row(s, &a->o, t);
+        for (int64_t h = 0; h < a->value.shape[2]; h++) store_token_state(s, a, t, h, NULL);
+    }
+}
+
+static void step_request(const weft_sequences *s, const weft_gdn_rule_step_args *a, series *r, int64_t n,
+                         int64_t row)
+{
+    int64_t start = weft_sequence_start(s, n);
+    r->length = weft_sequence_start(s, n + 1) - start;
+    for (int64_t h = 0; h < a->value.shape[2]; h++) {
+        int64_t kh = key_head_of(a->head_map, h, a->value.shape[2], a->query.shape[2]);
+        rows_of(s, &a->query, n, kh, r->q);
+        rows_of(s, &a->key, n, kh, r->k);
+        rows_of(s, &a->value, n, h, r->v);
+        rows_of(s, &a->beta, n, h, r->beta);
+        rows_of(s, &a->g, n, h, r->g);
+        state_of(&a->state, row, h, r->dk, r->dv, r->m);
+        for (int64_t t = 0; t < r->length; t++) {
+            tokens_forward(r, t, t + 1, true, r->inner);
+            for (int64_t d = 0; d < r->dv; d++) put_head(s, &a->o, start + t, h, d, r->o[t * r->dv + d]);
+            store_token_state(s, a, start + t, h, r->m);
+        }
+        store_state(&a->new_state, row, h, r->dk, r->dv, r->m);
+    }
+}
+
+static weft_status run_step(const weft_call *call, const void *args)
+{
+    const weft_gdn_rule_step_args *a = args;
+    weft_arena arena = weft_arena_open(call->exec->workspace);
+    weft_sequences s = weft_sequences_of(call, &a->cu_seqlens);
+    series r = series_open(call, 0, a->scale, false, &arena);
+    for (int64_t n = 0; n < s.count; n++) {
+        int64_t row = weft_has(&a->state_index) ? weft_index_at(&a->state_index, n) : n;
+        if (row < 0)
+            step_zero(&s, a, weft_sequence_start(&s, n), weft_sequence_start(&s, n + 1));
+        else
+            step_request(&s, a, &r, n, row);
+    }
+    step_zero(&s, a, weft_sequence_start(&s, s.count), s.tokens);
     return WEFT_OK;
 }
 
@@ -439,6 +501,14 @@ static size_t fwd_workspace(const weft_call *call, const void *args)
     return weft_arena_bytes(&arena);
 }
 
+static size_t step_workspace(const weft_call *call, const void *args)
+{
+    weft_arena arena = weft_arena_open(NULL);
+    (void)args;
+    series_open(call, 0, 1, false, &arena);
+    return weft_arena_bytes(&arena);
+}
+
 static size_t bwd_workspace(const weft_call *call, const void *args)
 {
     weft_arena arena = weft_arena_open(NULL);
@@ -448,3 +518,4 @@ static size_t bwd_workspace(const weft_call *call, const void *args)
 
 const weft_kernel weft_ref_gdn_rule_fwd[] = {{.run = run_fwd, .workspace = fwd_workspace}, {0}};
 const weft_kernel weft_ref_gdn_rule_bwd[] = {{.run = run_bwd, .workspace = bwd_workspace}, {0}};
+const weft_kernel weft_ref_gdn_rule_step[] = {{.run = run_step, .workspace = step_workspace}, {0}};

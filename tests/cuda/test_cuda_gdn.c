@@ -221,7 +221,7 @@ static void bad_offsets_stay_inside(void **state)
 /* ---- rows of a cache ---------------------------------------------------------------------------------------------------- */
 
 /* Calls that together take all kernels of decoding; `requests` decides whether a launch in front finds the rows. */
-enum { STEP_VARIANTS = 6, STEP_SIZES = 3 };
+enum { STEP_VARIANTS = 10, STEP_SIZES = 3 };
 static const int64_t step_sizes[STEP_SIZES] = {7, 70, 600};
 
 static spec step_variant(int variant, int64_t requests)
@@ -237,6 +237,13 @@ static spec step_variant(int variant, int64_t requests)
     if (variant == 3) s.gdn.g_chunk = 2, s.wide = WEFT_F32;
     if (variant == 4) s.act = s.wide = WEFT_F16, s.channels = 17, s.param_layout = LAYOUT_LOOSE;
     if (variant == 5) s.width = 3, s.channels = 32;
+    if (variant >= 6) { /* whole heads or any, states of 16 bits or fp32 */
+        s.op = "gdn_rule_step";
+        s.streams = s.key_heads = s.heads = 1;
+        s.value_dim = 16;
+        s.wide = variant % 2 ? WEFT_F32 : s.act;
+        if (variant >= 8) s.channels = 17;
+    }
     s.seed = (uint64_t)variant / 2; /* i32, i64 */
     return s;
 }

@@ -151,6 +151,14 @@ static void chunks_partition_the_tokens(void **state)
         assert_true((p.chunks - 1) * p.tokens < tokens);
         assert_true(p.chunks == 1 || p.chunks * channels <= WEFT_ROWS_PARTIAL_FLOATS);
         assert_true(p.chunks <= 1024);
+        static const int64_t units[] = {1, 16, 256};
+        FOR(u, units)
+        {
+            weft_rows_chunks q = weft_rows_plan_pieces(tokens, channels, 1188, units[u]);
+            assert_true(q.tokens % units[u] == 0 && q.chunks * q.tokens >= tokens);
+            assert_true((q.chunks - 1) * q.tokens < tokens && q.chunks <= 1188);
+            assert_true(q.chunks == 1 || q.chunks * channels <= WEFT_ROWS_PARTIAL_FLOATS);
+        }
     }
 }
 

@@ -215,7 +215,7 @@ static void fill_index(const weft_tensor *t, int64_t most)
 
 /* ---- tensors ----------------------------------------------------------------------------------------------------------- */
 
-static int64_t sizes[WEFT_DIM_CACHE + 1];
+static int64_t sizes[WEFT_DIM_STEP_HEADS + 1];
 static weft_dtype act, param, index_type;
 
 /* One number that no careful caller passes, or one that is merely rare. */
@@ -276,6 +276,7 @@ static void take_sizes(void)
         sizes[WEFT_DIM_SEQUENCES] = INT32_MAX;
     sizes[WEFT_DIM_OFFSETS] = sizes[WEFT_DIM_SEQUENCES] + 1;
     sizes[WEFT_DIM_CACHE] = sizes[WEFT_DIM_SEQUENCES] + PICK(more);
+    sizes[WEFT_DIM_STEP_HEADS] = (int64_t)((uint64_t)sizes[WEFT_DIM_STEPS] * (uint64_t)sizes[WEFT_DIM_VALUE_HEADS]);
     act = PICK(acts);
     param = act == WEFT_F64 ? WEFT_F64 : PICK(acts);
     if (param == WEFT_F64) param = act;

@@ -79,8 +79,9 @@ static void expect_all(const problem *got, const problem *want, weft_exec exec, 
             expect_same(&got->arg[i], &want->arg[i], 0, 0, got->arg[i].elements, text);
 }
 
-static const char *const ops[] = {"gdn_pre_fwd", "gdn_pre_bwd", "gdn_pre_step", "gdn_rule_fwd", "gdn_rule_bwd"};
-enum { OPS = 5 };
+static const char *const ops[] = {"gdn_pre_fwd",  "gdn_pre_bwd",  "gdn_pre_step",
+                                  "gdn_rule_fwd", "gdn_rule_bwd", "gdn_rule_step"};
+enum { OPS = 6 };
 
 /* ---- dense and packed, memory orders ------------------------------------------------------------------------------- */
 
@@ -395,6 +396,95 @@ static void decoding_agrees_with_the_whole(void **state)
     test_verdict();
 }
 
+/* The new tokens [from, to) of a call of gdn_rule_step, the cache in place. */
+static void rule_step(problem *p, weft_exec exec, int64_t from, int64_t to)
+{
+    weft_tensor keep[MAX_ARGS];
+    int64_t elements[MAX_ARGS];
+    for (int i = 0; i < p->num_args; i++) keep[i] = *p->arg[i].view, elements[i] = p->arg[i].elements;
+    narrow(p, from, to);
+    if (problem_call(p, exec) != WEFT_OK) test_failed("%s", weft_last_error());
+    for (int i = 0; i < p->num_args; i++) *p->arg[i].view = keep[i], p->arg[i].elements = elements[i];
+}
+
+/* The memory of a cache as [rows, Hv, Dv, Dk], its values where they belong. */
+static void turn_states(arg *a)
+{
+    double *values = arg_values(a);
+    weft_tensor *t = a->view;
+    t->stride[3] = t->shape[2];
+    t->stride[2] = 1;
+    arg_fill(a, values);
+    free(values);
+}
+
+/* gdn_rule_step token by token, several at a time and all at once, with states in both memory orders: one and the same, and on the
+ * CPU that of gdn_rule on the whole. The reference hands on in single what it keeps in double. Head sizes with kernels of their own
+ * on a GPU, and others. */
+static void rule_steps_agree(void **state)
+{
+    (void)state;
+    static const int64_t dims[] = {64, 128, 20, 256, 33, 160};
+    weft_exec execs[GRID_EXECS];
+    int count = grid_execs(execs, 2);
+    for (int v = 0; v < 12; v++)
+        for (int e = 0; e < count; e++) {
+            spec s = {
+                .op = "gdn_rule_step", .tokens = 6, .streams = 4, .channels = dims[v % 6], .act = acts[v % 3]};
+            s.value_dim = v % 4 == 1 ? 32 : dims[v % 6];
+            s.steps = 8;
+            s.wide = WEFT_F32;
+            s.key_heads = s.heads = v % 2 ? 2 : 4;
+            problem *whole = problem_make(&s);
+            problem_must_run(whole, execs[e]);
+            for (int way = 0; way < 3; way++) {
+                problem *p = problem_make(&s);
+                arg_drop(problem_arg(p, "token_state"));
+                arg *cache = problem_arg(p, "state");
+                if (way == 1) turn_states(cache);
+                *problem_arg(p, "new_state")->view = *cache->view;
+                for (int64_t from = 0, each = way == 2 ? 4 : 1; from < s.steps; from += each)
+                    rule_step(p, execs[e], from, from + each);
+                const arg *o = problem_arg(p, "o"), *index = problem_arg(p, "state_index");
+                expect_same(o, problem_arg(whole, "o"), 0, 0, o->elements, "rule by steps");
+                int64_t row = cache->elements / cache->view->shape[0];
+                for (int64_t n = 0; n < s.tokens; n++) {
+                    const int64_t at = (int64_t)arg_get(index, n);
+                    if (at < 0) continue;
+                    expect_same(cache, problem_arg(whole, "new_state"), at * row, at * row, row, "state by steps");
+                    expect_same(problem_arg(whole, "token_state"), cache, ((n + 1) * s.steps - 1) * row, at * row,
+                                row, "state after the last token");
+                }
+                problem_free(p);
+            }
+            if (execs[e].backend == WEFT_BACKEND_CPU) {
+                spec f = s;
+                f.op = "gdn_rule_fwd";
+                problem *fwd = problem_make(&f);
+                const arg *cache = problem_arg(whole, "state"), *index = problem_arg(whole, "state_index");
+                arg *first = problem_arg(fwd, "state");
+                int64_t row = cache->elements / cache->view->shape[0];
+                for (int i = 0; i < fwd->num_args; i++) {
+                    const arg *same = problem_arg(whole, fwd->arg[i].name);
+                    if (same && !arg_is_output(same) && same != cache) copy_values(&fwd->arg[i], same);
+                }
+                for (int64_t k = 0; k < first->elements; k++) {
+                    const int64_t at = (int64_t)arg_get(index, k / row);
+                    arg_set(first, k, at < 0 ? 0 : arg_get(cache, at * row + k % row));
+                }
+                problem_call(fwd, execs[e]);
+                int64_t tokens = problem_arg(fwd, "o")->elements / s.tokens;
+                for (int64_t n = 0; n < s.tokens; n++)
+                    if (arg_get(index, n) >= 0)
+                        expect_same(problem_arg(whole, "o"), problem_arg(fwd, "o"), n * tokens, n * tokens, tokens,
+                                    "steps against the rule");
+                problem_free(fwd);
+            }
+            problem_free(whole);
+        }
+    test_verdict();
+}
+
 /* ---- neighbours -------------------------------------------------------------------------------------------------------- */
 
 /* A packed sequence does not know its neighbours: the same rows with the others poisoned, empty ones in between. */
@@ -675,6 +765,7 @@ int main(void)
         cmocka_unit_test(pieces_agree_with_the_whole),
         cmocka_unit_test(pieces_of_whole_chunks_agree),
         cmocka_unit_test(decoding_agrees_with_the_whole),
+        cmocka_unit_test(rule_steps_agree),
         cmocka_unit_test(neighbours_do_not_matter),
         cmocka_unit_test(causal_window),
         cmocka_unit_test(unwanted_outputs_do_not_matter),

@@ -96,6 +96,18 @@ static void backward_in_chunks(void **state)
     in_chunks("gdn_rule_bwd");
 }
 
+static void step_against_the_reference(void **state)
+{
+    (void)state;
+    grid_suite("gdn_rule_step");
+}
+
+static void step_rounds_once(void **state)
+{
+    (void)state;
+    grid_rounding("gdn_rule_step");
+}
+
 static void forward_rounds_once(void **state)
 {
     (void)state;
@@ -117,6 +129,8 @@ int main(void)
         cmocka_unit_test(backward_against_the_reference),
         cmocka_unit_test(forward_in_chunks),
         cmocka_unit_test(backward_in_chunks),
+        cmocka_unit_test(step_against_the_reference),
+        cmocka_unit_test(step_rounds_once),
         cmocka_unit_test(forward_rounds_once),
         cmocka_unit_test(backward_rounds_once),
     };

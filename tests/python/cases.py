@@ -387,6 +387,9 @@ def make(name: str, *, numerics=SHORT, **kind) -> Case:
     return CASES[name](_maker(name, **kind), numerics)
 
 
-def make_step(**kind) -> Callable:
-    """A call of gdn_pre_step, the operator without a gradient."""
-    return gdn_cases.step(_maker("gdn_pre_step", **kind))
+STEPS = {"gdn_pre_step": gdn_cases.step, "gdn_rule_step": gdn_cases.rule_step}
+
+
+def make_step(name: str = "gdn_pre_step", **kind) -> Callable:
+    """A call of an operator without a gradient."""
+    return STEPS[name](_maker(name, **kind))

@@ -7,6 +7,8 @@ import torch
 import weft.torch as wt
 from torch import Tensor
 
+NORM_EPS = 1e-3
+
 
 class Sizes:
     """Sizes of a call from those of a Maker: n value heads, for one or two key heads, key dim c and value dim c + 1;
@@ -165,7 +167,55 @@ def gdn_rule_packed(m):
     return _rule(s, m.n, s.offsets(torch.int64), "interleaved")
 
 
-CASES = {f.__name__: f for f in (gdn_pre, gdn_pre_options, gdn_pre_grouped, gdn_pre_packed, gdn_rule, gdn_rule_packed)}
+def _norm(m, gate: str):
+    """z between other columns of its rows. Of a view without elements empty_like has other strides than its fake."""
+    s = Sizes(m)
+    skip, columns = (1, m.c + 3) if s.tokens else (0, m.c)
+    tensors = {"o": s.acts(m.n, m.c), "z": s.acts(m.n, columns), "weight": m.gain(m.c)}
+
+    def function(o, z, weight):
+        return wt.gdn_norm(o, z[..., skip : m.c + skip], weight, NORM_EPS, gate=gate)
+
+    def expression(o, z, weight):
+        return oracle.gdn_norm(o, z[..., skip : m.c + skip], weight, NORM_EPS, gate)
+
+    return function, expression, tensors
+
+
+def gdn_norm(m):
+    return _norm(m, "silu")
+
+
+def gdn_norm_sigmoid(m):
+    return _norm(m, "sigmoid")
+
+
+CASES = {
+    f.__name__: f
+    for f in (
+        gdn_pre,
+        gdn_pre_options,
+        gdn_pre_grouped,
+        gdn_pre_packed,
+        gdn_rule,
+        gdn_rule_packed,
+        gdn_norm,
+        gdn_norm_sigmoid,
+    )
+}
+
+
+def rule_step(m):
+    """A call of gdn_rule_step with all of its results."""
+    s = Sizes(m)
+    lead, heads = s.lead, s.heads
+    unit, value = (heads.key_heads, heads.key_dim), (heads.value_heads, heads.value_dim)
+    shapes = (unit, unit, value, value[:1], value[:1])
+    parts = [m.put(torch.randn(*lead, *shape), m.dtype) for shape in shapes]
+    parts[4] = -parts[4].abs().to(torch.float64 if m.dtype == torch.float64 else torch.float32)
+    state = m.put(torch.randn(lead[0] + 2, heads.value_heads, heads.key_dim, heads.value_dim), m.dtype)
+    index = torch.tensor([lead[0] + 1, -1, *range(lead[0])][: lead[0]], device=m.device) if m.optional else None
+    return lambda: wt.gdn_rule_step(*parts, state=state, state_index=index, token_states=m.optional)
 
 
 def step(m):

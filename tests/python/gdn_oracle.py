@@ -115,3 +115,10 @@ def gdn_rule(query, key, value, beta, g, state=None, *, scale=None, cu_seqlens=N
         finals.append(m)
     o = scatter(value[0], (batch, steps), spans, pieces) if batch else value
     return o, torch.stack(finals) if finals else value.new_zeros((0, value_heads, key_dim, value_dim))
+
+
+def gdn_norm(o, z, weight=None, eps=1e-6, gate="silu"):
+    """The gated norm over the last dimension."""
+    factor = torch.sigmoid(z) if gate == "sigmoid" else z * torch.sigmoid(z)
+    normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps)
+    return (normed if weight is None else normed * weight) * factor

@@ -46,10 +46,11 @@ def record(device, **kind) -> dict[str, list]:
                 last = tuple_of(case.function(**{**leaves, "phi": case.tensors["phi"]} if "phi" in leaves else leaves))
                 torch.autograd.backward(last[-1], torch.randn_like(last[-1]))
         keep(recorder.calls)
-    if cases.on("gdn_pre_step", device):
-        with Recorder() as recorder:
-            cases.make_step(device=device, **kind)()
-        keep(recorder.calls)
+    for name in cases.STEPS:
+        if cases.on(name, device):
+            with Recorder() as recorder:
+                cases.make_step(name, device=device, **kind)()
+            keep(recorder.calls)
     return found
 
 

@@ -126,6 +126,7 @@ PEERS = [
             "fla/modules/norm/fused_norm_gate.py": {
                 "FusedRMSNormGated": "hidden_size, elementwise_affine=True, eps=1e-05, activation='swish', "
                 "device=None, dtype=None",
+                "FusedRMSNormGated.forward": "self, x, g, residual=None, prenorm=False, residual_in_fp32=False",
             },
             "fla/ops/gated_delta_rule/chunk.py": {
                 "chunk_gated_delta_rule": "q, k, v, g, beta, scale=None, initial_state=None, "

@@ -182,7 +182,9 @@ def test_misuse_of_the_rule():
         (TypeError, "beta: expected a tensor", lambda: chunk(**{**t, "beta": None})),
         (ValueError, "gdn_rule.*beta", lambda: chunk(**{**t, "beta": t["v"]})),
         (ValueError, "gdn_rule.*state", lambda: chunk(**{**t, "initial_state": t["initial_state"][:1]})),
-        (NotImplementedError, "FusedRMSNormGated: expected an operator", lambda: fla.FusedRMSNormGated(8)),
+        (ValueError, "FusedRMSNormGated: activation: expected one of", lambda: fla.FusedRMSNormGated(8, activation="relu")),
+        (ValueError, "FusedRMSNormGated: x: expected shape", lambda: fla.FusedRMSNormGated(8)(torch.ones(2, 7), torch.ones(2, 7))),
+        (ValueError, "FusedRMSNormGated: g: expected shape", lambda: fla.FusedRMSNormGated(8)(torch.ones(2, 8), torch.ones(2, 1))),
     ]  # fmt: skip
     for error, message, call in bad:
         with pytest.raises(error, match=message):
@@ -516,3 +518,87 @@ def test_misuse():
             call()
     with pytest.raises(ValueError, match=r"ShortConvolution: cache: expected shape \(2, 16, 4\)"), torch.no_grad():
         fla.ShortConvolution(16, 4)(x[:, :1], cache=torch.zeros(3, 16, 4))
+
+
+# ---- decoding ----------------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("final", [False, True])
+def test_decoding_takes_the_step(final, v_first, dtype, device, monkeypatch):
+    """A few tokens without autograd: the operator for decoding, with the results of the rule and the initial state as it was."""
+    cases.need("gdn_rule_step", device)
+    inputs = rule_inputs(device, dtype, t=2)
+    inputs["k"] = unit(inputs["k"])
+    if v_first:
+        inputs["initial_state"] = inputs["initial_state"].mT.contiguous()
+    settings = {"output_final_state": final, "state_v_first": v_first}
+    before, calls = inputs["initial_state"].clone(), []
+    step = fla.gdn_rule_step
+    monkeypatch.setattr(fla, "gdn_rule_step", lambda *a, **k: calls.append(k["update"]) or step(*a, **k))
+    monkeypatch.setattr(fla, "_STEP_ON", ("cpu", "cuda"))
+    o, state = fla.fused_recurrent_gated_delta_rule(**inputs, **settings)
+    assert calls == [final] and (state is not None) == final
+    same(inputs["initial_state"], before, "initial state")
+    if device == "cpu":
+        monkeypatch.setattr(fla, "_STEP_ON", ())
+        want, last = fla.fused_recurrent_gated_delta_rule(**inputs, **settings)
+        same(o, want, "o")
+        if final:
+            same(state, last, "final state")
+    inputs["v"].requires_grad_()
+    if device == "cpu":
+        fla.fused_recurrent_gated_delta_rule(**inputs, **settings)[0].sum().backward()
+        assert len(calls) == 1 and inputs["v"].grad is not None
+
+
+# ---- gated norm --------------------------------------------------------------------------------------------
+
+
+def gated(x, g, weight=None, activation="swish", eps=1e-5):
+    return gdn_oracle.gdn_norm(x, g, weight, eps, "sigmoid" if activation == "sigmoid" else "silu")
+
+
+@dtypes
+@pytest.mark.parametrize("activation", ["swish", "silu", "sigmoid"])
+@pytest.mark.parametrize("shape", [(2, 5, 3, 8), (7, 8), (2, 2, 2, 2, 8), (8,)])
+def test_gated_norm(shape, activation, dtype, device):
+    module = fla.FusedRMSNormGated(8, activation=activation, device=device, dtype=dtype)
+    inputs = {"x": torch.randn(shape), "g": torch.randn(shape), "weight": 1 + 0.2 * torch.randn(8)}
+    inputs = {k: t.to(device, dtype) for k, t in inputs.items()}
+
+    def call(x, g, weight):
+        return torch.func.functional_call(module, {"weight": weight}, (x, g))
+
+    check(call, lambda x, g, weight: gated(x, g, weight, activation), inputs)
+
+
+def test_gated_norm_with_a_residual(device):
+    x, g, residual = (torch.randn(2, 5, 8, device=device, dtype=torch.bfloat16) for _ in range(3))
+    module = fla.FusedRMSNormGated(8, device=device)
+    y, total = module(x, g, residual.float(), prenorm=True)
+    want = x.float() + residual.float()
+    assert y.dtype == torch.bfloat16
+    same(total, want, "x + residual")
+    exact = gated(want.double(), g.double(), module.weight.double())
+    assert ((y - exact).abs() <= 2**-8 * exact.abs() + 1e-30).all()
+    assert module(x, g, prenorm=True, residual_in_fp32=True)[1].dtype == torch.float32
+    same(module(x, g, prenorm=True)[1], x, "x")
+    plain = fla.FusedRMSNormGated(8, elementwise_affine=False, device=device)
+    same(plain(x, g), module(x, g), "without a weight")
+    assert repr(plain) == "FusedRMSNormGated(8, elementwise_affine=False, eps=1e-05, activation=swish)"
+
+
+def test_gated_norm_of_hugging_face():
+    """The norm of a Qwen3-Next layer: its weight is loaded, its results and gradients come out."""
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    theirs, ours = modeling.Qwen3NextRMSNormGated(16, eps=1e-6), fla.FusedRMSNormGated(16, eps=1e-6)
+    torch.nn.init.normal_(theirs.weight, 1, 0.3)
+    ours.load_state_dict(theirs.state_dict())
+    x, g = (torch.randn(6, 3, 16, requires_grad=True) for _ in range(2))
+    d_y = torch.randn(6, 3, 16)
+    want = [theirs(x, g), *torch.autograd.grad(theirs(x, g), (x, g, theirs.weight), d_y)]
+    got = [ours(x, g), *torch.autograd.grad(ours(x, g), (x, g, ours.weight), d_y)]
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()

@@ -92,7 +92,18 @@ def calls(monkeypatch):
 
         return call
 
-    for name in ("pre", "boundary", "post", "head", "contract", "gdn_pre", "gdn_pre_step", "gdn_rule", "rmsnorm"):
+    for name in (
+        "pre",
+        "boundary",
+        "post",
+        "head",
+        "contract",
+        "gdn_pre",
+        "gdn_pre_step",
+        "gdn_rule",
+        "gdn_rule_step",
+        "gdn_norm",
+    ):
         monkeypatch.setattr(wt, name, counted(name, getattr(wt, name)))
     return counts
 
@@ -120,7 +131,7 @@ def test_what_is_called(family, model, calls):
     count = len(layers_of(model))
     exits = {"deepseek_v4": {"head": 1}, "glm5_next": {"contract": 1}}
     joined = {"pre": 1, "boundary": 2 * count - 1, "post": 1}
-    assert calls == (joined | exits[family] if family in exits else {"gdn_pre": 1, "gdn_rule": 1, "rmsnorm": 1})
+    assert calls == (joined | exits[family] if family in exits else {"gdn_pre": 1, "gdn_rule": 1, "gdn_norm": 1})
 
 
 @served
@@ -161,7 +172,7 @@ def test_generate(family, model, calls):
     weft.hf.apply(model)
     assert torch.equal(generate(model, ids), want) and want.shape == (2, 18)
     if family in GATED_DELTA_NET:
-        assert calls["gdn_pre"] == 1 and calls["gdn_pre_step"] == 11
+        assert calls["gdn_pre"] == 1 and calls["gdn_pre_step"] == calls["gdn_rule_step"] == 11
 
 
 @pytest.mark.parametrize("family", GATED_DELTA_NET)

@@ -10,7 +10,8 @@ The eps of the norm is inside the root. Arithmetic is fp32, with one rounding wh
 Arguments without a meaning here: backend, chunk_indices, chunk_size, cu_seqlens_cpu; seq_idx beside cu_seqlens. With the
 projection row of a whole layer at hand, weft.torch.gdn_pre and weft.torch.gdn_rule do all of this in two calls.
 
-The rule is weft.torch.gdn_rule: on a GPU in chunks of 64 tokens for bf16 heads of 64 and 128, else token after token.
+The rule is weft.torch.gdn_rule: on a GPU in chunks of 64 tokens for bf16 heads of 64 and 128, else token after token. Up to
+eight tokens for each initial state are weft.torch.gdn_rule_step where there is nothing to differentiate.
 fused_recurrent_gated_delta_rule is the same function as chunk_gated_delta_rule and has gradients, too. Norm and gates that
 are asked for "in the kernel" are operators in front of the rule, with a rounding of query and key in between, as in fla.
 
@@ -24,7 +25,17 @@ import torch
 from torch import Tensor, nn
 
 from weft.compat import _require as require
-from weft.torch import GdnHeads, GdnOptions, GdnSections, gdn_pre, gdn_pre_step, gdn_rule, rmsnorm
+from weft.torch import (
+    GdnHeads,
+    GdnOptions,
+    GdnSections,
+    gdn_norm,
+    gdn_pre,
+    gdn_pre_step,
+    gdn_rule,
+    gdn_rule_step,
+    rmsnorm,
+)
 from weft.torch.grads import any_takes_part, deposit, lend
 
 __all__ = [
@@ -41,7 +52,11 @@ __all__ = [
 ]
 
 _ACTIVATIONS = {None: "linear", "silu": "silu", "swish": "silu"}
+_NORM_GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 _MAX_DIM, _MAX_HEADS = 1024, 4096
+# Where a few tokens without autograd take the operator for decoding. It works in place, so a state that is to be returned is
+# copied first: on a GPU that is less than what the rule for whole sequences costs, on the CPU it is more.
+_STEP_ON, _STEP_TOKENS = ("cuda",), 8
 # What Hugging Face's layers hand on to the rule and to the convolution: it describes the batch or the outputs of the
 # model, and says nothing about the function.
 _OF_THE_BATCH = frozenset(
@@ -136,14 +151,27 @@ def _rule(
     if normalize:
         q, k = l2norm(q), l2norm(k)
     full = require.full(v)
-    if state is not None:
-        state = (state.mT if v_first else state).to(full).contiguous()
     if beta.dtype not in (v.dtype, full):
         beta = beta.to(full)
+    if _is_step(q, k, v, g, beta, cu_seqlens, state):
+        state = state.to(full, copy=bool(final))
+        rows = state.mT if v_first else state
+        o, _ = gdn_rule_step(q, k, v, beta, g.to(full), state=rows, scale=scale, update=bool(final))
+        return o, state if final else None
+    if state is not None:
+        state = (state.mT if v_first else state).to(full).contiguous()
     o, after = gdn_rule(
         q, k, v, beta, g.to(full), scale=scale, cu_seqlens=cu_seqlens, state=state, final_state=bool(final)
     )
     return o, after.mT.contiguous() if final and v_first else after
+
+
+def _is_step(q, k, v, g, beta, cu_seqlens, state) -> bool:
+    """A few new tokens for each state, and nothing to differentiate."""
+    if state is None or cu_seqlens is not None or v.dim() != 4 or v.shape[1] > _STEP_TOKENS:
+        return False
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, g, beta, state))
+    return v.device.type in _STEP_ON and state.dim() == 4 and state.shape[0] == v.shape[0] and not recorded
 
 
 def _decay(op: str, g: Tensor, use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
@@ -180,9 +208,12 @@ def _nothing_else(op: str, kwargs: dict) -> None:
             raise TypeError(f"{op}: {name}: expected an argument that weft knows, got another name")
 
 
+# ---- gated norm --------------------------------------------------------------------------------------------
+
+
 class FusedRMSNormGated(nn.Module):
-    """Not served: the library has no operator for a norm with a gate, and two operators in its place would read and write
-    twice what fla's one does. To make one is a NotImplementedError."""
+    """RMSNorm over the last dimension times weight times silu(g) (swish) or sigmoid(g): weft.torch.gdn_norm. Parameter:
+    weight [hidden_size], which elementwise_affine=False leaves out."""
 
     def __init__(
         self,
@@ -193,10 +224,55 @@ class FusedRMSNormGated(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
-        raise NotImplementedError(
-            "FusedRMSNormGated: expected an operator for a norm with a gate, the library has none: keep fla's module,"
-            " or use weft.torch.rmsnorm and multiply"
-        )
+        super().__init__()
+        if activation not in _NORM_GATES:
+            raise ValueError(
+                f"FusedRMSNormGated: activation: expected one of {', '.join(_NORM_GATES)}, got {activation!r}"
+            )
+        self.hidden_size, self.elementwise_affine = hidden_size, elementwise_affine
+        self.eps, self.activation = eps, activation
+        weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
+        self.register_parameter("weight", weight)
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+
+    def extra_repr(self) -> str:
+        affine = "" if self.elementwise_affine else ", elementwise_affine=False"
+        return f"{self.hidden_size}{affine}, eps={self.eps}, activation={self.activation}"
+
+    def forward(
+        self,
+        x: Tensor,
+        g: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x and g [..., hidden_size]. The norm is that of x + residual, summed in fp32; prenorm=True returns this sum
+        too, in the dtype of residual, or in fp32 where there is none and residual_in_fp32 says so. Where x and g differ in
+        dtype, or there is a residual, the call is one of fp32 tensors, rounded to the dtype of x."""
+        op = "FusedRMSNormGated"
+        require.tensor(op, "x", x, 1)
+        require.shape(op, "x", x, (*x.shape[:-1], self.hidden_size))
+        require.shape(op, "g", g, x.shape)
+        total = x
+        if residual is not None:
+            require.shape(op, "residual", residual, x.shape)
+            total = x.to(require.full(x)) + residual
+        same = g.dtype == total.dtype and total.dtype == x.dtype
+        rows = [t if same else t.to(require.full(t)) for t in (total, g)]
+        if x.dim() == 1 or x.dim() > 4:
+            rows = [t.reshape(-1, self.hidden_size) for t in rows]
+        weight = None if self.weight is None else deposit(self.weight)
+        y = gdn_norm(*rows, weight, self.eps, gate=_NORM_GATES[self.activation]).view(x.shape).to(x.dtype)
+        if not prenorm:
+            return y
+        keeps = residual.dtype if residual is not None else require.full(x) if residual_in_fp32 else x.dtype
+        return y, total.to(keeps)
 
 
 # ---- short convolution -------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def _gated_delta_net(name: str, prefix: str, sections: Callable[..., Any], norm:
             ),
             Row(
                 f"{prefix}RMSNormGated",
-                "rmsnorm, then the gate",
+                "gdn_norm",
                 gdn.gated_norm,
                 "self hidden_states gate",
                 gdn.refuses_norm,

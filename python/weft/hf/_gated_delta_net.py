@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated DeltaNet layers of transformers' models: between their projections, one `gdn_pre`, the gated delta rule and the
-gated norm. The cache is the model's own, with the contents that the model would give it."""
+gated norm. The cache is the model's own, with the contents that the model would give it.
+
+One token with a cache is `gdn_rule_step`, on the cache's own state."""
 
 from __future__ import annotations
 
@@ -86,6 +88,12 @@ def _front(layer: Any, parts: wt.GdnSections, cache: Any, cu_seqlens: Tensor | N
     return wt.gdn_pre(parts, *parameters, state=state, **common)
 
 
+def _decodes(x: Tensor, state: Tensor, records: bool) -> bool:
+    """One token each, the cache's state of the rule in place."""
+    one = x.shape[1] == 1 and not records and not torch.is_grad_enabled()
+    return one and state.dtype in (torch.float32, x.dtype) and state.shape[0] == x.shape[0]
+
+
 # ---- forwards: each is made from the one that it stands for ---------------------------------------------------------
 
 
@@ -108,15 +116,19 @@ def layer(sections: Callable[[Any, Tensor], wt.GdnSections], norm: str, out: str
             cu_seqlens = kwargs.pop("cu_seq_lens_q", None)
             state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
             parts = sections(self, x)
+            decodes = state is not None and _decodes(x, state, cache_params.is_recording_past(self.layer_idx))
             front = _front(self, parts, cache_params, cu_seqlens)
-            o, state = wt.gdn_rule(
-                *(front.query, front.key, front.value, front.beta, front.g),
-                cu_seqlens=cu_seqlens,
-                state=state,
-                final_state=cache_params is not None,
-            )
-            if cache_params is not None:
-                cache_params.update_recurrent_state(state, self.layer_idx)
+            if decodes:
+                o, _ = wt.gdn_rule_step(front.query, front.key, front.value, front.beta, front.g, state=state)
+            else:
+                o, state = wt.gdn_rule(
+                    *(front.query, front.key, front.value, front.beta, front.g),
+                    cu_seqlens=cu_seqlens,
+                    state=state,
+                    final_state=cache_params is not None,
+                )
+                if cache_params is not None:
+                    cache_params.update_recurrent_state(state, self.layer_idx)
             width = self.head_v_dim
             z: Any = parts.z
             o = getattr(self, norm)(o.reshape(-1, width), z.reshape(-1, width))
@@ -130,7 +142,7 @@ def layer(sections: Callable[[Any, Tensor], wt.GdnSections], norm: str, out: str
     return make
 
 
-GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
+GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
 def refuses_norm(norm: Any) -> str | None:
@@ -144,7 +156,9 @@ def gated_norm(original: Forward) -> Forward:
         reason = refuses_norm(self)
         if reason:
             raise ValueError(f"weft.hf: {type(self).__name__}: {reason}")
-        normed = wt.rmsnorm(hidden_states.contiguous(), self.weight, self.variance_epsilon)
-        return (normed * GATES[self.activation](gate.float())).to(hidden_states.dtype)
+        same = gate.dtype == hidden_states.dtype
+        o, z = (hidden_states, gate) if same else (hidden_states.float(), gate.float())
+        y = wt.gdn_norm(o, z, self.weight, self.variance_epsilon, gate=GATES[self.activation])
+        return y.to(hidden_states.dtype)
 
     return forward

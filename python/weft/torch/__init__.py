@@ -23,8 +23,8 @@ from .functional import (
     scale,
     sinkhorn,
 )
-from .gdn import GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_pre, gdn_pre_step, gdn_rule
-from .gdn_modules import GatedDeltaFront
+from .gdn import GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_norm, gdn_pre, gdn_pre_step, gdn_rule, gdn_rule_step
+from .gdn_modules import GatedDeltaFront, GatedDeltaNet, GatedRMSNorm, GdnCache
 from .gdn_pieces import GdnPieces
 from .grads import GradX
 from .modules import Contract, Expand, Head, HyperConnection, HyperConnectionLayer
@@ -47,6 +47,9 @@ __all__ = [
     "Contract",
     "Expand",
     "GatedDeltaFront",
+    "GatedDeltaNet",
+    "GatedRMSNorm",
+    "GdnCache",
     "GdnHeads",
     "GdnOptions",
     "GdnPieces",
@@ -76,9 +79,11 @@ __all__ = [
     "draw_step",
     "expand",
     "finalize_mhc_recompute_layer",
+    "gdn_norm",
     "gdn_pre",
     "gdn_pre_step",
     "gdn_rule",
+    "gdn_rule_step",
     "head",
     "post",
     "pre",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet: what stands between the input projection of a layer and the gated delta rule, and the rule itself, as
-functions of tensors with gradients.
+"""Gated DeltaNet: what stands between the input projection of a layer and the gated delta rule, the rule itself, and
+the gated norm behind it, as functions of tensors with gradients.
 
 Shapes: B sequences of S tokens, or B = 1 and `cu_seqlens`, which cuts the S tokens into N sequences. Where there is
 only one row of tokens, the leading [B, S] may be [T], and results are [T, ...] too. Memory of the order (S, B, ...) is
@@ -22,6 +22,7 @@ ACTIVATIONS = ("silu", "linear")
 HEAD_MAPS = ("interleaved", "tiled")
 ROUNDINGS = ("through", "parity")
 GATES = ("copy", "view", "none")
+OUTPUT_GATES = ("silu", "sigmoid")
 
 
 class GdnHeads(NamedTuple):
@@ -278,6 +279,66 @@ def gdn_rule(
     return o.squeeze(0) if lead else o, final if final_state else None
 
 
+def gdn_rule_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    *,
+    state: Tensor,
+    state_index: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    head_map: str = "interleaved",
+    update: bool = True,
+    token_states: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`gdn_rule` of the next tokens, usually one to eight, of B requests (or N, with cu_seqlens) whose states are rows of a
+    cache, state [rows, Hv, Dk, Dv] in float32 or the dtype of query, updated in place. A cache [rows, Hv, Dv, Dk] is passed
+    as its view `cache.mT`. state_index [B or N] names the rows; -1 is padding, with results of zero and no state touched.
+    update=False leaves the cache as it is; token_states=True returns the state after every token, [B, S, Hv, Dk, Dv] in the
+    dtype of the cache. Both together are for speculative decoding, where the caller copies the state of the last accepted
+    token into its row. Forward only."""
+    lead = query.dim() == 3
+    if lead:
+        query, key, value, beta, g = map(_batched, (query, key, value, beta, g))
+    tensors = (query, key, value, beta, g, state)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise NotImplementedError("gdn_rule_step: it has no gradient: call it under torch.no_grad()")
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    map_of = choice("gdn_rule_step: head_map", head_map, HEAD_MAPS)
+    wide = state.dtype != query.dtype
+    results = torch.ops.weft.gdn_rule_step.default(
+        *tensors, state_index, cu_seqlens, scale, map_of, update, token_states, wide
+    )
+    o, kept = results
+    kept = kept.unflatten(1, tuple(value.shape[1:3])) if token_states else None
+    return (o.squeeze(0), kept if kept is None else kept.squeeze(0)) if lead else (o, kept)
+
+
+def gdn_norm(
+    o: Tensor,
+    z: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    gate: str = "silu",
+    main_grad: bool = False,
+) -> Tensor:
+    """The gated norm behind the rule: o / sqrt(mean(o^2) + eps) * weight * f(z) over the last dimension, with f(z) =
+    silu(z) or, with gate="sigmoid", sigmoid(z), in fp32 and rounded once. o and z are [B, S, H, C], [T, H, C] or [T, C]; z
+    may be a view of the projection. weight is [C]. main_grad as everywhere."""
+    if o.dim() not in (2, 3, 4) or z.dim() != o.dim():
+        raise ValueError(
+            "gdn_norm: o and z: expected [B, S, H, C], [T, H, C] or [T, C], the same of both,"
+            f" got {list(o.shape)} and {list(z.shape)}"
+        )
+    kind = choice("gdn_norm: gate", gate, OUTPUT_GATES)
+    y = operation("gdn_norm", main_grad)(_heads_of(o), _heads_of(z), weight, float(eps), kind)
+    return y.view(o.shape)
+
+
 # ---- arguments ---------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +399,13 @@ def _view_of_z(parts, heads: GdnHeads) -> Tensor:
 def _batched(t: Tensor) -> Tensor:
     """[T, ...] as [1, T, ...]; not by unsqueeze, whose strides for no tokens at all fake tensors do not share."""
     return t.view(1, *t.shape)
+
+
+def _heads_of(t: Tensor) -> Tensor:
+    """[T, C] and [T, H, C] as [1, T, H, C]."""
+    if t.dim() == 2:
+        t = t.unsqueeze(1)
+    return t if t.dim() == 4 else _batched(t)
 
 
 def _unbatched(results, lead: bool) -> list[Tensor | None]:

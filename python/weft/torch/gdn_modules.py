@@ -1,14 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front of a Gated DeltaNet layer as a module."""
+"""The front of a Gated DeltaNet layer, its gated norm, and the layer itself, as modules."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .gdn import DEFAULTS, GdnHeads, GdnOptions, GdnPre, GdnSections, gdn_pre, gdn_pre_step
+from .gdn import (
+    DEFAULTS,
+    OUTPUT_GATES,
+    GdnHeads,
+    GdnOptions,
+    GdnPre,
+    GdnSections,
+    gdn_norm,
+    gdn_pre,
+    gdn_pre_step,
+    gdn_rule,
+    gdn_rule_step,
+)
+from .numerics import choice
 
 
 class GatedDeltaFront(nn.Module):
@@ -109,3 +123,145 @@ class GatedDeltaFront(nn.Module):
 
     def _parameters_of_the_call(self) -> tuple:
         return self.conv_weight, self.a_log, self.dt_bias, self.conv_bias
+
+
+class GatedRMSNorm(nn.Module):
+    """The norm behind the gated delta rule, with the output gate: `gdn_norm`. Parameter: weight [C], ones at first; none
+    with affine=False."""
+
+    def __init__(
+        self,
+        channels: int,
+        eps: float = 1e-6,
+        *,
+        gate: str = "silu",
+        affine: bool = True,
+        main_grad: bool = False,
+        device=None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        if channels < 1:
+            raise ValueError(f"GatedRMSNorm: channels: expected at least 1, got {channels}")
+        choice("GatedRMSNorm: gate", gate, OUTPUT_GATES)
+        self.channels, self.eps, self.gate, self.main_grad = channels, eps, gate, main_grad
+        self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype)) if affine else None
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, eps={self.eps}, gate={self.gate!r}, affine={self.weight is not None}"
+
+    def forward(self, o: Tensor, z: Tensor) -> Tensor:
+        """o and z are [B, S, H, C], [T, H, C] or [T, C]."""
+        return gdn_norm(o, z, self.weight, self.eps, gate=self.gate, main_grad=self.main_grad)
+
+
+class GdnCache(NamedTuple):
+    """States of one layer for decoding: a row for each request, of constant size. Rows of zeros are those of requests that
+    have not begun."""
+
+    conv: Tensor  # [rows, C, W - 1]: the last rows of q, k, v that the convolution has seen
+    rule: Tensor  # [rows, Hv, Dk, Dv]
+
+    def clear(self, rows: Tensor) -> None:
+        """Makes rows those of new requests."""
+        self.conv[rows] = 0
+        self.rule[rows] = 0
+
+
+class GatedDeltaNet(nn.Module):
+    """A Gated DeltaNet layer: input projection, `gdn_pre`, `gdn_rule`, `gdn_norm`, output projection.
+
+    Parameters: in_proj [heads.columns, channels], whose rows are q | k | v | z | b | a, front (a `GatedDeltaFront`), norm (a
+    `GatedRMSNorm` of a head) and out_proj [channels, Hv Dv]."""
+
+    def __init__(
+        self,
+        channels: int,
+        heads: GdnHeads | tuple[int, int, int, int],
+        width: int = 4,
+        *,
+        eps: float = 1e-6,
+        gate: str = "silu",
+        bias: bool = False,
+        conv_bias: bool = False,
+        options: GdnOptions = DEFAULTS,
+        device=None,
+        dtype: torch.dtype = torch.float32,
+        gate_dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        if channels < 1:
+            raise ValueError(f"GatedDeltaNet: channels: expected at least 1, got {channels}")
+        if options.g_chunk or options.g_log2:
+            raise ValueError(f"GatedDeltaNet: options: expected g per token in natural logarithms, got {options}")
+        made = {"device": device, "dtype": dtype}
+        self.front = GatedDeltaFront(
+            heads, width, bias=conv_bias, options=options, repeat=False, gate="view", gate_dtype=gate_dtype, **made
+        )
+        self.channels, self.heads = channels, self.front.heads
+        self.in_proj = nn.Linear(channels, self.heads.columns, bias=bias, **made)
+        self.norm = GatedRMSNorm(self.heads.value_dim, eps, gate=gate, **made)
+        self.out_proj = nn.Linear(self.heads.value_heads * self.heads.value_dim, channels, bias=bias, **made)
+
+    def new_cache(self, rows: int, dtype: torch.dtype = torch.float32) -> GdnCache:
+        """A cache of so many rows, of zeros. dtype is that of the rule's states, torch.float32 or the layer's own."""
+        shape = (rows, self.heads.value_heads, self.heads.key_dim, self.heads.value_dim)
+        return GdnCache(self.front.new_state(rows), self.in_proj.weight.new_zeros(shape, dtype=dtype))
+
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        cache: GdnCache | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """x [B, S, channels] -> [B, S, channels]; packed sequences are B = 1 and cu_seqlens. With a cache the sequences go on
+        from its rows (0, 1, .. unless told) and leave their states there; gradients do not pass through it."""
+        if cache is None:
+            front = self.front(self.in_proj(x), cu_seqlens)
+            o, _ = gdn_rule(*_of_the_rule(front), cu_seqlens=cu_seqlens, head_map=self.front.options.head_map)
+            return self._finish(o, front.gate)
+        if rows is None:
+            rows = torch.arange(len(x) if cu_seqlens is None else len(cu_seqlens) - 1, device=x.device)
+        conv, rule = cache.conv[rows], cache.rule[rows].to(_full(x))
+        front = self.front(self.in_proj(x), cu_seqlens, state=conv, final_state=True)
+        o, final = gdn_rule(
+            *_of_the_rule(front),
+            cu_seqlens=cu_seqlens,
+            state=rule,
+            final_state=True,
+            head_map=self.front.options.head_map,
+        )
+        with torch.no_grad():
+            cache.conv[rows] = front.final_state.detach()
+            cache.rule[rows] = final.detach().to(cache.rule.dtype)
+        return self._finish(o, front.gate)
+
+    def step(self, x: Tensor, cache: GdnCache, rows: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The next few tokens of each request, x [B, S, channels], or packed: the cache is updated in place, row -1 is padding
+        and gives what the output projection makes of zeros. Without gradients."""
+        with torch.no_grad():
+            front = self.front.step(self.in_proj(x), cache.conv, rows, cu_seqlens)
+            o, _ = gdn_rule_step(
+                *_of_the_rule(front),
+                state=cache.rule,
+                state_index=rows,
+                cu_seqlens=cu_seqlens,
+                head_map=self.front.options.head_map,
+            )
+            return self._finish(o, front.gate)
+
+    def _finish(self, o: Tensor, z: Tensor | None) -> Tensor:
+        return self.out_proj(self.norm(o, z).flatten(-2))
+
+
+def _of_the_rule(front: GdnPre) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return front.query, front.key, front.value, front.beta, front.g
+
+
+def _full(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

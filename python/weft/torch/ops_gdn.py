@@ -53,3 +53,13 @@ operator(
     where={"final_state": "final_state"},
     forward_only=("final_state",),
 )
+operator(
+    "gdn_rule_step",
+    "query, key, value, beta, g, state, state_index, cu_seqlens, scale, head_map, bool update, bool keep, bool wide",
+    sizes=lambda arguments: {"step_heads": arguments["value"].shape[1] * arguments["value"].shape[2]},
+    where={"new_state": "update", "token_state": "keep"},
+    wide_where={"token_state": "wide"},
+    binds={"new_state": "state"},  # in place
+    writes=("state",),
+)
+operator("gdn_norm")

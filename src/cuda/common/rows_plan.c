@@ -75,13 +75,17 @@ weft_rows_sum weft_rows_plan_sum(int64_t tokens, int64_t channels, int64_t width
  * traffic. */
 weft_rows_chunks weft_rows_plan_chunks(int64_t tokens, int64_t channels)
 {
-    weft_rows_chunks p = {0, 1};
     int64_t most = ((int64_t)1 << 20) / channels;
-    most = most > 1024 ? 1024 : most < 256 ? 256 : most;
+    return weft_rows_plan_pieces(tokens, channels, most > 1024 ? 1024 : most < 256 ? 256 : most, 1);
+}
+
+weft_rows_chunks weft_rows_plan_pieces(int64_t tokens, int64_t channels, int64_t most, int64_t unit)
+{
+    weft_rows_chunks p = {0, 1};
     most = least(most, WEFT_ROWS_PARTIAL_FLOATS / channels);
     if (most < 1) most = 1;
     if (tokens == 0) return p;
-    p.tokens = up(tokens, most);
+    p.tokens = up(up(tokens, most), unit) * unit;
     p.chunks = up(tokens, p.tokens);
     return p;
 }

@@ -52,6 +52,8 @@ weft_rows_sum weft_rows_plan_sum(int64_t tokens, int64_t channels, int64_t width
                                  int32_t most_block);
 /* chunks * channels is at most WEFT_ROWS_PARTIAL_FLOATS, or there is one chunk. */
 weft_rows_chunks weft_rows_plan_chunks(int64_t tokens, int64_t channels);
+/* The same for at most `most` chunks, each of a multiple of `unit` tokens. */
+weft_rows_chunks weft_rows_plan_pieces(int64_t tokens, int64_t channels, int64_t most, int64_t unit);
 
 #ifdef __cplusplus
 }

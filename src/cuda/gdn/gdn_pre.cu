@@ -153,27 +153,6 @@ template <class T> static weft_status fwd(const weft_call *call, const void *arg
                   {.grid = blocks_of(f.first_unit[PART_Z], f.seq.count), .block = WARPS * 32}, f);
 }
 
-/* Room for the rows of a call that has them found in front; NULL and none where its kernel finds them. */
-static int64_t *rows_of_many(weft_arena *arena, const weft_call *call, const weft_gdn_pre_step_args *a)
-{
-    const int64_t count = sequences_of(call, &a->cu_seqlens).count;
-    if (!weft_has(&a->state_index) || count <= WEFT_GDN_SEARCHED) return NULL;
-    return (int64_t *)weft_arena_take(arena, (size_t)count * sizeof(int64_t));
-}
-
-static weft_status find_rows(const weft_call *call, const weft_gdn_pre_step_args *a, fwd_params *p)
-{
-    weft_arena arena = cuda_arena(call);
-    int64_t *own = rows_of_many(&arena, call, a);
-    p->searched = own ? 0 : (int32_t)p->seq.count;
-    if (!own) return WEFT_OK;
-    WEFT_TRY(launch(call, "rows", rows_kernel,
-                    {.grid = grid_of((p->seq.count + WARPS - 1) / WARPS), .block = WARPS * 32, .order = OVERLAP},
-                    p->conv, p->seq.count, own));
-    p->conv.index = own, p->conv.wide_index = true, p->conv.index_stride = 1;
-    return WEFT_OK;
-}
-
 template <class T> static weft_status step(const weft_call *call, const void *args)
 {
     const weft_gdn_pre_step_args *a = (const weft_gdn_pre_step_args *)args;
@@ -182,12 +161,8 @@ template <class T> static weft_status step(const weft_call *call, const void *ar
     fwd_params p = params_of(call, a, vec);
     if (p.seq.count == 0 && p.seq.tokens == 0) return WEFT_OK;
     WEFT_TRY(look_at_offsets(call, p.seq));
-    if (weft_has(&a->state_index)) {
-        p.conv.index = a->state_index.data, p.conv.wide_index = a->state_index.dtype == WEFT_I64;
-        p.conv.index_stride = a->state_index.stride[0];
-        WEFT_TRY(look_at_rows(call, p.conv, p.seq.count));
-        WEFT_TRY(find_rows(call, a, &p));
-    }
+    p.conv.cache = cache_rows_of(&a->state_index, &a->state);
+    WEFT_TRY(find_rows(call, &p.conv.cache, p.seq.count, &p.searched));
     p.new_state = view_of(&a->new_state);
     p.wide_new_state = lies_side_by_side(&a->new_state, 1, p.conv.history);
     if (const fwd_function kernel = plain_step_of<T>(call, a, p, vec)) {
@@ -207,11 +182,8 @@ template <class T> static weft_status step(const weft_call *call, const void *ar
 
 static size_t step_workspace(const weft_call *call, const void *args)
 {
-    weft_call query = *call;
-    query.query = true;
-    weft_arena arena = cuda_arena(&query);
-    rows_of_many(&arena, call, (const weft_gdn_pre_step_args *)args);
-    return weft_arena_bytes(&arena);
+    const weft_gdn_pre_step_args *a = (const weft_gdn_pre_step_args *)args;
+    return find_rows_workspace(&a->state_index, sequences_of(call, &a->cu_seqlens).count);
 }
 
 const weft_kernel weft_cuda_gdn_pre_fwd[] = {

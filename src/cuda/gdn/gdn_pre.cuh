@@ -12,72 +12,10 @@
 #define WEFT_CUDA_GDN_PRE_CUH
 
 #include "cuda/common/mma.cuh"
+#include "cuda/gdn/gdn_cache.cuh"
+#include "cuda/gdn/gdn_math.cuh"
 #include "cuda/gdn/gdn_pre_plan.h"
 #include "cuda/gdn/gdn_tokens.cuh"
-
-/* Within an ulp, and 0 of what is so large that the result would be denormal: one instruction, where a division has ten. */
-static __device__ __forceinline__ float reciprocal(float x)
-{
-    float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-
-/* 1 / sqrt(x) within an ulp, by a step of Newton's method; 0 of infinity. */
-static __device__ __forceinline__ float reciprocal_root(float x)
-{
-    const float r = rsqrtf(x), correction = fmaf(-x * r, r, 1.0f);
-    return x < 3e38f ? fmaf(0.5f * r, correction, r) : r;
-}
-
-/* exp(-u): as 2^-(u log2 e), whose exponent is u times a constant in two parts, rounded once. That is one rounding of u, of which
- * the convolution leaves one (docs/math.md). Infinite from 2^128 on. */
-static __device__ __forceinline__ float exp_of_minus(float u)
-{
-    float e;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(u, -1.44269502f, u * -1.92596299e-8f)));
-    return e;
-}
-
-#define real float
-#define scalar float
-#define GM(name) gm_##name
-#define GM_FN static __device__ __forceinline__
-#define GM_MOST 1
-#define GM_EXP_OF_MINUS(u, e, n) (*(e) = exp_of_minus(*(u)))
-#define GM_COMPLEMENT(s, e) __saturatef((e) * (s)) /* 0 where it is not a number: there s is 0 */
-#define GM_SET(x) ((float)(x))
-#define GM_EXP(x) expf(x)
-#define GM_LOG1P(x) log1pf(x)
-#define GM_RECIPROCAL(x) reciprocal(x)
-#define GM_QUOTIENT(u, x, r) ((u) * (r))
-#define GM_FMA(a, b, c) fmaf(a, b, c)
-#define GM_GT(a, b, x, y) ((a) > (b) ? (x) : (y))
-#include "core/gdn_math.h"
-#undef real
-#undef scalar
-
-static __device__ __forceinline__ float silu(float u)
-{
-    gm_silus(&u, 1);
-    return u;
-}
-
-/* y = silu(u); returns its derivative. */
-static __device__ __forceinline__ float silu_slope(float u, float *y)
-{
-    float slope;
-    *y = u;
-    gm_silu_slopes(y, &slope, 1);
-    return slope;
-}
-
-/* The derivative alone, with an exponential of two ulp: for a u that has been rounded, whose error has no room for a rounding more. */
-static __device__ __forceinline__ float silu_slope_of_rounded(float u)
-{
-    float e, s = gm_sigmoid(u, &e);
-    return fmaf(u * s, gm_complement(s, e), s);
-}
 
 /* ---- which kernels there are for a call ------------------------------------------------------------------------------------ */
 
@@ -230,11 +168,9 @@ template <class S, int V> struct slot_of {
 /* ---- the convolution ---------------------------------------------------------------------------------------------------------- */
 
 struct convolution {
-    view weight, bias; /* [C, W], [C] */
-    view state;        /* [rows, C, L] */
-    const void *index; /* rows of the states, NULL: sequence n has row n */
-    bool wide_index;
-    int64_t index_stride, state_rows;
+    view weight, bias;            /* [C, W], [C] */
+    view state;                   /* [rows, C, L] */
+    cache_rows cache;             /* of the states */
     int32_t width, history;       /* W, L */
     int32_t linear;               /* no silu */
     bool wide_weight, wide_state; /* a lane's taps, or slots, lie side by side, on a boundary of 16 bytes */
@@ -256,23 +192,10 @@ static inline convolution convolution_of(const weft_call *call, const weft_tenso
     c.weight = view_of(weight), c.bias = view_of(bias), c.state = view_of(state);
     c.width = (int32_t)call->width, c.history = (int32_t)(call->history < 0 ? 0 : call->history);
     c.linear = o->activation == WEFT_GDN_LINEAR;
-    c.state_rows = weft_has(state) ? state->shape[0] : 0;
+    c.cache.rows = weft_has(state) ? state->shape[0] : 0;
     c.wide_weight = lies_side_by_side(weight, 0, c.width);
     c.wide_state = weft_has(state) && lies_side_by_side(state, 1, c.history);
     return c;
-}
-
-static __device__ __forceinline__ int64_t index_at(const convolution &c, int64_t n)
-{
-    return c.wide_index ? ((const int64_t *)c.index)[n * c.index_stride]
-                        : ((const int32_t *)c.index)[n * c.index_stride];
-}
-
-/* The row of a sequence's state; below 0 where it has none. A row that does not exist counts as none. */
-static __device__ __forceinline__ int64_t state_row(const convolution &c, int64_t n)
-{
-    const int64_t row = c.index ? index_at(c, n) : n;
-    return row < c.state_rows ? row : -1;
 }
 
 /* What the convolution reads of one channel at token t, which may lie in front of its sequence. `row` is its state's. */
@@ -392,7 +315,7 @@ static __device__ __forceinline__ void rewind(lane_head<W, V> &h, const section 
                                               const sequences &seq, const place &p, int64_t t, const lane_place &l)
 {
     const int64_t age = t - p.start;
-    const int64_t row = age < W - 1 && has(c.state) ? state_row(c, p.n) : -1;
+    const int64_t row = age < W - 1 && has(c.state) ? state_row(c.cache, p.n) : -1;
     if (age == 0) {
         read_state<T>(h.past, c, l.count > 0 ? row : -1, s.first + l.head * s.dim + l.channel);
         return;

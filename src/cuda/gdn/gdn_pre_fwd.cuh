@@ -192,7 +192,7 @@ static __device__ void forward_any(const fwd_params &p, int part, int unit, int6
     float y[MAX_GROUPS][GROUP];
     for (int64_t t = t0; t < t1; t++, advance(now, p.seq)) {
         if (t == where.end) next_sequence(p.seq, where, t);
-        const int64_t row = where.n < p.seq.count && has(p.conv.state) ? state_row(p.conv, where.n) : -1;
+        const int64_t row = where.n < p.seq.count && has(p.conv.state) ? state_row(p.conv.cache, where.n) : -1;
         const bool zero = where.n >= p.seq.count;
         float squares[MAX_GROUPS] = {};
         for (int k = 0; k < groups; k++)

@@ -6,65 +6,6 @@
 
 #include "cuda/gdn/gdn_pre_fwd.cuh"
 
-/* ---- rows of the cache ----------------------------------------------------------------------------------------------------- */
-
-/* Whether another one of `count` requests names the row of request n too. All lanes of a warp ask for the same n. */
-template <class I>
-static __device__ __forceinline__ bool named_again(const convolution &c, I n, int64_t row, I count)
-{
-    bool again = false;
-#pragma unroll 2
-    for (I m = (I)(threadIdx.x & 31); m < count; m += 32) again |= (m != n) & (index_at(c, m) == row);
-    return __any_sync(0xffffffffu, again);
-}
-
-/* The row that is request n's alone; below 0 where it has none and is padding. Two requests that name one row would race for it, so
- * neither gets it. */
-template <class I> static __device__ __forceinline__ int64_t own_row(const convolution &c, int64_t n, I count)
-{
-    const int64_t row = state_row(c, n);
-    return row >= 0 && named_again(c, (I)n, row, count) ? -1 : row;
-}
-
-/* The same once for all heads, where there are many requests. */
-static __global__ void __launch_bounds__(WARPS * 32) rows_kernel(const convolution c, int64_t count, int64_t *own)
-{
-    wait_for_previous();
-    for (int64_t n = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5); n < count; n += (int64_t)gridDim.x * WARPS) {
-        const int64_t row = own_row(c, n, count);
-        if ((threadIdx.x & 31) == 0) own[n] = row;
-    }
-}
-
-#ifndef NDEBUG
-/* Says which rows own_row takes for padding. */
-static __global__ void report_rows(const convolution c, int64_t count)
-{
-    const int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (n >= count) return;
-    const int64_t row = index_at(c, n);
-    if (row < -1 || row >= c.state_rows)
-        printf("weft: gdn_pre_step: state_index[%lld]: expected -1 to %lld, got %lld\n", (long long)n,
-               (long long)c.state_rows - 1, (long long)row);
-    for (int64_t m = 0; m < n && row >= 0; m++)
-        if (index_at(c, m) == row)
-            printf("weft: gdn_pre_step: state_index[%lld]: expected a row of its own, got %lld like "
-                   "state_index[%lld]\n",
-                   (long long)n, (long long)row, (long long)m);
-}
-#endif
-
-/* Debug builds print rows that the cache does not have and rows named twice, from the device, when the stream comes to it. */
-static inline weft_status look_at_rows(const weft_call *call, const convolution &c, int64_t count)
-{
-#ifndef NDEBUG
-    if (count > 0)
-        return launch(call, "rows", report_rows, {.grid = grid_of((count + 127) / 128), .block = 128}, c, count);
-#endif
-    (void)call, (void)c, (void)count;
-    return WEFT_OK;
-}
-
 /* ---- any call -------------------------------------------------------------------------------------------------------------- */
 
 /* L slots of V channels, side by side. */
@@ -168,7 +109,7 @@ __global__ void __launch_bounds__(WARPS * 32, 4) step_kernel(const fwd_params p)
     for (int64_t n = blockIdx.x / (unsigned)across; n < p.seq.count + (p.seq.cu != NULL); n += p.apart) {
         place where = {n, start_of(p.seq, n), n < p.seq.count ? start_of(p.seq, n + 1) : p.seq.tokens};
         if (where.end < where.start) where.end = where.start;
-        const int64_t row = n < p.seq.count ? own_row(p.conv, n, p.searched) : -1;
+        const int64_t row = n < p.seq.count ? own_row(p.conv.cache, n, p.searched) : -1;
         const place or_padding = {row < 0 ? p.seq.count : n, where.start, where.end};
         if (part == PART_Z) {
             copy_heads<T, V>(p, unit, where.start, where.end, row < 0 ? where.start : where.end);
@@ -289,7 +230,7 @@ __global__ void __launch_bounds__(WARPS * 32, 4) step_plain_kernel(const fwd_par
     if (part == PART_GATES) {
         for (int64_t n = first; n < p.seq.count; n += p.apart)
             forward_each_gate<T>(p, n * p.seq.steps, (n + 1) * p.seq.steps,
-                                 own_row(p.conv, n, p.searched) < 0 ? 0 : p.seq.tokens);
+                                 own_row(p.conv.cache, n, p.searched) < 0 ? 0 : p.seq.tokens);
         return;
     }
     const section &s = p.in[part];
@@ -302,14 +243,14 @@ __global__ void __launch_bounds__(WARPS * 32, 4) step_plain_kernel(const fwd_par
     bool ready = false;
     for (int64_t n = first; n < p.seq.count || !ready; n += p.apart) {
         const place where = {n, n * p.seq.steps, (n + 1) * p.seq.steps};
-        const int64_t named = n < p.seq.count ? state_row(p.conv, n) : -1;
+        const int64_t named = n < p.seq.count ? state_row(p.conv.cache, n) : -1;
         raw<T, V> next = {};
         if (named >= 0) {
             shared.fetch_state(p.conv.state, named, channel, active);
             next = first_row(p, part, mine, where);
         }
         copy_commit();
-        const int64_t row = named >= 0 && named_again(p.conv, (int)n, named, p.searched)
+        const int64_t row = named >= 0 && named_again(p.conv.cache, (int)n, named, p.searched)
                                 ? -1
                                 : named; /* while the load of the state is in flight */
         if (part == PART_V && has(p.out[PART_Z]) && n < p.seq.count)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GatedDeltaNet: against the layer of transformers' Qwen3-Next in a tiny random configuration, decoding with a cache, packed
+sequences."""
+
+import pytest
+import torch
+import weft.torch as wt
+from compare import same
+
+HEADS = wt.GdnHeads(key_heads=2, value_heads=4, key_dim=8, value_dim=16)
+C = 24
+
+
+def close(got, want, name, bound=1e-5):
+    """Relative to the largest element; a NaN fails."""
+    assert got.shape == want.shape, name
+    assert (got - want).abs().max() <= bound * want.abs().max(), name
+
+
+@pytest.fixture(scope="module")
+def modeling():
+    return pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+
+
+@pytest.fixture
+def theirs(modeling):
+    config = modeling.Qwen3NextConfig(
+        hidden_size=C,
+        linear_num_key_heads=HEADS.key_heads,
+        linear_num_value_heads=HEADS.value_heads,
+        linear_key_head_dim=HEADS.key_dim,
+        linear_value_head_dim=HEADS.value_dim,
+        linear_conv_kernel_dim=4,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+    )
+    layer = modeling.Qwen3NextGatedDeltaNet(config, 0)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.5 if p.dim() > 1 else 0.3)
+    return layer, config
+
+
+@torch.no_grad()
+def converted(layer) -> wt.GatedDeltaNet:
+    """The same layer: the columns of the projections come in another order."""
+    ours = wt.GatedDeltaNet(C, HEADS, eps=layer.layer_norm_epsilon)
+    parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz.weight.T[None], layer.in_proj_ba.weight.T[None])
+    ours.in_proj.weight.copy_(torch.cat([t[0].reshape(C, -1) for t in parts], 1).T)
+    ours.front.conv_weight.copy_(layer.conv1d.weight[:, 0])
+    ours.front.a_log.copy_(layer.A_log)
+    ours.front.dt_bias.copy_(layer.dt_bias)
+    ours.norm.weight.copy_(layer.norm.weight)
+    ours.out_proj.weight.copy_(layer.out_proj.weight)
+    return ours
+
+
+def test_forward_and_gradients(theirs):
+    layer, _ = theirs
+    ours = converted(layer)
+    x = torch.randn(2, 11, C, requires_grad=True)
+    d_y = torch.randn(2, 11, C)
+    names = ("out_proj.weight", "conv1d.weight", "A_log", "dt_bias", "norm.weight")
+    mine = ("out_proj.weight", "front.conv_weight", "front.a_log", "front.dt_bias", "norm.weight")
+    want, got = layer(x), ours(x)
+    close(got, want, "y")
+    of_theirs = torch.autograd.grad(want, (x, *(layer.get_parameter(n) for n in names)), d_y)
+    of_ours = torch.autograd.grad(got, (x, *(ours.get_parameter(n) for n in mine)), d_y)
+    for name, a, b in zip(("x", *names), of_ours, of_theirs, strict=True):
+        close(a, b.squeeze(1) if name == "conv1d.weight" else b, name)
+    (d_in,) = torch.autograd.grad(ours(x), ours.in_proj.weight, d_y)
+    want_in = torch.autograd.grad(layer(x), (layer.in_proj_qkvz.weight, layer.in_proj_ba.weight), d_y)
+    parts = layer.fix_query_key_value_ordering(want_in[0].T[None], want_in[1].T[None])
+    close(d_in, torch.cat([t[0].reshape(C, -1) for t in parts], 1).T, "in_proj")
+
+
+def test_prefill_and_decoding(theirs, modeling):
+    """A prompt, then one token at a time, with both layers' own caches."""
+    layer, config = theirs
+    ours = converted(layer)
+    x = torch.randn(2, 12, C)
+    theirs_cache, cache = modeling.DynamicCache(config=config), ours.new_cache(5)
+    rows = torch.tensor([3, 1])
+    with torch.no_grad():
+        close(ours(x[:, :7], cache=cache, rows=rows), layer(x[:, :7], cache_params=theirs_cache), "prefill")
+        for t in range(7, 12):
+            token = x[:, t : t + 1]
+            close(ours.step(token, cache, rows), layer(token, cache_params=theirs_cache), f"token {t}")
+        close(cache.rule[rows], theirs_cache.get_recurrent_state(0), "states")
+    assert not cache.rule[[0, 2, 4]].any() and not cache.conv[[0, 2, 4]].any()
+
+
+def layer_of(device="cpu") -> wt.GatedDeltaNet:
+    torch.manual_seed(5)
+    return wt.GatedDeltaNet(C, HEADS, device=device)
+
+
+def test_decoding_is_the_whole():
+    """Prefill in pieces and tokens one or three at a time give what all at once gives: the operators to the bit, the two
+    products with matrices as far as PyTorch's own agree."""
+    layer = layer_of()
+    x = torch.randn(3, 14, C)
+    with torch.no_grad():
+        whole, cache = layer(x), layer.new_cache(3)
+        parts = [layer(x[:, :4], cache=cache), layer(x[:, 4:9], cache=cache)]
+        parts += [layer.step(x[:, t : t + n], cache) for t, n in ((9, 1), (10, 3), (13, 1))]
+    close(torch.cat(parts, 1), whole, "y")
+
+
+def test_packed():
+    layer = layer_of()
+    lengths = (5, 1, 6)
+    x = torch.randn(1, 12, C)
+    cu = torch.tensor([0, 5, 6, 12])
+    cache, rows = layer.new_cache(4), torch.tensor([2, 0, 3])
+    with torch.no_grad():
+        y = layer(x, cu, cache, rows)
+        for row, span in zip(rows.tolist(), x.split(lengths, 1), strict=True):
+            alone = layer.new_cache(1)
+            got = y[:, : span.shape[1]]
+            close(got, layer(span, cache=alone), "y")
+            close(cache.rule[row], alone.rule[0], "states")
+            y = y[:, span.shape[1] :]
+        next_tokens = torch.randn(1, 3, C)
+        padded = torch.tensor([2, -1, 3])
+        before = cache.conv[0].clone()
+        out = layer.step(next_tokens, cache, padded, torch.tensor([0, 1, 2, 3]))
+    assert not out[:, 1].any() and out[:, 0].any()
+    same(cache.conv[0], before, "a row of nobody")
+    cache.clear(torch.tensor([2]))
+    assert not cache.conv[2].any() and not cache.rule[2].any() and cache.rule[3].any()
+
+
+def test_gradients_pass_a_cache_by():
+    layer, cache = layer_of(), layer_of().new_cache(2)
+    layer(torch.randn(2, 5, C), cache=cache).sum().backward()
+    assert not cache.rule.requires_grad and all(p.grad is not None for p in layer.parameters())
+
+
+def test_bad_layers():
+    for text, make in {
+        "GatedDeltaNet: channels: expected": lambda: wt.GatedDeltaNet(0, HEADS),
+        "GatedDeltaNet: options: expected": lambda: wt.GatedDeltaNet(C, HEADS, options=wt.GdnOptions(g_log2=True)),
+        "GatedRMSNorm: gate: expected": lambda: wt.GatedDeltaNet(C, HEADS, gate="tanh"),
+        "heads: expected sizes": lambda: wt.GatedDeltaNet(C, (3, 4, 8, 8)),
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            make()
