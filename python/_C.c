@@ -77,8 +77,8 @@ static PyObject *preset(PyObject *module, PyObject *name)
         PyErr_Format(PyExc_ValueError, "preset: expected one of weft's presets, got %R", name);
         return NULL;
     }
-    return Py_BuildValue("diddidii", n.rms_eps, (int)n.rms_eps_kind, n.pre_eps, n.post_mult, (int)n.sinkhorn,
-                         n.sinkhorn_eps, (int)n.sinkhorn_iters, (int)n.apply);
+    return Py_BuildValue("diddidiid", n.rms_eps, (int)n.rms_eps_kind, n.pre_eps, n.post_mult, (int)n.sinkhorn,
+                         n.sinkhorn_eps, (int)n.sinkhorn_iters, (int)n.apply, n.post_eps);
 }
 
 static PyObject *presets(PyObject *module, PyObject *unused)
@@ -103,6 +103,7 @@ static const char *dim_name(int32_t dim)
         DIM(HEADS) = "heads",         DIM(KEY_DIM) = "key_dim",     DIM(VALUE_DIM) = "value_dim",
         DIM(CONV) = "conv",           DIM(WIDTH) = "width",         DIM(HISTORY) = "history",
         DIM(SEQUENCES) = "sequences", DIM(OFFSETS) = "offsets",     DIM(CACHE) = "cache",
+        DIM(SCALES) = "scales",
     };
 #undef DIM
     const int k = dim - WEFT_DIM_TOKENS;

@@ -200,6 +200,7 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
                 is_dtype(&pre->h, WEFT_F32) && is_dtype(&pre->ms, WEFT_F32) && is_dtype(&pre->pre_in, WEFT_F32),
         .layout = call->dtype == WEFT_BF16 && /* of others nobody asks */
                   can_move(&pre->x) && can_move(&pre->u) && can_move(&pre->v) && can_move(&pre->sub_weight),
+        .unmixed = call->scales == 2 || (post && !weft_has(&post->res)),
         .post = post != NULL,
         .shared = call->device_shared,
         .sms = call->sms < call->device_sms ? call->sms : call->device_sms};
