@@ -201,8 +201,9 @@ static bool read_numbers(const char *op, const char *name, PyObject *value, int 
 /* Enums and counts come as floats: a registered operator has them in one list with the others. */
 bool ext_read_numerics(const char *op, PyObject *value, weft_mhc_numerics *n)
 {
-    double v[9];
-    if (!read_numbers(op, "numerics", value, 9, v)) return false;
+    double v[9] = {0};
+    const int count = count_of(value) == 8 ? 8 : 9; /* graphs of the first release have no post_eps */
+    if (!read_numbers(op, "numerics", value, count, v)) return false;
     n->rms_eps = v[0];
     n->rms_eps_kind = (weft_eps_kind)whole(v[1]);
     n->pre_eps = v[2];

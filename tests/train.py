@@ -215,7 +215,7 @@ def kill_and_resume():
     """WEFT_TEST_KILLS of them, over every kind of residual connection and optimiser."""
     kills = int(os.environ.get("WEFT_TEST_KILLS", 24))
     kinds = [
-        (kind, optimizer) for kind in ("residual", "hc", "mhc", "mhc_single_pass") for optimizer in ("adamw", "muon")
+        (kind, optimizer) for kind in ("residual", "hc", "mhc", "mhc_single_pass", "independent") for optimizer in ("adamw", "muon")
     ]
     turns = [(signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[i % 3] for i in range(kills)]
     by_signal, seed = {number: 0 for number in turns}, 0
@@ -599,7 +599,7 @@ def recompute():
 
 
 def kinds():
-    for kind in ("residual", "hc", "mhc", "mhc_single_pass"):
+    for kind in ("residual", "hc", "mhc", "mhc_single_pass", "independent"):
         code, _, err = train(f"kind-{kind}", "--residual", kind, "--steps", 60, "--rate", 3e-3)
         lines = figures(f"kind-{kind}") if code == 0 else [{"loss": 0}]
         say(f"{kind} learns", code == 0 and lines[-1]["loss"] < lines[0]["loss"] - 2, f"{err} {lines[0]} {lines[-1]}")
@@ -670,7 +670,7 @@ def seeds_and_kinds(page_of, words_of, log):
     page, _ = page_of("two seeds and copies", *runs, *copies, *other)
     say("are two seeds", words_of(page) == "hc ends with the lowest loss." and "; seeds 1, 2; 6 runs" in page)
 
-    for kind in ("residual", "hc", "mhc", "mhc_single_pass"):
+    for kind in ("residual", "hc", "mhc", "mhc_single_pass", "independent"):
         uniform, mhc = {"first-mix": "uniform"}, kind.startswith("mhc")
         old, new = log("m-old", kind, 1, 1, 2), log("m-new", kind, 2, 1, 2, **{"first-mix": "identity"})
         same = log("m-same", kind, 3, 1, 2, **(uniform if mhc else {"first-mix": "identity"}))
@@ -1049,7 +1049,7 @@ def bad_options():
         (["--alpha", -0.1], "--alpha"),
         (["--alpha", "nan"], "--alpha"),
         (["--streams", 33], "--streams"),
-        (["--residual", "mch"], "--residual: expected one of residual, hc, mhc, mhc_single_pass, got 'mch'"),
+        (["--residual", "mch"], "--residual: expected one of residual, hc, mhc, mhc_single_pass, independent, got 'mch'"),
         (["--residual", "residual", "--streams", 4], "streams"),
         (["--residual", "residual", "--recompute"], "recompute"),
         (["--residual", "residual", "--sinkhorn", 5], "sinkhorn"),

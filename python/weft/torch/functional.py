@@ -14,7 +14,7 @@ where they have one when backward comes, and returns them to autograd where they
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class Pre(NamedTuple):
     u: Tensor  # [..., C]
     pre: Tensor  # [..., n]
     post: Tensor  # [..., n]
-    res: Tensor | None  # [..., n, n]; None without a residual mix
+    res: Tensor | Any  # [..., n, n]; None without a residual mix, which types do not show
 
 
 class Boundary(NamedTuple):
@@ -45,7 +45,7 @@ class Boundary(NamedTuple):
     u: Tensor
     pre: Tensor
     post: Tensor
-    res: Tensor | None
+    res: Tensor | Any
 
 
 class Source(NamedTuple):
@@ -128,14 +128,14 @@ def project(
     return call_and_sum("mhc_project", args, grad_x, GradX.LAST, main_grad)
 
 
-def _mix(alpha: Tensor, res: Tensor) -> Tensor | None:
+def _mix(alpha: Tensor, res: Tensor) -> Tensor | Any:
     """What a call has of the residual mix: an operator returns a tensor without elements where there is none."""
     return None if alpha.shape[0] == 2 else res
 
 
 def scale(
     h: Tensor, ms: Tensor, alpha: Tensor, beta: Tensor, numerics: Numerics | str, *, main_grad: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | Any]:
     """Gates: pre [..., n], post [..., n] and the residual logits [..., n, n] from a projection. alpha [3], beta [N]; with
     alpha [2] there are no logits."""
     pre, post, logits = operation("mhc_scale", main_grad)(h, ms, alpha, beta, pack(numerics))
@@ -149,7 +149,7 @@ def sinkhorn(logits: Tensor, numerics: Numerics | str) -> Tensor:
 
 def coef(
     h: Tensor, ms: Tensor, alpha: Tensor, beta: Tensor, numerics: Numerics | str, *, main_grad: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | Any]:
     """Gates and Sinkhorn in one call: pre [..., n], post [..., n] and res [..., n, n], or None with alpha [2]."""
     pre, post, res = operation("mhc_coef", main_grad)(h, ms, alpha, beta, pack(numerics))
     return pre, post, _mix(alpha, res)
