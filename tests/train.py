@@ -670,7 +670,7 @@ def seeds_and_kinds(page_of, words_of, log):
     page, _ = page_of("two seeds and copies", *runs, *copies, *other)
     say("are two seeds", words_of(page) == "hc ends with the lowest loss." and "; seeds 1, 2; 6 runs" in page)
 
-    for kind in ("residual", "hc", "mhc", "mhc_single_pass", "independent"):
+    for kind in ("residual", "hc", "mhc", "mhc_single_pass"):
         uniform, mhc = {"first-mix": "uniform"}, kind.startswith("mhc")
         old, new = log("m-old", kind, 1, 1, 2), log("m-new", kind, 2, 1, 2, **{"first-mix": "identity"})
         same = log("m-same", kind, 3, 1, 2, **(uniform if mhc else {"first-mix": "identity"}))
@@ -1053,6 +1053,7 @@ def bad_options():
         (["--residual", "residual", "--streams", 4], "streams"),
         (["--residual", "residual", "--recompute"], "recompute"),
         (["--residual", "residual", "--sinkhorn", 5], "sinkhorn"),
+        (["--residual", "independent", "--sinkhorn", 5], "--sinkhorn: rejected with --residual independent"),
         (["--residual", "hc", "--preset", "liger"], "--preset: rejected with --residual hc"),
         (["--recompute-group", 2], "group"),
         (["--recompute", "--recompute-group", 9], "group"),
