@@ -41,7 +41,7 @@ static __device__ __forceinline__ void write_tile(T *row, int64_t stream, int64_
 /* Blocks that should fit a multiprocessor: bounds the registers. */
 template <int N, stream_layout L, post_mode MODE> constexpr int resident()
 {
-    return MODE >= FULL ? 1 : N == 8 ? 2 : MODE == PLAIN ? 4 : 3;
+    return post_asks(MODE) ? 1 : N == 8 ? 2 : MODE == BIASED ? 3 : 4;
 }
 
 template <class T, int N, stream_layout L, post_mode MODE>
@@ -50,7 +50,7 @@ static __global__ void __launch_bounds__(POST_BLOCK, resident<N, L, MODE>())
 {
     wait_for_previous();
     typedef post_tile<T, N, L> tile;
-    constexpr bool MIX = MODE != UNMIXED;
+    constexpr bool MIX = post_mixes(MODE);
     constexpr int W = tile::width, K = tile::batch, M = N + N * N, USED = MIX ? M : N;
     static_assert(sizeof(coefs<N>) == M * sizeof(float), "the coefficients are filled as an array");
     extern __shared__ float4 room[];
@@ -76,7 +76,7 @@ static __global__ void __launch_bounds__(POST_BLOCK, resident<N, L, MODE>())
     }
     post_extra<N, W> extra[K];
     weft_mask mask = {};
-    if constexpr (MODE >= FULL) mask = weft_mask_open(&p.dropout, p.channels);
+    if constexpr (post_asks(MODE)) mask = weft_mask_open(&p.dropout, p.channels);
 #pragma unroll
     for (int k = 0; k < K; k++)
         if (c0 + k * step < end) load_extra<N, W, MODE>(extra[k], p.bias, mask, token, c0 + k * step);
@@ -180,8 +180,13 @@ static weft_status run_mode(const weft_call *call, const weft_mhc_post_fwd_args 
 template <class T, int N, stream_layout L>
 static weft_status run_streams(const weft_call *call, const weft_mhc_post_fwd_args *a)
 {
-    if (!weft_has(&a->res)) return run_mode<T, N, L, UNMIXED>(call, a);
-    switch (post_mode_of(&a->bias, &a->dropout)) {
+    const post_mode mode = post_mode_of(&a->bias, &a->dropout);
+    if (!weft_has(&a->res)) {
+        if constexpr (number<T>::dtype == WEFT_BF16) /* the usual case; others are not worth kernels of their own */
+            if (mode == PLAIN) return run_mode<T, N, L, UNMIXED_PLAIN>(call, a);
+        return run_mode<T, N, L, UNMIXED>(call, a);
+    }
+    switch (mode) {
     case PLAIN: return run_mode<T, N, L, PLAIN>(call, a);
     case BIASED: return run_mode<T, N, L, BIASED>(call, a);
     default: return run_mode<T, N, L, FULL>(call, a);

@@ -172,9 +172,20 @@ static __device__ __forceinline__ void keep_tile(uint32_t (&keep)[N], const weft
 
 /* ---- arithmetic ----------------------------------------------------------------------------------------------------- */
 
-/* What a call has beside the streams. FULL looks at run time; the others are there for the sake of registers. UNMIXED: as FULL,
- * without res. */
-enum post_mode { PLAIN = 0, BIASED, FULL, UNMIXED };
+/* What a call has beside the streams. FULL looks at run time; the others are there for the sake of registers. UNMIXED and
+ * UNMIXED_PLAIN: as FULL and PLAIN, without res. */
+enum post_mode { PLAIN = 0, BIASED, FULL, UNMIXED, UNMIXED_PLAIN };
+
+static __host__ __device__ constexpr bool post_mixes(post_mode mode)
+{
+    return mode != UNMIXED && mode != UNMIXED_PLAIN;
+}
+
+/* Does it look at run time? */
+static __host__ __device__ constexpr bool post_asks(post_mode mode)
+{
+    return mode == FULL || mode == UNMIXED;
+}
 
 static inline post_mode post_mode_of(const weft_tensor *bias, const weft_dropout *dropout)
 {
@@ -192,8 +203,8 @@ template <int N, int W, post_mode MODE>
 static __device__ __forceinline__ void load_extra(post_extra<N, W> &e, const view &bias, const weft_mask &mask,
                                                   int64_t token, int64_t c)
 {
-    e.biased = MODE == BIASED || (MODE >= FULL && has(bias));
-    e.masked = MODE >= FULL && mask.on;
+    e.biased = MODE == BIASED || (post_asks(MODE) && has(bias));
+    e.masked = post_asks(MODE) && mask.on;
     e.scale = (float)mask.scale;
     if (e.biased) get_param<W>(e.bias, bias, c);
     if (e.masked) keep_tile<N, W>(e.keep, mask, token, c);

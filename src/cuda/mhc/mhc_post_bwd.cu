@@ -104,19 +104,19 @@ template <int V> static __device__ __forceinline__ void add_to_row(float *row, c
     *(floats *)row = sum;
 }
 
-/* The usual case: everything in the activation type, nothing to add to, no dropout; MODE is PLAIN or BIASED. g becomes
+/* The usual case: everything in the activation type, nothing to add to, no dropout; MODE is PLAIN, BIASED or UNMIXED_PLAIN. g becomes
  * d_x and f becomes d_f, in the registers they came in. `row` is where the chunk sums d_f, or NULL. */
 template <class T, int N, stream_layout L, post_mode MODE>
 static __device__ __forceinline__ void
 backward_tile(const typename post_tile<T, N, L>::streams &x, typename post_tile<T, N, L>::streams &g,
-              typename post_tile<T, N, L>::row &f, const coefs<N> &k, float (&sum)[N + N * N], const view &bias,
-              int64_t c, float *row, bool first)
+              typename post_tile<T, N, L>::row &f, const coefs<N> &k,
+              float (&sum)[post_mixes(MODE) ? N + N * N : N], const view &bias, int64_t c, float *row, bool first)
 {
     constexpr int W = post_tile<T, N, L>::width, P = post_tile<T, N, L>::pair;
 #pragma unroll
     for (int k0 = 0; k0 < W; k0 += P) {
-        float xs[N][P], gs[N][P], d_x[N][P], fb[P], d_f[P];
-        unpack_pair<T, N, L, P>(xs, x, k0);
+        float xs[N][P] = {}, gs[N][P], d_x[N][P], fb[P], d_f[P];
+        if constexpr (post_mixes(MODE)) unpack_pair<T, N, L, P>(xs, x, k0);
         unpack_pair<T, N, L, P>(gs, g, k0);
 #pragma unroll
         for (int q = 0; q < P; q++) fb[q] = element<T>(f.word, k0 + q);
@@ -182,13 +182,13 @@ static __device__ __forceinline__ void team_barrier(int team)
         __syncthreads();
 }
 
-/* MODE FULL and UNMIXED: whatever the call has. The others: see backward_tile. All sum in the same order. */
+/* Modes that ask: whatever the call has. The others: see backward_tile. All sum in the same order. */
 template <class T, int N, stream_layout L, post_mode MODE>
 static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
     bwd_streams(const __grid_constant__ bwd_params p)
 {
     typedef post_tile<T, N, L> tile;
-    constexpr int W = tile::width, K = tile::batch, COEFS = N + N * N, M = MODE == UNMIXED ? N : COEFS,
+    constexpr int W = tile::width, K = tile::batch, COEFS = N + N * N, M = post_mixes(MODE) ? COEFS : N,
                   V = W < (N == 8 ? 2 : 4) ? W : (N == 8 ? 2 : 4);
     extern __shared__ float4 room[];
     const int mine = p.per_block == 1 ? 0 : threadIdx.x / 32, t = threadIdx.x - mine * p.team;
@@ -197,14 +197,14 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
     float *const rows = (float *)room + p.rows_at + mine * p.row_floats;
     const int64_t step = (int64_t)p.team * W, c0 = (int64_t)t * W;
     weft_mask mask = {};
-    if constexpr (MODE >= FULL) mask = weft_mask_open(&p.dropout, p.channels);
+    if constexpr (post_asks(MODE)) mask = weft_mask_open(&p.dropout, p.channels);
 
     for (int64_t chunk = (int64_t)blockIdx.x * p.per_block + mine; chunk < p.chunks;
          chunk += (int64_t)gridDim.x * p.per_block) {
         const int64_t begin = chunk * p.chunk_tokens;
         const int64_t end = begin + p.chunk_tokens < p.tokens ? begin + p.chunk_tokens : p.tokens;
         float *row = NULL;
-        if constexpr (MODE != PLAIN)
+        if constexpr (MODE != PLAIN && MODE != UNMIXED_PLAIN)
             if (p.partial) row = p.row_floats ? rows : p.partial + chunk * p.channels;
 
         for (int64_t token = begin; token < end; token++) {
@@ -212,7 +212,7 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
 #pragma unroll
             for (int e = 0; e < M; e++) sum[e] = 0.0f;
 
-            if constexpr (MODE < FULL) {
+            if constexpr (!post_asks(MODE)) {
                 const T *x_row = (const T *)p.x.data + token * p.x.stride[0];
                 const T *g_row = (const T *)p.d_y.data + token * p.d_y.stride[0];
                 const T *f_row = (const T *)p.f.data + token * p.f.stride[0];
@@ -225,7 +225,8 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
                     for (int b = 0; b < K; b++)
                         if (c + b * step < p.channels) {
                             load_tile<T, N, L>(g[b], g_row, p.d_y.stride[1], c + b * step);
-                            load_tile<T, N, L>(x[b], x_row, p.x.stride[1], c + b * step);
+                            if constexpr (post_mixes(MODE))
+                                load_tile<T, N, L>(x[b], x_row, p.x.stride[1], c + b * step);
                             load_raw(f[b], f_row + c + b * step);
                         }
                     if (s == 0) { /* overlaps the loads of the first streams */
@@ -261,7 +262,7 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
                 put_sum(p, N, token, e, total);
             }
         }
-        if (MODE != PLAIN && row && p.row_floats)
+        if (MODE != PLAIN && MODE != UNMIXED_PLAIN && row && p.row_floats)
             for (int64_t c = c0; c < p.channels; c += step)
 #pragma unroll
                 for (int q = 0; q < W; q++) p.partial[chunk * p.channels + c + q] = row[c + q];
@@ -476,21 +477,26 @@ template <class T, int N, stream_layout L> static bool inputs_fit(const weft_mhc
            vector_fits(&a->bias, W) && whole(&a->x, unit) && whole(&a->d_y, unit) && whole(&a->f, W);
 }
 
-/* FULL, or UNMIXED, unless everything is in the activation type; a gradient that is not requested is only a store less. */
+/* FULL unless everything is in the activation type; a gradient that is not requested is only a store less. Without res there are a
+ * mode for the usual case in bf16 and one for everything else. */
 static post_mode mode_of(const weft_call *call, const weft_mhc_post_bwd_args *a)
 {
     const weft_grad *grads[] = {&a->d_x, &a->d_f};
-    for (const weft_grad *g : grads)
-        if (weft_has(&g->to) && (g->add || g->to.dtype != call->dtype)) return FULL;
-    if (!weft_has(&a->res)) return UNMIXED;
-    if (a->d_y.dtype != call->dtype || !weft_has(&a->d_post.to) || !weft_has(&a->d_res.to)) return FULL;
-    return post_mode_of(&a->bias, &a->dropout);
+    const bool mix = weft_has(&a->res);
+    bool plain = a->d_y.dtype == call->dtype && weft_has(&a->d_post.to) && (!mix || weft_has(&a->d_res.to));
+    for (const weft_grad *g : grads) plain = plain && !(weft_has(&g->to) && (g->add || g->to.dtype != call->dtype));
+    const post_mode mode = plain ? post_mode_of(&a->bias, &a->dropout) : FULL;
+    if (mix) return mode;
+    return mode == PLAIN && call->dtype == WEFT_BF16 ? UNMIXED_PLAIN : UNMIXED;
 }
 
 template <class T, int N, stream_layout L>
 static weft_status run_streams(const weft_call *call, const weft_mhc_post_bwd_args *a)
 {
-    switch (mode_of(call, a)) {
+    const post_mode mode = mode_of(call, a);
+    if constexpr (number<T>::dtype == WEFT_BF16)
+        if (mode == UNMIXED_PLAIN) return run_mode<T, N, L, UNMIXED_PLAIN>(call, a);
+    switch (mode) {
     case PLAIN: return run_mode<T, N, L, PLAIN>(call, a);
     case BIASED: return run_mode<T, N, L, BIASED>(call, a);
     case UNMIXED: return run_mode<T, N, L, UNMIXED>(call, a);
