@@ -290,6 +290,14 @@ static void sweep_independent(const char *op)
 {
     static const int64_t streams[] = {4, 2, 8, 3, 1, 12, 32};
     if (strncmp(op, "mhc_", 4) != 0) return;
+    for (int k = 0; k < 12; k++) { /* whole vectors in either layout, written and added to */
+        spec s = {.op = op, .tokens = 5, .streams = streams[k % 3], .channels = 64, .act = acts[k / 2 % 3]};
+        s.independent = true;
+        s.wide = s.act;
+        s.stream_layout = (layout)(k / 3 % 2);
+        s.add = k / 6;
+        grid_compare(&s);
+    }
     for (int k = 0; k < (test_quick() ? 7 : 28); k++) {
         spec s = {.op = op, .tokens = 1 + k * 5 % 37, .streams = streams[k % 7], .act = acts[k % 3]};
         s.independent = true;
