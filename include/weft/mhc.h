@@ -453,7 +453,8 @@ WEFT_API weft_status weft_mhc_boundary_bwd_workspace(const weft_exec *exec, cons
  * For l = 0 .. num_layers-1, with x_0 = x:
  *     u_l = aggregate(x_l, pre_l);  v_l = rmsnorm(u_l);  x_{l+1} = y_l = post(x_l, f_l, bias_l, post_l, res_l, dropout_l)
  * Bit-identical to the chain of single operators. Forward only. A layer without res takes the identity. The last layer may
- * lack f, post, res and y: then it ends with u. An output that is not requested is absent; a y that is absent is carried on in fast memory, rounded as if stored.
+ * lack f, post, res and y: then it ends with u. An output that is not requested is absent; a y that is absent is carried on in
+ * fast memory, rounded as if stored.
  * weft/ops.h lists the tensors of the args struct itself; those of a layer are listed by weft_mhc_replay_layer_info. */
 typedef struct weft_mhc_replay_layer {
     size_t struct_size;

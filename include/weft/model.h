@@ -49,8 +49,8 @@ typedef enum weft_exit {
     WEFT_EXIT_COUNT
 } weft_exit;
 
-/* First values of the mix of mhc, mhc_single_pass and independent: those of beta, which alpha, about 0.01, hardly moves. hc has those of its
- * paper, which are like the second. */
+/* First values of the mix of mhc, mhc_single_pass and independent: those of beta, which alpha, about 0.01, hardly moves. hc has
+ * those of its paper, which are like the second. */
 typedef enum weft_first_mix {
     /* "uniform": beta is 0. pre is 1/2, post 1, and all of res 1/n: streams are mixed at once */
     WEFT_FIRST_MIX_UNIFORM = 0,
