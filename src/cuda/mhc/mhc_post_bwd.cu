@@ -283,8 +283,9 @@ static __global__ void __launch_bounds__(POST_BLOCK, 3)
     float *const f = gm + n * pitch;
     const weft_mask mask = weft_mask_open(&p.dropout, p.channels);
     int slices = 1;
-    while (slices < 32 && 2 * slices * M <= POST_BLOCK) slices *= 2;
-    const int slice = slices == 1 ? 0 : tid / M, mine = tid - slice * M; /* first of my sums */
+    /* by the sums that there are with res, so that those of d_post have the same order without it */
+    while (slices < 32 && 2 * slices * COEFS <= POST_BLOCK) slices *= 2;
+    const int slice = slices == 1 ? 0 : tid / COEFS, mine = tid - slice * COEFS; /* first of my sums */
 
     for (int64_t chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
         const int64_t begin = chunk * p.chunk_tokens;
@@ -343,11 +344,11 @@ static __global__ void __launch_bounds__(POST_BLOCK, 3)
                 continue;
             }
             __syncthreads();
-            if (slice < slices) x[tid] = sum[0]; /* slices * M <= POST_BLOCK fit into x */
+            if (slice < slices) x[tid] = sum[0]; /* slices * COEFS <= POST_BLOCK fit into x */
             __syncthreads();
             if (tid < M) {
                 float total = x[tid];
-                for (int s = 1; s < slices; s++) total += x[s * M + tid];
+                for (int s = 1; s < slices; s++) total += x[s * COEFS + tid];
                 put_sum(p, n, token, tid, total);
             }
         }
