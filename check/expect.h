@@ -39,6 +39,7 @@ static inline double error_of(quantity q, int64_t i)
 typedef struct expect_scope {
     struct expect_block *blocks; /* all memory, freed together */
     int64_t tokens, streams, channels;
+    int64_t scales; /* 3, or 2 without a residual mix */
     weft_dtype act;
     double unit;       /* of the backend's arithmetic: 2^-24, or 2^-52 for the reference */
     double split;      /* relative error of a factor split into two bf16 numbers; 0 where none is */

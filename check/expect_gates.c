@@ -7,6 +7,7 @@
 #include <stddef.h>
 
 #include "check/expect.h"
+#include "check/shape.h"
 
 /* ---- gates: z = alpha h inv + beta, s = sigmoid(z) ----------------------------------------------------------- */
 
@@ -25,7 +26,7 @@ static gates gates_of(const expect_call *call)
     int64_t n = call->scope->streams;
     return (gates){.numerics = &((const weft_mhc_scale_fwd_args *)call->args)->numerics,
                    .n = n,
-                   .rows = 2 * n + n * n,
+                   .rows = shape_gates(n, call->scope->scales),
                    .u = call->scope->unit,
                    .root = call->scope->root,
                    .sigmoid = call->scope->sigmoid,
@@ -86,7 +87,7 @@ void expect_scale_fwd(expect_call *call)
     gates g = gates_of(call);
     expect_values(call);
     quantity pre = expect_take(call, "pre"), post = expect_take(call, "post"), logits = expect_take(call, "logits");
-    double mult = fabs(g.numerics->post_mult);
+    double mult = fabs(g.numerics->post_mult), eps = g.numerics->post_eps;
     for (int64_t t = 0; t < call->scope->tokens; t++) {
         root r = root_at(&g, t);
         for (int64_t j = 0; j < g.rows; j++) {
@@ -94,7 +95,8 @@ void expect_scale_fwd(expect_call *call)
             int group = group_of(&g, j);
             int64_t p = t * g.n + j, q = p - g.n, z = t * g.n * g.n + j - 2 * g.n;
             if (group == 0 && pre.val) pre.err[p] = a.e_s + g.u * fabs(pre.val[p]);
-            if (group == 1 && post.val) post.err[q] = mult * a.e_s + g.u * fabs(post.val[q]);
+            if (group == 1 && post.val) /* the product, and the sum where there is one */
+                post.err[q] = mult * a.e_s + g.u * (fabs(post.val[q] - eps) + (eps > 0 ? fabs(post.val[q]) : 0));
             if (group == 2 && logits.val) logits.err[z] = a.e_z;
         }
     }

@@ -6,6 +6,7 @@
 
 #include "check/element.h"
 #include "check/expect.h"
+#include "check/shape.h"
 
 const weft_tensor *expect_tensor(const weft_arg_info *info, const void *args)
 {
@@ -26,6 +27,10 @@ double *expect_read(expect_scope *scope, const weft_tensor *t)
 /* The sizes that the dimensions' symbols stand for in this call. */
 static void read_sizes(expect_scope *s, const weft_op_info *op, const void *args, int64_t *rows)
 {
+    s->scales = 3;
+    for (int i = 0; i < op->num_args; i++) /* first: it says what the rows of gates are made of */
+        if (op->args[i].dim[0] == WEFT_DIM_SCALES && expect_tensor(&op->args[i], args)->dtype != WEFT_NONE)
+            s->scales = expect_tensor(&op->args[i], args)->shape[0];
     for (int i = 0; i < op->num_args; i++) {
         const weft_arg_info *info = &op->args[i];
         const weft_tensor *t = expect_tensor(info, args);
@@ -36,8 +41,9 @@ static void read_sizes(expect_scope *s, const weft_op_info *op, const void *args
             if (info->dim[d] == WEFT_DIM_STREAMS) s->streams = t->shape[d];
             if (info->dim[d] == WEFT_DIM_CHANNELS) s->channels = t->shape[d];
             if (info->dim[d] == WEFT_DIM_ROWS) *rows = t->shape[d];
-            /* 2n + n^2: the only trace of n in gates without their outputs */
-            if (info->dim[d] == WEFT_DIM_GATES) s->streams = (int64_t)(sqrt((double)t->shape[d] + 1) - 0.5);
+            /* the only trace of n in gates without their outputs */
+            for (int64_t n = 1; info->dim[d] == WEFT_DIM_GATES && n <= WEFT_MAX_STREAMS; n++)
+                if (shape_gates(n, s->scales) == t->shape[d]) s->streams = n;
         }
     }
 }

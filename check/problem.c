@@ -43,6 +43,7 @@ static shape_sizes sizes_of(const problem_spec *s)
                          .streams = s->streams,
                          .channels = s->channels,
                          .rows = s->rows,
+                         .scales = s->independent ? 2 : 3,
                          .batch = s->batch,
                          .steps = s->steps,
                          .sequences = s->sequences,
@@ -74,10 +75,12 @@ static int is_there(const problem_spec *spec, const weft_arg_info *info, int64_t
 {
     if (info->dim[0] == WEFT_DIM_OFFSETS) return spec->packed;
     if (!info->optional) return 1;
+    if (spec->independent && shape_is_mix(info)) return 0;
     for (int i = 0; spec->without && spec->without[i]; i++)
         if (!strcmp(spec->without[i], info->name)) return 0;
     if (spec->optional == PROBLEM_ALL) return 1;
-    if (spec->optional == PROBLEM_NONE) return info->kind != WEFT_ARG_IN;
+    /* without res a merge is another function, which is for `independent` to ask for */
+    if (spec->optional == PROBLEM_NONE) return info->kind != WEFT_ARG_IN || !strcmp(info->name, "res");
     return random_uniform(random_seed(spec->seed, info->name), (uint64_t)site) < 0.5f;
 }
 
@@ -91,10 +94,11 @@ static void make_group(problem *p, const weft_op_info *op, int64_t site, void *a
         for (int i = 0; i < op->num_args; i++) {
             /* Coefficients are what replay works from. The last layer may end with u. */
             const char *name = op->args[i].name;
-            int of_post = !strcmp(name, "f") || !strcmp(name, "post") || !strcmp(name, "res");
+            int of_post = !strcmp(name, "f") || !strcmp(name, "post");
             int short_end = spec->optional == PROBLEM_SOME && site == spec->layers - 1 && spec->seed % 2;
             if (of_post || !strcmp(name, "pre")) there[i] = 1;
-            if (short_end && (of_post || !strcmp(name, "y") || !strcmp(name, "bias"))) there[i] = 0;
+            if (short_end && (of_post || !strcmp(name, "res") || !strcmp(name, "y") || !strcmp(name, "bias")))
+                there[i] = 0;
         }
     for (int round = 0; round < 2; round++) /* what one takes away another may need */
         for (int i = 0; i < op->num_args; i++) {

@@ -11,8 +11,8 @@
 
 typedef enum problem_optional {
     PROBLEM_ALL = 0, /* every optional tensor is there */
-    PROBLEM_NONE,    /* optional inputs are not; all outputs are requested, as far as they can be had without */
-    PROBLEM_SOME     /* a coin per tensor, from the seed */
+    PROBLEM_NONE, /* optional inputs are not, res aside; all outputs are requested, as far as they can be had without */
+    PROBLEM_SOME /* a coin per tensor, from the seed */
 } problem_optional;
 
 typedef struct problem_spec {
@@ -22,6 +22,7 @@ typedef struct problem_spec {
     int64_t pad;                       /* unused elements behind the row of each token */
     int add;                           /* gradients are added to what is there */
     problem_optional optional;
+    int independent;            /* no residual mix: two scales, merges without res */
     const char *const *without; /* names of optional tensors to leave out, ends with NULL; may be NULL */
     weft_mhc_numerics numerics;
     weft_contract contract;

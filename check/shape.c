@@ -4,13 +4,19 @@
 #include <math.h>
 #include <string.h>
 
+int64_t shape_gates(int64_t streams, int64_t scales)
+{
+    return 2 * streams + (scales == 2 ? 0 : streams * streams);
+}
+
 int64_t shape_dim(const shape_sizes *s, int32_t dim)
 {
     switch (dim) {
     case WEFT_DIM_TOKENS: return s->tokens;
     case WEFT_DIM_STREAMS: return s->streams;
     case WEFT_DIM_CHANNELS: return s->channels;
-    case WEFT_DIM_GATES: return 2 * s->streams + s->streams * s->streams;
+    case WEFT_DIM_GATES: return shape_gates(s->streams, s->scales);
+    case WEFT_DIM_SCALES: return s->scales == 2 ? 2 : 3;
     case WEFT_DIM_ROWS: return s->rows;
     case WEFT_DIM_BATCH: return s->batch;
     case WEFT_DIM_STEPS: return s->steps;
@@ -82,6 +88,11 @@ int shape_find(const weft_op_info *op, const char *name)
     for (int i = 0; i < op->num_args; i++)
         if (!strcmp(op->args[i].name, name)) return i;
     return -1;
+}
+
+int shape_is_mix(const weft_arg_info *info)
+{
+    return info->ndim == 3 && info->dim[1] == WEFT_DIM_STREAMS && info->dim[2] == WEFT_DIM_STREAMS;
 }
 
 int shape_partner(const weft_op_info *op, int i)

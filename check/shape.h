@@ -10,6 +10,7 @@
 /* What the symbols of weft_arg_dim stand for. */
 typedef struct shape_sizes {
     int64_t tokens, streams, channels, rows;
+    int64_t scales; /* 2 without a residual mix; 0: 3 */
     int64_t batch, steps, sequences, cache, key_heads, value_heads, heads, key_dim, value_dim, width, history;
 } shape_sizes;
 
@@ -34,6 +35,10 @@ weft_tensor shape_tensor(const shape_sizes *sizes, const weft_arg_info *info, we
 /* The argument without which argument i makes no sense, such as the tensor of a gradient; -1: none. */
 int shape_partner(const weft_op_info *op, int i);
 int shape_find(const weft_op_info *op, const char *name);
+/* 1 where an argument is n x n numbers of a token, which independent hyper-connections do not have. */
+int shape_is_mix(const weft_arg_info *info);
+/* Rows of the projection of a site with so many scales. */
+int64_t shape_gates(int64_t streams, int64_t scales);
 
 /* Values of the size that they have in a network, as a function of a normal number. */
 typedef struct shape_values {

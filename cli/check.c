@@ -29,6 +29,7 @@ typedef struct check_case {
     double eps;      /* 0: as in the preset; else of a conspicuous size, for all of them */
     double dropout;
     int shared, poison; /* poison: a NaN in the fourth token, which must stay there */
+    int independent;    /* two scales, merges without res */
     int quick, gpu;     /* also under --quick; only on a GPU, where wide rows have kernels of their own */
 } check_case;
 
@@ -63,6 +64,11 @@ static const check_case cases[] = {
     {   23,   72,  8, F32,  F32,  F32,  BF16, 1, 2, 0, ALL,  PRESET(MEGATRON_MAIN), .iters = 2, .eps = 0.7},
     {   21,   16,  3, F32,  F32,  F32,  F32,  0, 0, 0, ALL,  PRESET(LIGER), RULE(THRESHOLD), .iters = 1, .eps = 1},
     {   31, 2048,  4, BF16, BF16, F32,  F32,  0, 0, 0, ALL,  PRESET(DEEPSEEK_V4)},
+    {   45,  160,  4, BF16, BF16, F32,  F32,  0, 0, 0, ALL,  PRESET(HY_V4), .independent = 1, .quick = 1},
+    {   34,   41,  3, F32,  F32,  F32,  F32,  1, 2, 1, SOME, PRESET(HY_V4), .independent = 1, .eps = 0.3, .dropout = 0.25, .quick = 1},
+    {   66,  256,  8, F16,  F32,  F16,  F16,  0, 0, 1, NONE, PRESET(MEGATRON_MAIN), .independent = 1},
+    {    0,   64,  4, BF16, BF16, F32,  F32,  0, 0, 1, ALL,  PRESET(HY_V4), .independent = 1},
+    {    9,   33, 12, F32,  F32,  F32,  F32,  0, 0, 0, ALL,  PRESET(HY_V4), .independent = 1, .poison = 1},
     {   12,   33,  4, F32,  F32,  F32,  F32,  0, 0, 0, ALL,  PRESET(LIGER), .poison = 1},
     {   70, 1024,  4, BF16, BF16, F32,  F32,  1, 0, 0, ALL,  PRESET(TRANSFORMER_ENGINE), .gpu = 1, .quick = 1},
     {   37, 4096,  4, BF16, F32,  F32,  BF16, 0, 0, 1, ALL,  PRESET(DEEPSEEK_V4), .dropout = 0.1, .gpu = 1, .quick = 1},
@@ -70,6 +76,8 @@ static const check_case cases[] = {
     {    9, 2560,  4, F32,  F32,  F32,  F32,  0, 0, 0, ALL,  PRESET(LIGER), .gpu = 1, .quick = 1},
     {   21,  768,  2, BF16, BF16, F32,  F32,  1, 0, 1, ALL,  PRESET(MEGATRON_MAIN), .gpu = 1, .quick = 1},
     {   13,  512,  8, BF16, BF16, F32,  F32,  0, 0, 0, ALL,  PRESET(DEEPSEEK_V4), .gpu = 1, .quick = 1},
+    {   41, 4096,  4, BF16, BF16, F32,  F32,  0, 0, 0, ALL,  PRESET(HY_V4), .independent = 1, .gpu = 1, .quick = 1},
+    {  300, 1024,  2, F32,  F32,  F32,  F32,  1, 0, 1, ALL,  PRESET(HY_V4), .independent = 1, .dropout = 0.1, .gpu = 1, .quick = 1},
     {  700,  256,  4, BF16, BF16, F32,  F32,  0, 0, 0, ALL,  PRESET(DEEPSEEK_V4), .gpu = 1, .quick = 1},
 };
 /* clang-format on */
@@ -105,12 +113,13 @@ static problem_spec spec_of(const check_case *c, uint64_t seed)
                       .contract = c->swapped ? WEFT_CONTRACT_SUM : WEFT_CONTRACT_MEAN,
                       .dropout = c->dropout,
                       .dropout_shared = c->shared,
+                      .independent = c->independent,
                       .layers = 3,
                       .seed = seed};
     weft_mhc_preset_numerics(c->preset, &s.numerics);
     if (c->rule) s.numerics.sinkhorn = (weft_sinkhorn)(c->rule - 1);
     if (c->eps > 0) {
-        s.numerics.rms_eps = s.numerics.pre_eps = s.numerics.sinkhorn_eps = c->eps;
+        s.numerics.rms_eps = s.numerics.pre_eps = s.numerics.post_eps = s.numerics.sinkhorn_eps = c->eps;
         s.numerics.post_mult = 1.75;
     }
     if (c->iters) s.numerics.sinkhorn_iters = c->iters;
@@ -119,10 +128,10 @@ static problem_spec spec_of(const check_case *c, uint64_t seed)
 
 static void describe(const check_case *c, uint64_t seed, char *text, size_t size)
 {
-    snprintf(text, size, "tokens %lld, channels %lld, streams %lld, %s, %s, %s, case %d, seed %llu",
+    snprintf(text, size, "tokens %lld, channels %lld, streams %lld, %s, %s, %s%s, case %d, seed %llu",
              (long long)c->tokens, (long long)c->channels, (long long)c->streams,
              weft_dtype_name((weft_dtype)c->act), c->swapped ? "(C,n)" : "(n,C)", weft_mhc_preset_name(c->preset),
-             (int)(c - cases), (unsigned long long)seed);
+             c->independent ? " without a residual mix" : "", (int)(c - cases), (unsigned long long)seed);
 }
 
 static line *line_of(report *r, const char *name)

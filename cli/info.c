@@ -104,16 +104,21 @@ static void print_operators(void)
 static void print_presets(void)
 {
     static const char *const rules[] = {"log", "softmax_eps", "clamp", "add", "threshold"};
-    printf("\npresets              rms eps           pre eps  post  sinkhorn                     apply\n");
+    printf(
+        "\npresets              rms eps           pre eps  post  post eps  sinkhorn                     apply\n");
     for (int p = 0; p < WEFT_PRESET_COUNT; p++) {
         weft_mhc_numerics n;
         char sinkhorn[64], rms[64];
         if (weft_mhc_preset_numerics((weft_mhc_preset)p, &n) != WEFT_OK) continue;
         snprintf(rms, sizeof rms, "%.3g %s", n.rms_eps, n.rms_eps_kind == WEFT_EPS_INSIDE ? "inside" : "outside");
+        const int independent = p == WEFT_PRESET_HY_V4;
         snprintf(sinkhorn, sizeof sinkhorn, "%s %.3g, %d times", rules[n.sinkhorn], n.sinkhorn_eps,
                  (int)n.sinkhorn_iters);
-        printf("  %-18s %-17s %-8.3g %-5.3g %-28s %s\n", weft_mhc_preset_name((weft_mhc_preset)p), rms, n.pre_eps,
-               n.post_mult, sinkhorn, n.apply == WEFT_APPLY_IN_OUT ? "in_out" : "out_in");
+        printf("  %-18s %-17s %-8.3g %-5.3g %-9.3g %-28s %s\n", weft_mhc_preset_name((weft_mhc_preset)p), rms,
+               n.pre_eps, n.post_mult, n.post_eps, independent ? "no residual mix" : sinkhorn,
+               independent                    ? "-"
+               : n.apply == WEFT_APPLY_IN_OUT ? "in_out"
+                                              : "out_in");
     }
 }
 

@@ -77,8 +77,8 @@ static PyObject *preset(PyObject *module, PyObject *name)
         PyErr_Format(PyExc_ValueError, "preset: expected one of weft's presets, got %R", name);
         return NULL;
     }
-    return Py_BuildValue("diddidii", n.rms_eps, (int)n.rms_eps_kind, n.pre_eps, n.post_mult, (int)n.sinkhorn,
-                         n.sinkhorn_eps, (int)n.sinkhorn_iters, (int)n.apply);
+    return Py_BuildValue("diddidiid", n.rms_eps, (int)n.rms_eps_kind, n.pre_eps, n.post_mult, (int)n.sinkhorn,
+                         n.sinkhorn_eps, (int)n.sinkhorn_iters, (int)n.apply, n.post_eps);
 }
 
 static PyObject *presets(PyObject *module, PyObject *unused)
@@ -116,6 +116,7 @@ static const char *dim_name(int32_t dim)
         DIM(OFFSETS) = "offsets",
         DIM(CACHE) = "cache",
         DIM(STEP_HEADS) = "step_heads",
+        DIM(SCALES) = "scales",
     };
 #undef DIM
     const int k = dim - WEFT_DIM_TOKENS;

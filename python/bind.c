@@ -201,8 +201,9 @@ static bool read_numbers(const char *op, const char *name, PyObject *value, int 
 /* Enums and counts come as floats: a registered operator has them in one list with the others. */
 bool ext_read_numerics(const char *op, PyObject *value, weft_mhc_numerics *n)
 {
-    double v[8];
-    if (!read_numbers(op, "numerics", value, 8, v)) return false;
+    double v[9] = {0};
+    const int count = count_of(value) == 8 ? 8 : 9; /* graphs of the first release have no post_eps */
+    if (!read_numbers(op, "numerics", value, count, v)) return false;
     n->rms_eps = v[0];
     n->rms_eps_kind = (weft_eps_kind)whole(v[1]);
     n->pre_eps = v[2];
@@ -211,6 +212,7 @@ bool ext_read_numerics(const char *op, PyObject *value, weft_mhc_numerics *n)
     n->sinkhorn_eps = v[5];
     n->sinkhorn_iters = whole(v[6]);
     n->apply = (weft_apply)whole(v[7]);
+    n->post_eps = v[8];
     return true;
 }
 
@@ -419,6 +421,14 @@ static bool cut_all(const binding *b, const prepared *p, gathered *g, const dl_t
 
 /* ---- placing ---------------------------------------------------------------------------------------------------------- */
 
+/* An optional result that this call does not have: the framework returns a fixed number of tensors, and gives it one of one
+ * dimension without elements. `v` is a view of it. */
+static bool is_no_result(const bound_row *row, const dl_tensor *v)
+{
+    return row->arg->kind == WEFT_ARG_OUT && row->arg->optional && row->arg->ndim > 1 && v->ndim == 1 &&
+           v->shape[0] == 0;
+}
+
 /* The result that holds a section: its own, or the one of a part before it. */
 static int holder(const binding *b, const dl_tensor *views, int section)
 {
@@ -440,6 +450,12 @@ bool ext_place(const binding *b, const prepared *p, gathered *g, PyObject *const
         PyObject *object = out ? results[~row->source] : objects[row->source];
         if (v ? v->ndim < 0 : Py_IsNone(object))
             continue; /* a missing one that is needed is the library's to refuse */
+        dl_tensor own;
+        if (!v && out) {
+            if (!ext_view_tensor(g, row->arg->name, object, &own)) return false;
+            if (is_no_result(row, &own)) continue;
+            v = &own;
+        }
         weft_tensor *t = (weft_tensor *)(args + row->arg->offset);
         if (row->arg->kind == WEFT_ARG_GRAD) {
             weft_grad *grad = (weft_grad *)t;

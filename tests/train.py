@@ -215,7 +215,7 @@ def kill_and_resume():
     """WEFT_TEST_KILLS of them, over every kind of residual connection and optimiser."""
     kills = int(os.environ.get("WEFT_TEST_KILLS", 24))
     kinds = [
-        (kind, optimizer) for kind in ("residual", "hc", "mhc", "mhc_single_pass") for optimizer in ("adamw", "muon")
+        (kind, optimizer) for kind in ("residual", "hc", "mhc", "mhc_single_pass", "independent") for optimizer in ("adamw", "muon")
     ]
     turns = [(signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[i % 3] for i in range(kills)]
     by_signal, seed = {number: 0 for number in turns}, 0
@@ -599,7 +599,7 @@ def recompute():
 
 
 def kinds():
-    for kind in ("residual", "hc", "mhc", "mhc_single_pass"):
+    for kind in ("residual", "hc", "mhc", "mhc_single_pass", "independent"):
         code, _, err = train(f"kind-{kind}", "--residual", kind, "--steps", 60, "--rate", 3e-3)
         lines = figures(f"kind-{kind}") if code == 0 else [{"loss": 0}]
         say(f"{kind} learns", code == 0 and lines[-1]["loss"] < lines[0]["loss"] - 2, f"{err} {lines[0]} {lines[-1]}")
@@ -1049,10 +1049,11 @@ def bad_options():
         (["--alpha", -0.1], "--alpha"),
         (["--alpha", "nan"], "--alpha"),
         (["--streams", 33], "--streams"),
-        (["--residual", "mch"], "--residual: expected one of residual, hc, mhc, mhc_single_pass, got 'mch'"),
+        (["--residual", "mch"], "--residual: expected one of residual, hc, mhc, mhc_single_pass, independent, got 'mch'"),
         (["--residual", "residual", "--streams", 4], "streams"),
         (["--residual", "residual", "--recompute"], "recompute"),
         (["--residual", "residual", "--sinkhorn", 5], "sinkhorn"),
+        (["--residual", "independent", "--sinkhorn", 5], "--sinkhorn: rejected with --residual independent"),
         (["--residual", "hc", "--preset", "liger"], "--preset: rejected with --residual hc"),
         (["--recompute-group", 2], "group"),
         (["--recompute", "--recompute-group", 9], "group"),

@@ -504,11 +504,13 @@ int command_bench(int argc, char **argv)
         return EXIT_UNUSABLE;
     }
 
+    const int independent = preset == WEFT_PRESET_HY_V4;
     bench b = {.exec = WEFT_STRUCT(weft_exec, .backend = chosen),
                .spec = {.tokens = tokens,
                         .channels = channels,
                         .streams = streams,
-                        .rows = 2 * streams + streams * streams,
+                        .rows = 2 * streams + (independent ? 0 : streams * streams),
+                        .independent = independent,
                         .act = dtype_of[dtype],
                         .wide = dtype_of[dtype],
                         .coef = WEFT_F32,

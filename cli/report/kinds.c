@@ -91,7 +91,8 @@ static int is_shared(const run_record *a, const run_record *b, const char *name)
 {
     const char *one = run_record_option(a, name), *other = run_record_option(b, name);
     /* Other connections have no first mix to choose, and their older logs do not name it. */
-    if (!strcmp(name, "first-mix") && strncmp(residual_of(a), "mhc", 3) != 0) return 1;
+    const int first_mix = !strncmp(residual_of(a), "mhc", 3) || !strcmp(residual_of(a), "independent");
+    if (!strcmp(name, "first-mix") && !first_mix) return 1;
     if (!one || !other) return 0;
     return !strcmp(name, "streams") ? run_streams(a) == run_streams(b) : !strcmp(one, other);
 }
@@ -268,7 +269,7 @@ run_kind kind_of_one(report_run **run)
 
 static int rank_of(const run_kind *k)
 {
-    static const char *const order[] = {"residual", "hc", "mhc", "mhc_single_pass"};
+    static const char *const order[] = {"residual", "hc", "independent", "mhc", "mhc_single_pass"};
     enum { KNOWN = sizeof order / sizeof *order };
     int rank = 0;
     while (rank < KNOWN && strcmp(order[rank], residual_of(&k->runs[0]->log)) != 0) rank++;

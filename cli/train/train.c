@@ -123,14 +123,19 @@ static void note_run(const session *s, agree_notes *notes)
     train_facts_run(notes, s->table, s->saved, &s->text);
 }
 
+/* A residual mix to write down. */
+static int has_mix(const weft_model_config *c)
+{
+    return c->residual != WEFT_RESIDUAL_PLAIN && c->residual != WEFT_RESIDUAL_INDEPENDENT;
+}
+
 static int open_model(session *s)
 {
     train_options *o = &s->options;
     const weft_model_config *c = &s->config;
     size_t entries = (size_t)(2 * c->layers * c->streams * c->streams);
     s->layer_norms = calloc((size_t)c->layers + 1, sizeof *s->layer_norms);
-    int memory =
-        s->layer_norms && (c->residual == WEFT_RESIDUAL_PLAIN || (s->mixes = calloc(entries, sizeof *s->mixes)));
+    int memory = s->layer_norms && (!has_mix(c) || (s->mixes = calloc(entries, sizeof *s->mixes)));
     if (!memory || !trainer_open(&s->trainer, o, c, &s->text, &s->ranks, o->batch, o->context)) {
         snprintf(s->error, sizeof s->error, "%s", memory ? s->trainer.error : "out of memory");
         return 0;
@@ -235,7 +240,7 @@ static int64_t peak_bytes(void)
     return getrusage(RUSAGE_SELF, &usage) ? 0 : (int64_t)usage.ru_maxrss * 1024;
 }
 
-/* The mean residual mix of every site. The plain residual has none. */
+/* The mean residual mix of every site, where there is one. */
 static int measure_mixes(session *s)
 {
     const weft_model_config *c = &s->config;

@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
-static const char *const residuals[] = {"residual", "hc", "mhc", "mhc_single_pass", NULL};
+static const char *const residuals[] = {"residual", "hc", "mhc", "mhc_single_pass", "independent", NULL};
 static const char *const exits[] = {"auto", "mean", "learned", "mix", NULL};
 static const char *const first_mixes[] = {"uniform", "identity", NULL};
 static const char *const presets[] = {"auto",
@@ -15,6 +15,8 @@ static const char *const presets[] = {"auto",
                                       "megatron_dev",
                                       "megatron_dsv4",
                                       "liger",
+                                      "glm5_next",
+                                      "hy_v4",
                                       NULL};
 const char *const train_backends[] = {"cpu", "cuda", NULL};
 static const char *const dtypes[] = {"auto", "f32", "bf16", NULL};
@@ -109,7 +111,7 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
             "how streams become one at the end: their mean, weights learnt for it, or the mix that the last site "
             "predicted, which is mhc_single_pass's and no other's; auto: mix there, mean elsewhere"),
         CHOICE(preset, "preset", presets,
-               "numerics of mhc and mhc_single_pass; auto: deepseek_v4 and deepseek_v41"),
+               "numerics of mhc, mhc_single_pass and independent; auto: deepseek_v4, deepseek_v41 and hy_v4"),
         INT(streams, "streams", 0, WEFT_MAX_STREAMS, "residual streams; 0: 4, or 1 with the plain residual", 1),
         INT(layers, "layers", 1, WEFT_RECOMPUTE_MAX_LAYERS, "transformer layers", 1),
         INT(heads, "heads", 1, 1024, "attention heads", 1),
@@ -118,7 +120,8 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
         INT(context, "context", 1, 1 << 20, "tokens (bytes) of a sequence", 1),
         INT(sinkhorn, "sinkhorn", 0, 10000, "Sinkhorn iterations; 0: as the preset says", 1),
         NUMBER(alpha, "alpha", 0, 1e6, "first value of the gates' scale"),
-        CHOICE(first_mix, "first-mix", first_mixes, "first values of the mix of mhc and mhc_single_pass"),
+        CHOICE(first_mix, "first-mix", first_mixes,
+               "first values of the mix of mhc, mhc_single_pass and independent"),
         NUMBER(dropout, "dropout", 0, 0.999999, "dropout of a sub-layer's output"),
         FLAG(bias, "bias", "biases on the layers' linear maps", 1),
         FLAG(recompute, "recompute", "rebuild streams in backward instead of keeping them", 0),
@@ -163,7 +166,8 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
 int train_options_model(const train_options *o, weft_model_config *c, char *error, size_t size)
 {
     int plain = o->residual == WEFT_RESIDUAL_PLAIN;
-    int mhc = o->residual == WEFT_RESIDUAL_MHC || o->residual == WEFT_RESIDUAL_MHC_SINGLE_PASS;
+    int independent = o->residual == WEFT_RESIDUAL_INDEPENDENT;
+    int mhc = o->residual == WEFT_RESIDUAL_MHC || o->residual == WEFT_RESIDUAL_MHC_SINGLE_PASS || independent;
     c->struct_size = sizeof *c;
     if (weft_model_defaults((weft_residual)o->residual, c) != WEFT_OK) goto refused;
     int narrow = o->dtype == DTYPE_BF16 || (o->dtype == DTYPE_AUTO && o->backend == ON_CUDA);
@@ -193,11 +197,16 @@ int train_options_model(const train_options *o, weft_model_config *c, char *erro
     if (c->recompute && !c->group) c->group = weft_recompute_best_group(c->layers, c->streams);
     /* Options without effect on the chosen residual are rejected. */
     if (!mhc && (o->preset || o->sinkhorn || o->first_mix != WEFT_FIRST_MIX_IDENTITY)) {
-        snprintf(error, size, "--%s: rejected with --residual %s, expected --residual mhc or mhc_single_pass",
+        snprintf(error, size,
+                 "--%s: rejected with --residual %s, expected --residual mhc, mhc_single_pass or independent",
                  o->preset     ? "preset"
                  : o->sinkhorn ? "sinkhorn"
                                : "first-mix uniform",
                  residuals[o->residual]);
+        return 0;
+    }
+    if (independent && o->sinkhorn) {
+        snprintf(error, size, "--sinkhorn: rejected with --residual independent, which has no residual mix");
         return 0;
     }
     if (o->warmup > o->steps) { /* a run that never reaches its rate */

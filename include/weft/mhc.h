@@ -2,7 +2,7 @@
  *
  * mHC, manifold-constrained hyper-connections (arXiv 2512.24880): `streams` residual streams instead of one.
  *
- * Shapes are logical; memory order is a matter of strides. With T tokens, n streams, C channels and N = 2n + n*n:
+ * Shapes are logical; memory order is a matter of strides. With T tokens, n streams, C channels, N = 2n + n*n and S = 3:
  *     x, y      [T, n, C]   residual streams. Dense (n,C) and dense (C,n) rows have fast paths on the CPU and CUDA.
  *     f, u, v   [T, C]      sub-layer output, aggregated sub-layer input, the same after the sub-layer's RMSNorm
  *     phi       [N, n, C]   projection weight, rows in the order pre | post | res, res row-major
@@ -10,6 +10,13 @@
  *     pre, post [T, n]      aggregation and expansion coefficients
  *     res       [T, n, n]   residual mix; its columns sum to one up to the rule's eps; numerics.apply gives the indices
  *                           their meaning
+ *     alpha     [S]         scales of the groups of rows pre, post and res; beta [N] their offsets
+ *
+ * Independent hyper-connections have no residual mix: the streams pass a merge unchanged. Coefficients are those where alpha
+ * has S = 2 elements: then N = 2n, phi, h and beta lack the rows of res, and so res, logits and their gradients are absent. A merge
+ * (post, boundary, a layer of replay) without `res` takes the identity, and has no gradient for it. Both in one call, or one
+ * of them: a boundary may follow a site of the other kind. numerics.sinkhorn and apply then mean nothing where they have
+ * nothing to act on, but are checked.
  *
  * Common to all operators
  *   - n is 1..32, C is at least 1, T is 0..2^40. T = 0 succeeds: gradients that are overwritten become zero, gradients
@@ -64,12 +71,13 @@ typedef struct weft_mhc_numerics {
     double rms_eps;
     weft_eps_kind rms_eps_kind;
     double pre_eps;   /* pre = sigmoid + pre_eps */
-    double post_mult; /* post = post_mult * sigmoid */
+    double post_mult; /* post = post_mult * sigmoid + post_eps */
     weft_sinkhorn sinkhorn;
     double sinkhorn_eps;
     int32_t sinkhorn_iters; /* at least 1 */
     weft_apply apply;
-    uint64_t reserved[6]; /* zero */
+    double post_eps;
+    uint64_t reserved[5]; /* zero */
 } weft_mhc_numerics;
 
 typedef enum weft_mhc_preset {
@@ -80,6 +88,8 @@ typedef enum weft_mhc_preset {
     WEFT_PRESET_MEGATRON_DEV,
     WEFT_PRESET_MEGATRON_DSV4,
     WEFT_PRESET_LIGER,
+    WEFT_PRESET_GLM5_NEXT,
+    WEFT_PRESET_HY_V4, /* of independent hyper-connections: with two scales */
     WEFT_PRESET_COUNT
 } weft_mhc_preset;
 
@@ -134,14 +144,15 @@ WEFT_API weft_status weft_mhc_project_bwd_workspace(const weft_exec *exec, const
 /* ---- gates ("scale") [M2] -----------------------------------------------------------------------------------------
  *     inv = 1/sqrt(ms + rms_eps) or 1/(sqrt(ms) + rms_eps)
  *     z[j] = alpha[g] * h[j] * inv + beta[j]                g = 0 for pre, 1 for post, 2 for res
- *     pre = sigmoid(z[0..n)) + pre_eps;  post = post_mult * sigmoid(z[n..2n));  logits = z[2n..)
- * Uses rms_eps, rms_eps_kind, pre_eps and post_mult of numerics. */
+ *     pre = sigmoid(z[0..n)) + pre_eps;  post = post_mult * sigmoid(z[n..2n)) + post_eps;  logits = z[2n..)
+ * With two scales there are no logits. Uses rms_eps, rms_eps_kind, pre_eps, post_mult and post_eps of numerics. */
 typedef struct weft_mhc_scale_fwd_args {
     size_t struct_size;
     weft_mhc_numerics numerics;
     weft_tensor h, ms;
-    weft_tensor alpha, beta;       /* [3], [N] */
-    weft_tensor pre, post, logits; /* out: [T, n], [T, n], [T, n, n] */
+    weft_tensor alpha, beta; /* [S], [N] */
+    weft_tensor pre, post;   /* out, [T, n] each */
+    weft_tensor logits;      /* out, optional, [T, n, n] */
 } weft_mhc_scale_fwd_args;
 
 typedef struct weft_mhc_scale_bwd_args {
@@ -186,7 +197,7 @@ WEFT_API weft_status weft_mhc_sinkhorn_fwd_workspace(const weft_exec *exec, cons
 WEFT_API weft_status weft_mhc_sinkhorn_bwd_workspace(const weft_exec *exec, const weft_mhc_sinkhorn_bwd_args *args,
                                                      size_t *bytes);
 
-/* ---- coefficients: gates + Sinkhorn in one call [M4] ---------------------------------------------------------------- */
+/* ---- coefficients: gates + Sinkhorn in one call [M4]; with two scales the gates alone ----------------------------------- */
 typedef struct weft_mhc_coef_fwd_args {
     size_t struct_size;
     weft_mhc_numerics numerics;
@@ -234,7 +245,9 @@ WEFT_API weft_status weft_mhc_aggregate_bwd_workspace(const weft_exec *exec,
 
 /* ---- post: expand the sub-layer's output and mix the streams [M6] ---------------------------------------------------
  *     y[o,c] = D[o,c] post[o] (f[c] + bias[c]) + sum_i W(i,o) x[i,c]      W = res[i,o] (in_out) or res[o,i] (out_in)
- * D is the dropout factor, 0 or 1/(1-p). Uses apply of numerics.
+ *                                              + x[o,c]                   without res
+ * D is the dropout factor, 0 or 1/(1-p). Uses apply of numerics. Without res no stream meets another, so what is not finite in
+ * one stays there.
  * Backward: d_f = sum_o d_y D post;  d_bias = sum_t d_f, summed in fp32 from the unrounded d_f;
  * d_post[o] = sum_c d_y D (f + bias);  d_x[i] = sum_o W(i,o) d_y[o];  d_res from sum_c x[i,c] d_y[o,c].
  * In place: y over x; d_x over d_y. */
@@ -244,8 +257,9 @@ typedef struct weft_mhc_post_fwd_args {
     weft_dropout dropout;
     weft_tensor x, f;
     weft_tensor bias; /* [C], optional */
-    weft_tensor post, res;
-    weft_tensor y; /* out */
+    weft_tensor post;
+    weft_tensor res; /* optional: the identity */
+    weft_tensor y;   /* out */
 } weft_mhc_post_fwd_args;
 
 typedef struct weft_mhc_post_bwd_args {
@@ -254,9 +268,10 @@ typedef struct weft_mhc_post_bwd_args {
     weft_dropout dropout;
     weft_tensor x, f;
     weft_tensor bias; /* optional, as in forward */
-    weft_tensor post, res;
+    weft_tensor post;
+    weft_tensor res;                           /* optional, as in forward */
     weft_tensor d_y;                           /* upstream, activation type or f32 */
-    weft_grad d_x, d_f, d_bias, d_post, d_res; /* optional */
+    weft_grad d_x, d_f, d_bias, d_post, d_res; /* optional; d_res needs res */
 } weft_mhc_post_bwd_args;
 
 WEFT_API weft_status weft_mhc_post_fwd(const weft_exec *exec, const weft_mhc_post_fwd_args *args);
@@ -349,7 +364,7 @@ WEFT_API weft_status weft_mhc_head_bwd_workspace(const weft_exec *exec, const we
  *     (h, ms) = project(x);  (pre, post, res) = coef(h, ms)
  *     u = aggregate(x, pre_in where present, else pre);  v = rmsnorm(u, sub_weight, sub_eps) where v is requested
  * v is computed from the rounded u. pre_in makes the shifted form (mhc_single_pass): u uses the coefficients that the
- * previous site predicted (one-hot on stream 0 at the first site; a token stride of 0 is fine).
+ * previous site predicted (one-hot on stream 0 at the first site; a token stride of 0 is fine). With two scales there is no res.
  * Backward takes h and ms from forward and recomputes the rest; du = d_u + the norm's part stays in fp32, and so does
  * the sum of the aggregate's and the projection's part of d_x. */
 typedef struct weft_mhc_pre_fwd_args {
@@ -398,7 +413,8 @@ typedef struct weft_mhc_boundary_fwd_args {
     double sub_eps;
     weft_tensor x, f;
     weft_tensor bias; /* [C], optional */
-    weft_tensor post, res;
+    weft_tensor post;
+    weft_tensor res;         /* optional: the identity */
     weft_tensor phi;         /* of the next site, as all that follows */
     weft_tensor norm_weight; /* optional */
     weft_tensor alpha, beta;
@@ -415,13 +431,14 @@ typedef struct weft_mhc_boundary_bwd_args {
     double sub_eps;
     weft_tensor x, f;
     weft_tensor bias; /* optional, as in forward */
-    weft_tensor post, res;
-    weft_tensor y; /* optional: rebuilt where absent */
+    weft_tensor post;
+    weft_tensor res; /* optional, as in forward */
+    weft_tensor y;   /* optional: rebuilt where absent */
     weft_tensor phi;
     weft_tensor norm_weight, pre_in, sub_weight; /* optional, as in forward */
     weft_tensor alpha, beta, h, ms;
     weft_tensor d_y, d_u, d_v, d_pre_out, d_post_out, d_res_out;             /* upstream, optional */
-    weft_grad d_x, d_f, d_bias, d_post, d_res;                               /* optional */
+    weft_grad d_x, d_f, d_bias, d_post, d_res;                               /* optional; d_res needs res */
     weft_grad d_phi, d_norm_weight, d_alpha, d_beta, d_pre_in, d_sub_weight; /* optional */
 } weft_mhc_boundary_bwd_args;
 
@@ -435,15 +452,16 @@ WEFT_API weft_status weft_mhc_boundary_bwd_workspace(const weft_exec *exec, cons
 /* ---- replay: rebuild several layers from the first stream tensor [M12] ----------------------------------------------
  * For l = 0 .. num_layers-1, with x_0 = x:
  *     u_l = aggregate(x_l, pre_l);  v_l = rmsnorm(u_l);  x_{l+1} = y_l = post(x_l, f_l, bias_l, post_l, res_l, dropout_l)
- * Bit-identical to the chain of single operators. Forward only. The last layer may lack f, post, res and y: then it ends
- * with u. An output that is not requested is absent; a y that is absent is carried on in fast memory, rounded as if stored.
+ * Bit-identical to the chain of single operators. Forward only. A layer without res takes the identity. The last layer may
+ * lack f, post, res and y: then it ends with u. An output that is not requested is absent; a y that is absent is carried on in
+ * fast memory, rounded as if stored.
  * weft/ops.h lists the tensors of the args struct itself; those of a layer are listed by weft_mhc_replay_layer_info. */
 typedef struct weft_mhc_replay_layer {
     size_t struct_size;
     weft_dropout dropout;
     double sub_eps;
     weft_tensor pre;                /* optional where neither u nor v is requested */
-    weft_tensor f, bias, post, res; /* f, post, res optional on the last layer; bias optional */
+    weft_tensor f, bias, post, res; /* f, post optional on the last layer; bias, res optional */
     weft_tensor sub_weight;         /* optional */
     weft_tensor u, v, y;            /* out, optional */
 } weft_mhc_replay_layer;

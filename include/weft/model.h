@@ -38,6 +38,7 @@ typedef enum weft_residual {
     WEFT_RESIDUAL_HC,              /* "hc": unconstrained, alpha tanh(theta norm(x_i)) + beta per stream */
     WEFT_RESIDUAL_MHC,             /* "mhc": doubly stochastic residual mix */
     WEFT_RESIDUAL_MHC_SINGLE_PASS, /* "mhc_single_pass": a site is fed by the pre that the site before it predicted */
+    WEFT_RESIDUAL_INDEPENDENT, /* "independent": as mhc without a residual mix, streams pass every merge unchanged */
     WEFT_RESIDUAL_COUNT
 } weft_residual;
 
@@ -48,8 +49,8 @@ typedef enum weft_exit {
     WEFT_EXIT_COUNT
 } weft_exit;
 
-/* First values of the mix of mhc and mhc_single_pass: those of beta, which alpha, about 0.01, hardly moves. hc has those of its
- * paper, which are like the second. */
+/* First values of the mix of mhc, mhc_single_pass and independent: those of beta, which alpha, about 0.01, hardly moves. hc has
+ * those of its paper, which are like the second. */
 typedef enum weft_first_mix {
     /* "uniform": beta is 0. pre is 1/2, post 1, and all of res 1/n: streams are mixed at once */
     WEFT_FIRST_MIX_UNIFORM = 0,
@@ -207,12 +208,12 @@ WEFT_API weft_tensor weft_model_logits(const weft_model *model);
 
 /* The residual mix of a site of the last forward, in the backend's memory: [tokens, n, n], f32 beside bf16. Sites are numbered
  * through the layers of the stage, attention and MLP in turn, from 0 to 2 layers - 1. The indices are those of
- * config.numerics.apply; in hc, [i, o]. Absent for the plain residual and for another site. */
+ * config.numerics.apply; in hc, [i, o]. Absent for the plain residual, for independent, and for another site. */
 WEFT_API weft_tensor weft_model_mix(const weft_model *model, int32_t site);
 
 /* The composite residual map W_last ... W_1 of the last forward, token by token: how much a signal can grow on its way
  * (largest absolute row sum) and a gradient on its way back (largest absolute column sum), averaged and at their largest
- * over the tokens. All 1 for the plain residual. Frozen. */
+ * over the tokens. All 1 for the plain residual and for independent. Frozen. */
 typedef struct weft_model_gains {
     double row_mean, row_max, column_mean, column_max;
 } weft_model_gains;

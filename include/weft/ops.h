@@ -28,8 +28,9 @@ typedef enum weft_arg_dim {
     WEFT_DIM_TOKENS = 100,
     WEFT_DIM_STREAMS,
     WEFT_DIM_CHANNELS,
-    WEFT_DIM_GATES, /* 2 * streams + streams^2: rows of the projection, in the order pre | post | res */
-    WEFT_DIM_ROWS,  /* rows of a projection by itself: any number from 1 to 4096 */
+    WEFT_DIM_GATES, /* rows of the projection, in the order pre | post | res: 2 * streams + streams^2 with three scales, 2 *
+                       streams with two */
+    WEFT_DIM_ROWS, /* rows of a projection by itself: any number from 1 to 4096 */
     /* weft/gdn.h */
     WEFT_DIM_BATCH, /* sequences of equal length; 1 where offsets cut the steps into sequences */
     WEFT_DIM_STEPS, /* tokens of each of them */
@@ -38,13 +39,15 @@ typedef enum weft_arg_dim {
     WEFT_DIM_HEADS,   /* of query and key: divides the value heads */
     WEFT_DIM_KEY_DIM, /* 1 to WEFT_GDN_MAX_DIM */
     WEFT_DIM_VALUE_DIM,
-    WEFT_DIM_CONV,      /* 2 * key_heads * key_dim + value_heads * value_dim */
-    WEFT_DIM_WIDTH,     /* taps of a convolution: 1 to WEFT_GDN_MAX_WIDTH */
-    WEFT_DIM_HISTORY,   /* slots of a convolution state: width - 1 to 64 */
-    WEFT_DIM_SEQUENCES, /* what the offsets delimit; batch where there are none */
-    WEFT_DIM_OFFSETS,   /* sequences + 1 */
-    WEFT_DIM_CACHE,     /* rows of a cache of states */
-    WEFT_DIM_STEP_HEADS /* steps * value_heads */
+    WEFT_DIM_CONV,       /* 2 * key_heads * key_dim + value_heads * value_dim */
+    WEFT_DIM_WIDTH,      /* taps of a convolution: 1 to WEFT_GDN_MAX_WIDTH */
+    WEFT_DIM_HISTORY,    /* slots of a convolution state: width - 1 to 64 */
+    WEFT_DIM_SEQUENCES,  /* what the offsets delimit; batch where there are none */
+    WEFT_DIM_OFFSETS,    /* sequences + 1 */
+    WEFT_DIM_CACHE,      /* rows of a cache of states */
+    WEFT_DIM_STEP_HEADS, /* steps * value_heads */
+    /* weft/mhc.h */
+    WEFT_DIM_SCALES /* of the groups of rows of the projection: 3, or 2 where there is no residual mix */
 } weft_arg_dim;
 
 /* Frozen, as weft_scalar_info is: callers walk through arrays of them. */

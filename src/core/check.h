@@ -120,6 +120,7 @@ typedef struct weft_op_desc {
 #define OFFSETS WEFT_DIM_OFFSETS
 #define CACHE WEFT_DIM_CACHE
 #define STEP_HEADS WEFT_DIM_STEP_HEADS
+#define SCALES WEFT_DIM_SCALES
 
 /* Rows that a table of arguments may have. */
 enum { WEFT_MAX_ARGS = 64 };
@@ -179,6 +180,8 @@ weft_status weft_check_enum(const weft_call *call, const char *name, int value, 
 weft_status weft_check_gates(const weft_call *call, const weft_mhc_numerics *numerics);
 weft_status weft_check_sinkhorn(const weft_call *call, const weft_mhc_numerics *numerics);
 weft_status weft_check_apply(const weft_call *call, const weft_mhc_numerics *numerics);
+/* Something of the residual mix, which a site with two scales does not have. */
+weft_status weft_check_no_mix(const weft_call *call, const char *name, const weft_tensor *t);
 weft_status weft_check_dropout(const weft_call *call, const char *prefix, const weft_dropout *dropout);
 /* Sequences of weft/gdn.h: sizes that fit each other, and on the host the values of offsets and indices, each of -1 to
  * rows - 1 and none but -1 twice. */

@@ -39,7 +39,8 @@ typedef struct weft_call {
     bool query;       /* nothing runs: there is no workspace, and data may be NULL, which counts as aligned */
     bool any_address; /* a query for workspace that must do wherever the data will lie */
     int64_t tokens, streams, channels;
-    int64_t rows; /* rows of the projection where the operator has one */
+    int64_t rows;   /* rows of the projection where the operator has one */
+    int64_t scales; /* elements of alpha of a site's gates: 3, or 2 without a residual mix; elsewhere -1 */
     /* weft/gdn.h; heads are those of query and key, or of their gradients */
     int64_t batch, steps, key_heads, value_heads, heads, key_dim, value_dim, width, history, sequences, cache;
 } weft_call;

@@ -21,16 +21,21 @@ weft_status weft_check_enum(const weft_call *call, const char *name, int value, 
 weft_status weft_check_reserved(const weft_call *call, const weft_op_info *info, const void *args,
                                 const char *prefix)
 {
-    enum { COUNT = 6 };
-    static const size_t offset[] = {
-        [WEFT_SCALAR_NUMERICS] = offsetof(weft_mhc_numerics, reserved),
-        [WEFT_SCALAR_DROPOUT] = offsetof(weft_dropout, reserved),
-        [WEFT_SCALAR_GDN] = offsetof(weft_gdn_options, reserved),
+#define RESERVED(type) offsetof(type, reserved), sizeof((type *)NULL)->reserved / sizeof(uint64_t)
+    static const struct {
+        size_t offset, count;
+    } reserved[] = {
+        [WEFT_SCALAR_NUMERICS] = {RESERVED(weft_mhc_numerics)},
+        [WEFT_SCALAR_DROPOUT] = {RESERVED(weft_dropout)},
+        [WEFT_SCALAR_GDN] = {RESERVED(weft_gdn_options)},
     };
+#undef RESERVED
     for (const weft_scalar_info *s = info->scalars; s && s->name; s++) {
-        if (!offset[s->type]) continue;
-        const uint64_t *r = (const uint64_t *)(const void *)((const char *)args + s->offset + offset[s->type]);
-        if (r[0] | r[1] | r[2] | r[3] | r[4] | r[5])
+        const char *at = (const char *)args + s->offset + reserved[s->type].offset;
+        const uint64_t *r = (const uint64_t *)(const void *)at;
+        uint64_t set = 0;
+        for (size_t k = 0; k < reserved[s->type].count; k++) set |= r[k];
+        if (set)
             return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s.reserved: expected zeros, got a field that is set",
                              weft_op_name(call->op), prefix, s->name);
     }
@@ -42,6 +47,7 @@ weft_status weft_check_gates(const weft_call *call, const weft_mhc_numerics *num
     WEFT_TRY(weft_check_eps(call, "numerics.rms_eps", numerics->rms_eps));
     WEFT_TRY(weft_check_enum(call, "numerics.rms_eps_kind", (int)numerics->rms_eps_kind, 2));
     WEFT_TRY(weft_check_eps(call, "numerics.pre_eps", numerics->pre_eps));
+    WEFT_TRY(weft_check_eps(call, "numerics.post_eps", numerics->post_eps));
     if (numerics->post_mult > -1e30 && numerics->post_mult < 1e30) return WEFT_OK;
     return weft_fail(WEFT_ERR_ARGUMENT, "%s: numerics.post_mult: expected a finite number, got %g",
                      weft_op_name(call->op), numerics->post_mult);
@@ -59,6 +65,14 @@ weft_status weft_check_sinkhorn(const weft_call *call, const weft_mhc_numerics *
 weft_status weft_check_apply(const weft_call *call, const weft_mhc_numerics *numerics)
 {
     return weft_check_enum(call, "numerics.apply", (int)numerics->apply, 2);
+}
+
+weft_status weft_check_no_mix(const weft_call *call, const char *name, const weft_tensor *t)
+{
+    if (call->scales != 2 || !weft_has(t)) return WEFT_OK;
+    return weft_fail(WEFT_ERR_ARGUMENT,
+                     "%s: %s: expected none with an alpha of two scales, which has no residual mix, got a tensor",
+                     weft_op_name(call->op), name);
 }
 
 weft_status weft_check_dropout(const weft_call *call, const char *prefix, const weft_dropout *dropout)

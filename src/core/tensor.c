@@ -27,7 +27,8 @@
     SIZE(WIDTH, width, 1, WEFT_GDN_MAX_WIDTH)                                                                      \
     SIZE(HISTORY, history, 0, 64)                                                                                  \
     SIZE(SEQUENCES, sequences, 0, MAX_TOKENS)                                                                      \
-    SIZE(CACHE, cache, 0, MAX_TOKENS)
+    SIZE(CACHE, cache, 0, MAX_TOKENS)                                                                              \
+    SIZE(SCALES, scales, 2, 3)
 
 static const struct size_info {
     const char *name; /* NULL: not one of them */
@@ -130,12 +131,34 @@ static weft_status check_dtype(weft_call *call, const weft_arg_info *info, const
 
 /* ---- shape ------------------------------------------------------------------------------------------------------ */
 
-/* The n whose 2n + n^2 is rows, or 0. */
-static int64_t streams_of_gates(int64_t rows)
+static int64_t rows_of_gates(const weft_call *call, int64_t n)
+{
+    return call->scales == 2 ? 2 * n : 2 * n + n * n;
+}
+
+/* The n that has so many rows, or -1. */
+static int64_t streams_of_gates(const weft_call *call, int64_t rows)
 {
     for (int64_t n = 1; n <= WEFT_MAX_STREAMS; n++)
-        if (2 * n + n * n == rows) return n;
-    return 0;
+        if (rows_of_gates(call, n) == rows) return n;
+    return -1;
+}
+
+static weft_status bind_gates(weft_call *call, const weft_arg_info *info, int axis, int64_t got, const char *prefix)
+{
+    const char *rows = call->scales == 2 ? "2n" : "2n + n^2", *scales = call->scales == 2   ? " and two scales"
+                                                                        : call->scales == 3 ? " and three scales"
+                                                                                            : "";
+    if (call->streams < 0) call->streams = streams_of_gates(call, got);
+    if (call->streams < 0)
+        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected %s for n from 1 to %d%s, got %lld",
+                         weft_op_name(call->op), prefix, info->name, axis, rows, WEFT_MAX_STREAMS, scales,
+                         (long long)got);
+    call->rows = rows_of_gates(call, call->streams);
+    if (got == call->rows) return WEFT_OK;
+    return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected %s = %lld for %lld streams%s, got %lld",
+                     weft_op_name(call->op), prefix, info->name, axis, rows, (long long)call->rows,
+                     (long long)call->streams, scales, (long long)got);
 }
 
 static weft_status bind_size(weft_call *call, const weft_arg_info *info, int axis, int64_t got, const char *prefix,
@@ -184,16 +207,7 @@ static weft_status bind_dim(weft_call *call, const weft_arg_info *info, int axis
                          "%s: %s%s: dim %d: expected %lld steps * %lld value heads = %lld, got %lld",
                          weft_op_name(call->op), prefix, info->name, axis, (long long)call->steps,
                          (long long)call->value_heads, (long long)want, (long long)got);
-    case WEFT_DIM_GATES:
-        if (call->streams < 0) call->streams = streams_of_gates(got) ? streams_of_gates(got) : -1;
-        if (call->streams < 0)
-            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected 2n + n^2 for n from 1 to %d, got %lld",
-                             weft_op_name(call->op), prefix, info->name, axis, WEFT_MAX_STREAMS, (long long)got);
-        call->rows = 2 * call->streams + call->streams * call->streams;
-        if (got == call->rows) return WEFT_OK;
-        return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected 2n + n^2 = %lld for %lld streams, got %lld",
-                         weft_op_name(call->op), prefix, info->name, axis, (long long)call->rows,
-                         (long long)call->streams, (long long)got);
+    case WEFT_DIM_GATES: return bind_gates(call, info, axis, got, prefix);
     default:
         if (got == dim) return WEFT_OK;
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s%s: dim %d: expected %d, got %lld", weft_op_name(call->op),
@@ -309,10 +323,23 @@ static const uint64_t *step_of(const weft_op_info *info, const void *args)
     return NULL;
 }
 
+/* The number of scales says what the rows of gates are made of: 8 are 2n + n^2 of two streams, and 2n of four. So it is known
+ * in front of the tensors that have such rows; the tensor itself is checked in its turn. */
+static void find_scales(weft_call *call, const weft_op_info *info, const void *args)
+{
+    for (int32_t i = 0; i < info->num_args; i++) {
+        const weft_tensor *t = tensor_of(&info->args[i], args);
+        if (info->args[i].dim[0] != WEFT_DIM_SCALES || t->dtype == WEFT_NONE) continue;
+        if (t->ndim == 1 && (t->shape[0] == 2 || t->shape[0] == 3)) call->scales = t->shape[0];
+        return;
+    }
+}
+
 weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix,
                                weft_shelf *shelf)
 {
     int64_t length;
+    find_scales(call, info, args);
     shelf->count = 0, shelf->apart = true; /* entries are valid up to count only */
     bool first = call->tokens < 0 && call->streams < 0 && call->channels < 0 && call->dtype == WEFT_NONE;
     for (int32_t i = 0; i < info->num_args; i++) {

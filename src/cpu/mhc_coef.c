@@ -7,13 +7,12 @@
 
 enum { MAX_GATES = 2 * WEFT_MAX_STREAMS + WEFT_MAX_STREAMS * WEFT_MAX_STREAMS };
 
-void CPU(coef_fwd_tile)(const weft_mhc_coef_fwd_args *a, const float *alpha, const float *beta, int64_t t0,
-                        int64_t t1)
+void CPU(coef_fwd_tile)(const weft_call *call, const weft_mhc_coef_fwd_args *a, const float *alpha,
+                        const float *beta, int64_t t0, int64_t t1)
 {
     vf h[MAX_GATES], z[MAX_GATES], ms = vf_set1(0);
-    int64_t rows = a->h.shape[1];
-    int n = 1;
-    while (n * n + 2 * n < rows) n++;
+    int64_t rows = call->rows;
+    int n = (int)call->streams;
     /* Without res there is no need for the n*n logits. */
     int64_t used = weft_has(&a->res) ? rows : 2 * n;
     for (int64_t m = t0; m < t1; m += LANES) {
@@ -29,13 +28,12 @@ void CPU(coef_fwd_tile)(const weft_mhc_coef_fwd_args *a, const float *alpha, con
     }
 }
 
-void CPU(coef_bwd_tile)(const weft_mhc_coef_bwd_args *a, const float *alpha, const float *beta, float *sums,
-                        vf *hist, int64_t t0, int64_t t1)
+void CPU(coef_bwd_tile)(const weft_call *call, const weft_mhc_coef_bwd_args *a, const float *alpha,
+                        const float *beta, float *sums, vf *hist, int64_t t0, int64_t t1)
 {
     vf h[MAX_GATES], z[MAX_GATES], dz[MAX_GATES], dh[MAX_GATES], ms = vf_set1(0), dms, dalpha[3];
-    int64_t rows = a->h.shape[1];
-    int n = 1;
-    while (n * n + 2 * n < rows) n++;
+    int64_t rows = call->rows;
+    int n = (int)call->streams;
     for (int64_t m = t0; m < t1; m += LANES) {
         int valid = (int)min64(LANES, t1 - m);
         lanes_load(h, &a->h, m, valid, rows);
@@ -53,7 +51,7 @@ void CPU(coef_bwd_tile)(const weft_mhc_coef_bwd_args *a, const float *alpha, con
         if (weft_has(&a->d_ms.to)) lanes_store(&a->d_ms.to, a->d_ms.add, &dms, m, valid, 1);
         if (!sums) continue;
         lanes_sum(sums, dz, valid, rows);
-        lanes_sum(sums + rows, dalpha, valid, 3);
+        lanes_sum(sums + rows, dalpha, valid, call->scales);
     }
 }
 
@@ -65,7 +63,7 @@ typedef struct plan {
     float *alpha, *beta;
     char *hist; /* one area per thread */
     int64_t hist_bytes, base;
-    cpu_sum sum; /* d_beta[N], d_alpha[3] */
+    cpu_sum sum; /* d_beta[N], d_alpha[S] */
 } plan;
 
 static weft_arena lay_out(plan *p, const weft_call *call, const void *args, const weft_mhc_numerics *bwd, bool sum)
@@ -78,7 +76,7 @@ static weft_arena lay_out(plan *p, const weft_call *call, const void *args, cons
         p->hist_bytes = (CPU(sinkhorn_history)(bwd, call->streams) + 63) / 64 * 64;
         p->hist = weft_arena_take(&arena, cpu_rooms(call, p->hist_bytes));
     }
-    p->sum = sum_take(&arena, SUM_TOKENS, call->rows + 3, sum);
+    p->sum = sum_take(&arena, SUM_TOKENS, call->rows + call->scales, sum);
     return arena;
 }
 
@@ -86,7 +84,8 @@ static void fwd_body(void *context, int64_t item, int thread)
 {
     const plan *p = context;
     (void)thread;
-    CPU(coef_fwd_tile)(p->args, p->alpha, p->beta, item * BLOCK, min64((item + 1) * BLOCK, p->call->tokens));
+    CPU(coef_fwd_tile)
+    (p->call, p->args, p->alpha, p->beta, item * BLOCK, min64((item + 1) * BLOCK, p->call->tokens));
 }
 
 static void bwd_body(void *context, int64_t item, int thread)
@@ -96,7 +95,7 @@ static void bwd_body(void *context, int64_t item, int thread)
     float *sum = sum_block(&p->sum, item);
     sum_zero(sum, p->sum.width);
     CPU(coef_bwd_tile)
-    (p->args, p->alpha, p->beta, sum, (vf *)(void *)(p->hist + thread * p->hist_bytes), t0,
+    (p->call, p->args, p->alpha, p->beta, sum, (vf *)(void *)(p->hist + thread * p->hist_bytes), t0,
      min64(t0 + BLOCK, p->call->tokens));
 }
 
@@ -105,7 +104,7 @@ static weft_status fwd(const weft_call *call, const void *args)
     const weft_mhc_coef_fwd_args *a = args;
     plan p;
     lay_out(&p, call, args, NULL, false);
-    vector_load(p.alpha, &a->alpha, 3, 0);
+    vector_load(p.alpha, &a->alpha, call->scales, 0);
     vector_load(p.beta, &a->beta, call->rows, 0);
     int64_t work = call->tokens * call->rows * a->numerics.sinkhorn_iters;
     cpu_parallel(call, (call->tokens + BLOCK - 1) / BLOCK, work, fwd_body, &p);
@@ -122,7 +121,7 @@ static weft_status bwd(const weft_call *call, const void *args)
     const weft_mhc_coef_bwd_args *a = args;
     plan p;
     lay_out(&p, call, args, &a->numerics, wants_sum(a));
-    vector_load(p.alpha, &a->alpha, 3, 0);
+    vector_load(p.alpha, &a->alpha, call->scales, 0);
     vector_load(p.beta, &a->beta, call->rows, 0);
     sum_zero(p.sum.total, p.sum.width);
     for (; p.base < call->tokens; p.base += SUM_TOKENS) {

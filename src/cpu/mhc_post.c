@@ -4,7 +4,10 @@
  *
  * Forward and the element-wise half of backward read every stream of a channel before they write one, so y may lie over
  * x and d_x over d_y. Backward sums n*n + n products over the channels: up to four streams they live in registers beside
- * the element-wise work, beyond that they take passes of 4x4 over a chunk that is still in L1, before d_x is written. */
+ * the element-wise work, beyond that they take passes of 4x4 over a chunk that is still in L1, before d_x is written.
+ *
+ * Without res (`mix`, a constant, is false) the operations are those of a mix that is the identity, less its products: the same
+ * bits for finite streams. Backward then has no use for x. */
 #include "cpu/common/mask.h"
 #include "cpu/common/tiles.h"
 
@@ -17,6 +20,7 @@ static void load_coefs(coefs *k, const weft_tensor *post, const weft_tensor *res
 {
     int n = (int)post->shape[1];
     coef_load(k->post, post, m);
+    if (!weft_has(res)) return;
     coef_load(k->w, res, m);
     if (apply == WEFT_APPLY_OUT_IN) return;
     for (int a = 0; a < n; a++)
@@ -39,8 +43,8 @@ typedef struct fwd_rows {
     int64_t next; /* bytes from a token's x to the next one's, 0: no prefetch */
 } fwd_rows;
 
-INLINE void fwd_line(const int n, const weft_dtype t, const fwd_rows *r, const vf *w, const vf *post, int64_t c,
-                     bool stream)
+INLINE void fwd_line(const int n, const weft_dtype t, const bool mix, const fwd_rows *r, const vf *w,
+                     const vf *post, int64_t c, bool stream)
 {
     const int64_t size = (int64_t)size_of(t);
     vf x[WEFT_MAX_STREAMS][MAX_LINE], f[MAX_LINE], y[MAX_LINE];
@@ -53,22 +57,24 @@ INLINE void fwd_line(const int n, const weft_dtype t, const fwd_rows *r, const v
         for (int h = 0; h < line_vectors(t); h++) y[h] = post[o] * f[h];
         if (r->mask)
             for (int h = 0; h < line_vectors(t); h++) y[h] = y[h] * vf_load(r->mask + o * r->ms + c + h * LANES);
-        for (int i = 0; i < n; i++)
+        for (int h = 0; !mix && h < line_vectors(t); h++) y[h] = x[o][h] + y[h];
+        for (int i = 0; mix && i < n; i++)
             for (int h = 0; h < line_vectors(t); h++) y[h] = vf_fma(w[o * n + i], x[i][h], y[h]);
         line_put(t, r->y + o * r->ys * size, c, y, stream);
     }
 }
 
-INLINE void fwd_span(const int n, const weft_dtype t, fwd_rows r, const coefs *k, int64_t count, bool stream)
+INLINE void fwd_span(const int n, const weft_dtype t, const bool mix, fwd_rows r, const coefs *k, int64_t count,
+                     bool stream)
 {
     vf w[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS], post[WEFT_MAX_STREAMS];
-    for (int i = 0; i < n * n; i++) w[i] = vf_set1(k->w[i]);
+    for (int i = 0; mix && i < n * n; i++) w[i] = vf_set1(k->w[i]);
     for (int o = 0; o < n; o++) post[o] = vf_set1(k->post[o]);
-    for (int64_t c = 0; c < count; c += line_channels(t)) fwd_line(n, t, &r, w, post, c, stream);
+    for (int64_t c = 0; c < count; c += line_channels(t)) fwd_line(n, t, mix, &r, w, post, c, stream);
 }
 
-INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_post_fwd_args *a, const float *bias,
-                       const weft_mask *mask, int64_t t0, int64_t t1, bool stream)
+INLINE void fwd_direct(const int n, const weft_dtype t, const bool mix, const weft_mhc_post_fwd_args *a,
+                       const float *bias, const weft_mask *mask, int64_t t0, int64_t t1, bool stream)
 {
     _Alignas(64) float drop[CHUNK];
     coefs k;
@@ -83,13 +89,13 @@ INLINE void fwd_direct(const int n, const weft_dtype t, const weft_mhc_post_fwd_
             fwd_rows r = {at(&a->x, m) + c * size, at(&a->f, m) + c * size, at(&a->y, m) + c * size, a->x.stride[1],
                           a->y.stride[1],          bias ? bias + c : NULL,  mask->on ? drop : NULL,  width,
                           a->x.stride[0] * size};
-            fwd_span(n, t, r, &k, count, stream);
+            fwd_span(n, t, mix, r, &k, count, stream);
         }
     }
 }
 
-static void fwd_chunks(const weft_mhc_post_fwd_args *a, const float *bias, const weft_mask *mask, int64_t t0,
-                       int64_t t1)
+INLINE void fwd_chunks(const bool mix, const weft_mhc_post_fwd_args *a, const float *bias, const weft_mask *mask,
+                       int64_t t0, int64_t t1)
 {
     _Alignas(64) float x[CHUNK], f[CHUNK], y[CHUNK], drop[CHUNK];
     coefs k;
@@ -105,21 +111,36 @@ static void fwd_chunks(const weft_mhc_post_fwd_args *a, const float *bias, const
             fwd_rows r = {
                 (char *)x, (char *)f, (char *)y, width, width, bias ? bias + c : NULL, mask->on ? drop : NULL,
                 width,     0};
-            FOR_STREAMS(n, fwd_span(N, WEFT_F32, r, &k, pad16(count), false))
+            FOR_STREAMS(n, fwd_span(N, WEFT_F32, mix, r, &k, pad16(count), false))
             rows_store(&a->y, false, y, width, m, c, count);
         }
     }
 }
 
-void CPU(post_fwd_tile)(const weft_mhc_post_fwd_args *a, const float *bias, int64_t t0, int64_t t1, bool stream)
+INLINE void fwd_any(const bool mix, const weft_mhc_post_fwd_args *a, const float *bias, int64_t t0, int64_t t1,
+                    bool stream)
 {
     weft_dtype t = a->x.dtype;
     weft_mask mask = weft_mask_open(&a->dropout, a->x.shape[2]);
     if (row_direct(&a->x, t) && row_direct(&a->f, t) && row_direct(&a->y, t)) {
-        FOR_DTYPE(t, FOR_STREAMS(a->x.shape[1], fwd_direct(N, T, a, bias, &mask, t0, t1, stream)))
+        FOR_DTYPE(t, FOR_STREAMS(a->x.shape[1], fwd_direct(N, T, mix, a, bias, &mask, t0, t1, stream)))
     } else {
-        fwd_chunks(a, bias, &mask, t0, t1);
+        fwd_chunks(mix, a, bias, &mask, t0, t1);
     }
+}
+
+__attribute__((noinline)) static void fwd_unmixed(const weft_mhc_post_fwd_args *a, const float *bias, int64_t t0,
+                                                  int64_t t1, bool stream)
+{
+    fwd_any(false, a, bias, t0, t1, stream);
+}
+
+void CPU(post_fwd_tile)(const weft_mhc_post_fwd_args *a, const float *bias, int64_t t0, int64_t t1, bool stream)
+{
+    if (weft_has(&a->res))
+        fwd_any(true, a, bias, t0, t1, stream);
+    else
+        fwd_unmixed(a, bias, t0, t1, stream);
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------------ */
@@ -161,8 +182,8 @@ INLINE vf masked(const bwd_rows *r, vf g, int o, int64_t c)
 }
 
 /* d_x, d_f and d_bias of a line from g[n]. */
-INLINE void bwd_elements(const int n, const weft_dtype t, const bwd_rows *r, const vf *w, const vf *post,
-                         vf (*g)[MAX_LINE], int64_t c, bool stream)
+INLINE void bwd_elements(const int n, const weft_dtype t, const bool mix, const bwd_rows *r, const vf *w,
+                         const vf *post, vf (*g)[MAX_LINE], int64_t c, bool stream)
 {
     const int64_t size = (int64_t)size_of(t);
     vf v[MAX_LINE], old[MAX_LINE];
@@ -184,8 +205,8 @@ INLINE void bwd_elements(const int n, const weft_dtype t, const bwd_rows *r, con
     for (int i = 0; r->dx && i < n; i++) {
         char *row = r->dx + i * r->dxs * size;
         for (int h = 0; h < line_vectors(t); h++) {
-            v[h] = w[i] * g[0][h];
-            for (int o = 1; o < n; o++) v[h] = vf_fma(w[o * n + i], g[o][h], v[h]);
+            v[h] = mix ? w[i] * g[0][h] : g[i][h];
+            for (int o = 1; mix && o < n; o++) v[h] = vf_fma(w[o * n + i], g[o][h], v[h]);
         }
         if (r->add_dx) {
             line_get(t, row, c, old);
@@ -202,13 +223,13 @@ INLINE void bwd_elements(const int n, const weft_dtype t, const bwd_rows *r, con
 enum { FEW = 4 }; /* streams whose sums fit the registers */
 
 /* Sums and elements of a line in one go. */
-INLINE void bwd_line(const int n, const weft_dtype t, const bwd_rows *r, const vf *w, const vf *post,
-                     vf (*sw)[STEP], vf (*sp)[STEP], int64_t c, bool stream)
+INLINE void bwd_line(const int n, const weft_dtype t, const bool mix, const bwd_rows *r, const vf *w,
+                     const vf *post, vf (*sw)[STEP], vf (*sp)[STEP], int64_t c, bool stream)
 {
     const int64_t size = (int64_t)size_of(t);
     vf g[FEW][MAX_LINE], f[MAX_LINE], x[MAX_LINE];
     for (int i = 0; r->next_x && i < n; i++) {
-        line_ask(r->x, (i * r->xs + c) * size + r->next_x);
+        if (mix) line_ask(r->x, (i * r->xs + c) * size + r->next_x);
         line_ask(r->g, (i * r->gs + c) * size + r->next_g);
     }
     get_f(t, r, c, f);
@@ -217,21 +238,22 @@ INLINE void bwd_line(const int n, const weft_dtype t, const bwd_rows *r, const v
         for (int h = 0; h < line_vectors(t); h++)
             sp[o][h % STEP] = vf_fma(masked(r, g[o][h], o, c + h * LANES), f[h], sp[o][h % STEP]);
     }
-    for (int i = 0; i < n; i++) {
+    for (int i = 0; mix && i < n; i++) {
         line_get(t, r->x + i * r->xs * size, c, x);
         for (int o = 0; o < n; o++)
             for (int h = 0; h < line_vectors(t); h++)
                 sw[o * n + i][h % STEP] = vf_fma(x[h], g[o][h], sw[o * n + i][h % STEP]);
     }
-    bwd_elements(n, t, r, w, post, g, c, stream);
+    bwd_elements(n, t, mix, r, w, post, g, c, stream);
 }
 
-INLINE void bwd_span(const int n, const weft_dtype t, const bwd_rows *r, const coefs *k, bwd_sums *sums,
-                     int64_t count, bool stream)
+INLINE void bwd_span(const int n, const weft_dtype t, const bool mix, const bwd_rows *r, const coefs *k,
+                     bwd_sums *sums, int64_t count, bool stream)
 {
+    const int products = mix ? n * n : 0;
     vf w[FEW * FEW], post[FEW], sw[FEW * FEW][STEP], sp[FEW][STEP];
-    for (int i = 0; i < n * n; i++) w[i] = vf_set1(k->w[i]);
-    for (int i = 0; i < n * n; i++)
+    for (int i = 0; i < products; i++) w[i] = vf_set1(k->w[i]);
+    for (int i = 0; i < products; i++)
         for (int s = 0; s < STEP; s++) sw[i][s] = sums->w[i][s];
     for (int o = 0; o < n; o++) post[o] = vf_set1(k->post[o]);
     for (int o = 0; o < n; o++)
@@ -240,9 +262,9 @@ INLINE void bwd_span(const int n, const weft_dtype t, const bwd_rows *r, const c
         const vf *from_w = w, *from_post = post;
         OPAQUE(from_w);
         OPAQUE(from_post);
-        bwd_line(n, t, r, from_w, from_post, sw, sp, c, stream);
+        bwd_line(n, t, mix, r, from_w, from_post, sw, sp, c, stream);
     }
-    for (int i = 0; i < n * n; i++)
+    for (int i = 0; i < products; i++)
         for (int s = 0; s < STEP; s++) sums->w[i][s] = sw[i][s];
     for (int o = 0; o < n; o++)
         for (int s = 0; s < STEP; s++) sums->post[o][s] = sp[o][s];
@@ -276,8 +298,8 @@ INLINE void bwd_sum_block(const int no, const int ni, const int n, const weft_dt
             for (int s = 0; s < STEP; s++) sums->w[(o0 + o) * n + i0 + i][s] = sw[o][i][s];
 }
 
-INLINE void bwd_rest_line(const int n, const weft_dtype t, const bwd_rows *r, const vf *w, const vf *post,
-                          bwd_sums *sums, int64_t c, bool stream)
+INLINE void bwd_rest_line(const int n, const weft_dtype t, const bool mix, const bwd_rows *r, const vf *w,
+                          const vf *post, bwd_sums *sums, int64_t c, bool stream)
 {
     vf g[WEFT_MAX_STREAMS][MAX_LINE], f[MAX_LINE];
     get_f(t, r, c, f);
@@ -286,15 +308,15 @@ INLINE void bwd_rest_line(const int n, const weft_dtype t, const bwd_rows *r, co
         for (int h = 0; h < line_vectors(t); h++)
             sums->post[o][h % STEP] = vf_fma(masked(r, g[o][h], o, c + h * LANES), f[h], sums->post[o][h % STEP]);
     }
-    bwd_elements(n, t, r, w, post, g, c, stream);
+    bwd_elements(n, t, mix, r, w, post, g, c, stream);
 }
 
 /* Any n: the n*n sums block by block, then the rest. */
-INLINE void bwd_span_large(const int n, const weft_dtype t, const bwd_rows *r, const coefs *k, bwd_sums *sums,
-                           int64_t count, bool stream)
+INLINE void bwd_span_large(const int n, const weft_dtype t, const bool mix, const bwd_rows *r, const coefs *k,
+                           bwd_sums *sums, int64_t count, bool stream)
 {
     vf w[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS], post[WEFT_MAX_STREAMS];
-    for (int o = 0; o < n; o += FEW)
+    for (int o = 0; mix && o < n; o += FEW)
         for (int i = 0; i < n; i += FEW) {
             int no = n - o < FEW ? n - o : FEW, ni = n - i < FEW ? n - i : FEW;
             if (no == FEW && ni == FEW)
@@ -302,9 +324,9 @@ INLINE void bwd_span_large(const int n, const weft_dtype t, const bwd_rows *r, c
             else
                 bwd_sum_block(no, ni, n, t, r, sums, o, i, count);
         }
-    for (int i = 0; i < n * n; i++) w[i] = vf_set1(k->w[i]);
+    for (int i = 0; mix && i < n * n; i++) w[i] = vf_set1(k->w[i]);
     for (int o = 0; o < n; o++) post[o] = vf_set1(k->post[o]);
-    for (int64_t c = 0; c < count; c += line_channels(t)) bwd_rest_line(n, t, r, w, post, sums, c, stream);
+    for (int64_t c = 0; c < count; c += line_channels(t)) bwd_rest_line(n, t, mix, r, w, post, sums, c, stream);
 }
 
 static void store_sums(const weft_mhc_post_bwd_args *a, const bwd_sums *sums, int64_t m)
@@ -323,19 +345,19 @@ static void store_sums(const weft_mhc_post_bwd_args *a, const bwd_sums *sums, in
     }
 }
 
-INLINE void clear_sums(bwd_sums *sums, int n)
+INLINE void clear_sums(bwd_sums *sums, int n, bool mix)
 {
     memset(sums->post, 0, sizeof(vf) * STEP * (size_t)n);
-    memset(sums->w, 0, sizeof(vf) * STEP * (size_t)(n * n));
+    if (mix) memset(sums->w, 0, sizeof(vf) * STEP * (size_t)(n * n));
 }
 
-INLINE void bwd_any(const int n, const weft_dtype t, const bwd_rows *r, const coefs *k, bwd_sums *sums,
-                    int64_t count, bool stream)
+INLINE void bwd_any(const int n, const weft_dtype t, const bool mix, const bwd_rows *r, const coefs *k,
+                    bwd_sums *sums, int64_t count, bool stream)
 {
     if (n <= FEW)
-        bwd_span(n, t, r, k, sums, count, stream);
+        bwd_span(n, t, mix, r, k, sums, count, stream);
     else
-        bwd_span_large(n, t, r, k, sums, count, stream);
+        bwd_span_large(n, t, mix, r, k, sums, count, stream);
 }
 
 /* Nothing optional: both gradients, neither of them added to, no bias, no dropout. */
@@ -346,8 +368,9 @@ static bool is_plain(const weft_mhc_post_bwd_args *a, const float *bias, const f
 }
 
 /* `plain`: is_plain, as a constant. */
-INLINE void bwd_direct(const int n, const weft_dtype t, const bool plain, const weft_mhc_post_bwd_args *a,
-                       const float *bias, float *d_bias, const weft_mask *mask, int64_t t0, int64_t t1, bool stream)
+INLINE void bwd_direct(const int n, const weft_dtype t, const bool mix, const bool plain,
+                       const weft_mhc_post_bwd_args *a, const float *bias, float *d_bias, const weft_mask *mask,
+                       int64_t t0, int64_t t1, bool stream)
 {
     _Alignas(64) float drop[CHUNK];
     coefs k;
@@ -361,7 +384,7 @@ INLINE void bwd_direct(const int n, const weft_dtype t, const bool plain, const 
              (!has_df || aligned(df->data, df->stride[0], t));
     for (int64_t m = t0; m < t1; m++) {
         load_coefs(&k, &a->post, &a->res, a->numerics.apply, m);
-        clear_sums(&sums, n);
+        clear_sums(&sums, n, mix);
         for (int64_t c = 0; c < channels; c += width) {
             int64_t count = min64(width, channels - c);
             if (mask->on && !plain) mask_fill(drop, width, mask, m, n, c, count);
@@ -383,9 +406,9 @@ INLINE void bwd_direct(const int n, const weft_dtype t, const bool plain, const 
                           .next_g = a->d_y.stride[0] * size};
             if (plain && (!r.dx || !r.df || !r.next_x)) __builtin_unreachable();
             if (plain && stream)
-                bwd_any(n, t, &r, &k, &sums, count, true);
+                bwd_any(n, t, mix, &r, &k, &sums, count, true);
             else
-                bwd_any(n, t, &r, &k, &sums, count, !plain && stream);
+                bwd_any(n, t, mix, &r, &k, &sums, count, !plain && stream);
         }
         store_sums(a, &sums, m);
     }
@@ -395,11 +418,11 @@ INLINE void bwd_direct(const int n, const weft_dtype t, const bool plain, const 
 __attribute__((noinline)) static void bwd_four(const weft_mhc_post_bwd_args *a, int64_t t0, int64_t t1, bool stream)
 {
     const weft_mask none = {0};
-    bwd_direct(4, WEFT_BF16, true, a, NULL, NULL, &none, t0, t1, stream);
+    bwd_direct(4, WEFT_BF16, true, true, a, NULL, NULL, &none, t0, t1, stream);
 }
 
-static void bwd_chunks(const weft_mhc_post_bwd_args *a, const float *bias, float *d_bias, const weft_mask *mask,
-                       int64_t t0, int64_t t1)
+INLINE void bwd_chunks(const bool mix, const weft_mhc_post_bwd_args *a, const float *bias, float *d_bias,
+                       const weft_mask *mask, int64_t t0, int64_t t1)
 {
     _Alignas(64) float x[CHUNK], f[CHUNK], g[CHUNK], dx[CHUNK], df[CHUNK], drop[CHUNK];
     coefs k;
@@ -409,10 +432,10 @@ static void bwd_chunks(const weft_mhc_post_bwd_args *a, const float *bias, float
     bool has_dx = weft_has(&a->d_x.to), has_df = weft_has(&a->d_f.to);
     for (int64_t m = t0; m < t1; m++) {
         load_coefs(&k, &a->post, &a->res, a->numerics.apply, m);
-        clear_sums(&sums, n);
+        clear_sums(&sums, n, mix);
         for (int64_t c = 0; c < channels; c += width) {
             int64_t count = min64(width, channels - c);
-            rows_load(x, width, &a->x, m, c, count);
+            if (mix) rows_load(x, width, &a->x, m, c, count);
             rows_load(g, width, &a->d_y, m, c, count);
             row_load(f, &a->f, m, c, count);
             if (mask->on) mask_fill(drop, width, mask, m, n, c, count);
@@ -428,7 +451,7 @@ static void bwd_chunks(const weft_mhc_post_bwd_args *a, const float *bias, float
                           .mask = mask->on ? drop : NULL,
                           .ms = width,
                           .d_bias = d_bias ? d_bias + c : NULL};
-            FOR_STREAMS(n, bwd_any(N, WEFT_F32, &r, &k, &sums, pad16(count), false))
+            FOR_STREAMS(n, bwd_any(N, WEFT_F32, mix, &r, &k, &sums, pad16(count), false))
             if (has_dx) rows_store(&a->d_x.to, a->d_x.add, dx, width, m, c, count);
             if (has_df) row_store(&a->d_f.to, a->d_f.add, df, m, c, count);
         }
@@ -436,21 +459,37 @@ static void bwd_chunks(const weft_mhc_post_bwd_args *a, const float *bias, float
     }
 }
 
-void CPU(post_bwd_tile)(const weft_mhc_post_bwd_args *a, const float *bias, float *d_bias, int64_t t0, int64_t t1,
-                        bool stream)
+/* `four`: the usual case has a function of its own. */
+INLINE void bwd_all(const bool mix, const bool four, const weft_mhc_post_bwd_args *a, const float *bias,
+                    float *d_bias, int64_t t0, int64_t t1, bool stream)
 {
     weft_dtype t = a->x.dtype;
     weft_mask mask = weft_mask_open(&a->dropout, a->x.shape[2]);
     if (row_direct(&a->x, t) && row_direct(&a->f, t) && row_direct(&a->d_y, t) && row_direct(&a->d_x.to, t) &&
         row_direct(&a->d_f.to, t)) {
-        if (t == WEFT_BF16 && a->x.shape[1] == 4 && is_plain(a, bias, d_bias, &mask))
+        if (four && t == WEFT_BF16 && a->x.shape[1] == 4 && is_plain(a, bias, d_bias, &mask))
             bwd_four(a, t0, t1, stream);
         else
-            FOR_DTYPE(t,
-                      FOR_STREAMS(a->x.shape[1], bwd_direct(N, T, false, a, bias, d_bias, &mask, t0, t1, stream)))
+            FOR_DTYPE(
+                t, FOR_STREAMS(a->x.shape[1], bwd_direct(N, T, mix, false, a, bias, d_bias, &mask, t0, t1, stream)))
     } else {
-        bwd_chunks(a, bias, d_bias, &mask, t0, t1);
+        bwd_chunks(mix, a, bias, d_bias, &mask, t0, t1);
     }
+}
+
+__attribute__((noinline)) static void bwd_unmixed(const weft_mhc_post_bwd_args *a, const float *bias, float *d_bias,
+                                                  int64_t t0, int64_t t1, bool stream)
+{
+    bwd_all(false, false, a, bias, d_bias, t0, t1, stream);
+}
+
+void CPU(post_bwd_tile)(const weft_mhc_post_bwd_args *a, const float *bias, float *d_bias, int64_t t0, int64_t t1,
+                        bool stream)
+{
+    if (weft_has(&a->res))
+        bwd_all(true, true, a, bias, d_bias, t0, t1, stream);
+    else
+        bwd_unmixed(a, bias, d_bias, t0, t1, stream);
 }
 
 /* ---- operators ----------------------------------------------------------------------------------------------------- */

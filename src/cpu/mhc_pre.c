@@ -41,7 +41,7 @@ cpu_pre_fwd CPU(pre_fwd_take)(weft_arena *arena, const weft_call *call, const we
 void CPU(pre_fwd_pack)(const weft_call *call, const cpu_pre_fwd *p, const weft_mhc_pre_fwd_args *a)
 {
     CPU(psi_pack)(call, &p->psi, &a->phi, &a->norm_weight);
-    vector_load(p->alpha, &a->alpha, 3, 0);
+    vector_load(p->alpha, &a->alpha, call->scales, 0);
     vector_load(p->beta, &a->beta, call->rows, 0);
     if (p->sub_weight) vector_load(p->sub_weight, &a->sub_weight, call->channels, 1);
 }
@@ -64,7 +64,7 @@ void CPU(pre_fwd_tile)(const weft_call *call, const cpu_pre_fwd *p, const weft_m
                                    .pre = pre,
                                    .post = from(&a->post, t0),
                                    .res = from(&a->res, t0)};
-    CPU(coef_fwd_tile)(&coef, p->alpha, p->beta, 0, m);
+    CPU(coef_fwd_tile)(call, &coef, p->alpha, p->beta, 0, m);
     if (!want_u) return;
     weft_mhc_aggregate_fwd_args aggregate = {
         .x = x, .pre = weft_has(&a->pre_in) ? from(&a->pre_in, t0) : pre, .u = u};
@@ -87,7 +87,8 @@ cpu_pre_bwd CPU(pre_bwd_take)(weft_arena *arena, const weft_call *call, const we
     if (weft_has(&a->sub_weight)) p.sub_weight = weft_arena_take(arena, (size_t)pad16(call->channels) * 4);
     p.dh = weft_arena_take(arena, (size_t)(macro * call->rows) * 4);
     p.dms = weft_arena_take(arena, (size_t)macro * 4);
-    p.gates = sum_take(arena, macro, call->rows + 3, weft_has(&a->d_alpha.to) || weft_has(&a->d_beta.to));
+    p.gates =
+        sum_take(arena, macro, call->rows + call->scales, weft_has(&a->d_alpha.to) || weft_has(&a->d_beta.to));
     p.norm = sum_take(arena, macro, call->channels, weft_has(&a->d_sub_weight.to));
     p.stream = stream_pays(call, &a->d_x.to, call->tokens * call->streams * call->channels);
     room_at(NULL, call, &a->numerics, &p.room_bytes);
@@ -101,7 +102,7 @@ void CPU(pre_bwd_pack)(const weft_call *call, const cpu_pre_bwd *p, const weft_m
     CPU(dpsi_zero)(call, &p->dpsi);
     sum_zero(p->gates.total, p->gates.width);
     sum_zero(p->norm.total, p->norm.width);
-    vector_load(p->alpha, &a->alpha, 3, 0);
+    vector_load(p->alpha, &a->alpha, call->scales, 0);
     vector_load(p->beta, &a->beta, call->rows, 0);
     if (p->sub_weight) vector_load(p->sub_weight, &a->sub_weight, call->channels, 1);
 }
@@ -157,7 +158,7 @@ void CPU(pre_bwd_tile)(const weft_call *call, const cpu_pre_bwd *p, const weft_m
     sum_zero(sum_block(&p->norm, block), p->norm.width);
     if (has_du) {
         weft_mhc_coef_fwd_args coef = {.numerics = a->numerics, .h = a->h, .ms = a->ms, .pre = pre};
-        if (!shifted) CPU(coef_fwd_tile)(&coef, p->alpha, p->beta, 0, m);
+        if (!shifted) CPU(coef_fwd_tile)(call, &coef, p->alpha, p->beta, 0, m);
         du = join_du(call, p, a, &pre, &room, sum_block(&p->norm, block), m);
         /* The aggregate's part of d_pre belongs to pre_in where there is one, else to the coefficients of this site. */
         weft_mhc_aggregate_bwd_args aggregate = {.x = a->x, .pre = pre, .d_u = du, .d_pre = a->d_pre_in};
@@ -182,7 +183,7 @@ void CPU(pre_bwd_tile)(const weft_call *call, const cpu_pre_bwd *p, const weft_m
                                    .d_res = a->d_res,
                                    .d_h = {.to = dh},
                                    .d_ms = {.to = dms}};
-    CPU(coef_bwd_tile)(&coef, p->alpha, p->beta, sum_block(&p->gates, block), room.hist, 0, m);
+    CPU(coef_bwd_tile)(call, &coef, p->alpha, p->beta, sum_block(&p->gates, block), room.hist, 0, m);
     if (weft_has(&a->d_x.to)) CPU(project_dx_tile)
     (&p->psi, &a->x, &dh, &dms, has_du ? &pre : NULL, &du, base, &a->d_x, 0, m, p->stream);
 }

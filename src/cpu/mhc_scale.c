@@ -24,7 +24,7 @@ void CPU(gates_fwd)(const weft_mhc_numerics *m, int n, int64_t rows, const float
             z[j] = mm_gate_logit(h[j], inv, alpha[g], beta[j]);
             if (g == 2) continue;
             mm_sigmoid(z[j], &s, &t);
-            z[j] = g == 0 ? s + (float)m->pre_eps : s * (float)m->post_mult;
+            z[j] = g == 0 ? s + (float)m->pre_eps : s * (float)m->post_mult + (float)m->post_eps;
         }
 }
 
@@ -61,7 +61,7 @@ typedef struct plan {
     const weft_call *call;
     const void *args;
     float *alpha, *beta;
-    cpu_sum sum; /* d_beta[N], d_alpha[3] */
+    cpu_sum sum; /* d_beta[N], d_alpha[S] */
     int64_t base;
 } plan;
 
@@ -71,7 +71,7 @@ static weft_arena lay_out(plan *p, const weft_call *call, const void *args, bool
     *p = (plan){.call = call, .args = args};
     p->alpha = weft_arena_take(&arena, WIDE * 4);
     p->beta = weft_arena_take(&arena, (size_t)pad16(call->rows) * 4);
-    p->sum = sum_take(&arena, SUM_TOKENS, call->rows + 3, sum);
+    p->sum = sum_take(&arena, SUM_TOKENS, call->rows + call->scales, sum);
     return arena;
 }
 
@@ -79,8 +79,8 @@ static weft_arena lay_out(plan *p, const weft_call *call, const void *args, bool
 static bool logits_direct(const weft_mhc_scale_fwd_args *a)
 {
     int64_t n = a->logits.shape[2];
-    return n * n % LANES == 0 && a->h.dtype == WEFT_F32 && a->logits.dtype == WEFT_F32 && lane_dense(&a->h) &&
-           lane_dense(&a->logits);
+    return weft_has(&a->logits) && n * n % LANES == 0 && a->h.dtype == WEFT_F32 && a->logits.dtype == WEFT_F32 &&
+           lane_dense(&a->h) && lane_dense(&a->logits);
 }
 
 static void logits_fwd(const weft_mhc_scale_fwd_args *a, float alpha, const float *beta, vf ms, int64_t m,
@@ -105,7 +105,7 @@ static void fwd_body(void *context, int64_t item, int thread)
     vf h[MAX_GATES], z[MAX_GATES], ms = vf_set1(0);
     int n = (int)p->call->streams;
     bool direct = logits_direct(a);
-    int64_t rows = direct ? 2 * n : p->call->rows;
+    int64_t rows = direct || !weft_has(&a->logits) ? 2 * n : p->call->rows;
     (void)thread;
     for (int64_t m = item * BLOCK; m < min64((item + 1) * BLOCK, p->call->tokens); m += LANES) {
         int valid = (int)min64(LANES, p->call->tokens - m);
@@ -116,7 +116,7 @@ static void fwd_body(void *context, int64_t item, int thread)
         lanes_store(&a->post, false, z + n, m, valid, n);
         if (direct)
             logits_fwd(a, p->alpha[2], p->beta + 2 * n, ms, m, valid);
-        else
+        else if (weft_has(&a->logits))
             lanes_store(&a->logits, false, z + 2 * n, m, valid, n * n);
     }
 }
@@ -144,7 +144,7 @@ static void bwd_body(void *context, int64_t item, int thread)
         if (weft_has(&a->d_ms.to)) lanes_store(&a->d_ms.to, a->d_ms.add, &dms, m, valid, 1);
         if (!sum) continue;
         lanes_sum(sum, dz, valid, rows);
-        lanes_sum(sum + rows, dalpha, valid, 3);
+        lanes_sum(sum + rows, dalpha, valid, p->call->scales);
     }
 }
 
@@ -153,7 +153,7 @@ static weft_status fwd(const weft_call *call, const void *args)
     const weft_mhc_scale_fwd_args *a = args;
     plan p;
     lay_out(&p, call, args, false);
-    vector_load(p.alpha, &a->alpha, 3, 0);
+    vector_load(p.alpha, &a->alpha, call->scales, 0);
     vector_load(p.beta, &a->beta, call->rows, 0);
     cpu_parallel(call, (call->tokens + BLOCK - 1) / BLOCK, call->tokens * call->rows, fwd_body, &p);
     return WEFT_OK;
@@ -170,7 +170,7 @@ static weft_status bwd(const weft_call *call, const void *args)
     const weft_mhc_scale_bwd_args *a = args;
     plan p;
     lay_out(&p, call, args, wants_sum(args));
-    vector_load(p.alpha, &a->alpha, 3, 0);
+    vector_load(p.alpha, &a->alpha, call->scales, 0);
     vector_load(p.beta, &a->beta, call->rows, 0);
     sum_zero(p.sum.total, p.sum.width);
     for (; p.base < call->tokens; p.base += SUM_TOKENS) {

@@ -10,7 +10,8 @@
 static const char *const residuals[WEFT_RESIDUAL_COUNT] = {[WEFT_RESIDUAL_PLAIN] = "residual",
                                                            [WEFT_RESIDUAL_HC] = "hc",
                                                            [WEFT_RESIDUAL_MHC] = "mhc",
-                                                           [WEFT_RESIDUAL_MHC_SINGLE_PASS] = "mhc_single_pass"};
+                                                           [WEFT_RESIDUAL_MHC_SINGLE_PASS] = "mhc_single_pass",
+                                                           [WEFT_RESIDUAL_INDEPENDENT] = "independent"};
 static const char *const exits[WEFT_EXIT_COUNT] = {
     [WEFT_EXIT_MEAN] = "mean", [WEFT_EXIT_LEARNED] = "learned", [WEFT_EXIT_MIX] = "mix"};
 static const char *const first_mixes[WEFT_FIRST_MIX_COUNT] = {
@@ -80,8 +81,11 @@ weft_status weft_model_defaults(weft_residual residual, weft_model_config *confi
                            .norm_eps = 1e-6,
                            .rope_base = 10000,
                            .init_alpha = 0.01};
-    if (single || residual == WEFT_RESIDUAL_MHC) c.first_mix = WEFT_FIRST_MIX_IDENTITY;
-    WEFT_TRY(weft_mhc_preset_numerics(single ? WEFT_PRESET_DEEPSEEK_V41 : WEFT_PRESET_DEEPSEEK_V4, &c.numerics));
+    if (is_mhc(&c)) c.first_mix = WEFT_FIRST_MIX_IDENTITY;
+    WEFT_TRY(weft_mhc_preset_numerics(single               ? WEFT_PRESET_DEEPSEEK_V41
+                                      : is_independent(&c) ? WEFT_PRESET_HY_V4
+                                                           : WEFT_PRESET_DEEPSEEK_V4,
+                                      &c.numerics));
     memcpy(config, &c, size < sizeof c ? size : sizeof c);
     if (size > sizeof c) memset(config + 1, 0, size - sizeof c);
     return WEFT_OK;
@@ -170,9 +174,9 @@ weft_status config_take(const weft_model_config *given, weft_model_config *copy,
                          (int)c->streams);
     if (plain && c->recompute)
         return weft_fail(WEFT_ERR_ARGUMENT,
-                         "model: recompute: expected hc, mhc or mhc_single_pass, got residual: it has "
+                         "model: recompute: expected hc, mhc, mhc_single_pass or independent, got residual: it has "
                          "one stream and nothing to rebuild");
-    if (c->first_mix && c->residual != WEFT_RESIDUAL_MHC && !single)
+    if (c->first_mix && !is_mhc(c))
         return weft_fail(WEFT_ERR_ARGUMENT, "model: first_mix: expected uniform with %s, got %s",
                          residuals[c->residual], first_mixes[c->first_mix]);
     if ((has_entry(c) || c->stage == WEFT_STAGE_BLOCK) && c->first_layer)

@@ -49,8 +49,10 @@ static weft_tensor per_token(const run *r, void *data, int64_t count)
     return weft_dense2(data, full_of(r), r->tokens, count);
 }
 
+/* Absent where there is no residual mix. */
 static weft_tensor mix_of(const run *r, void *data)
 {
+    if (is_independent(r->config)) return (weft_tensor){0};
     return weft_dense3(data, full_of(r), r->tokens, r->config->streams, r->config->streams);
 }
 
@@ -160,7 +162,7 @@ static weft_status hc_backward(run *r, int32_t index, const weft_recompute_site 
     return WEFT_OK;
 }
 
-/* ---- mhc, classic and shifted --------------------------------------------------------------------------------------------- */
+/* ---- mhc, classic and shifted, and independent ---------------------------------------------------------------------------- */
 
 static bool shifted(const run *r)
 {
@@ -212,7 +214,7 @@ static weft_status mhc_forward(run *r, int32_t index, const weft_recompute_site 
            .alpha = connection_tensor(r, index, ATTENTION_ALPHA),
            .beta = connection_tensor(r, index, ATTENTION_BETA),
            .pre_in = shifted(r) ? pre_of(r, index) : (weft_tensor){0},
-           .sub_weight = param_tensor(r, norm_param(index), index / SITES), .h = per_token(r, s.h, n * (n + 2)),
+           .sub_weight = param_tensor(r, norm_param(index), index / SITES), .h = per_token(r, s.h, gates_of(c)),
            .ms = weft_dense1(s.ms, full_of(r), r->tokens), .pre = per_token(r, s.pre, n),
            .post = per_token(r, s.post, n), .res = mix_of(r, s.res), .v = at->v);
     return WEFT_OK;
@@ -229,7 +231,7 @@ static weft_status mhc_backward(run *r, int32_t index, const weft_recompute_site
         .phi = split(connection_tensor(r, index, ATTENTION_PHI), n),
         .alpha = connection_tensor(r, index, ATTENTION_ALPHA), .beta = connection_tensor(r, index, ATTENTION_BETA),
         .pre_in = shifted(r) ? pre_of(r, index) : (weft_tensor){0},
-        .sub_weight = param_tensor(r, norm_param(index), index / SITES), .h = per_token(r, s.h, n * (n + 2)),
+        .sub_weight = param_tensor(r, norm_param(index), index / SITES), .h = per_token(r, s.h, gates_of(c)),
         .ms = weft_dense1(s.ms, full_of(r), r->tokens), .d_v = rows_of(r, w->row_b), .d_pre = d_pre_out(r, index),
         .d_post = d_post_of(r, index), .d_res = d_res_of(r, index), .d_x = {streams_of(r, w->d_x), 1},
         .d_phi = split_grad(connection_grad(r, index, ATTENTION_PHI), n),
@@ -247,6 +249,7 @@ static const struct {
     [WEFT_RESIDUAL_HC] = {hc_forward, hc_backward},
     [WEFT_RESIDUAL_MHC] = {mhc_forward, mhc_backward},
     [WEFT_RESIDUAL_MHC_SINGLE_PASS] = {mhc_forward, mhc_backward},
+    [WEFT_RESIDUAL_INDEPENDENT] = {mhc_forward, mhc_backward},
 };
 
 weft_status connection_forward(run *r, int32_t index, const weft_recompute_site *at)
@@ -341,7 +344,7 @@ weft_status connection_merge_bwd(run *r, int32_t index, const weft_recompute_sit
 /* ---- joined: a merge and the forward of the site behind it ---------------------------------------------------------------- */
 
 /* What goes into the streams in front of a site: x and f of the site before it, or at the entry the input, which goes to each
- * stream as it is: post = 1, and streams of zeros that nothing is taken from. */
+ * stream as it is: post = 1, and streams of zeros that nothing is taken from, whatever the kind of connection. */
 typedef struct merged {
     weft_tensor x, f, bias, post, res;
     weft_dropout dropout;
@@ -363,7 +366,7 @@ static merged merged_by_entry(const run *r, const weft_tensor *rows)
     merged m = {.x = streams_of(r, r->whole.no_streams),
                 .f = *rows,
                 .post = broadcast(per_token(r, r->whole.ones, n)),
-                .res = broadcast(mix_of(r, r->whole.no_mix))};
+                .res = broadcast(weft_dense3(r->whole.no_mix, full_of(r), r->tokens, n, n))};
     m.x.stride[0] = n * NO_STREAMS_UNIT;
     m.x.stride[1] = NO_STREAMS_UNIT;
     return m;
@@ -381,7 +384,7 @@ static weft_status join_fwd(run *r, const merged *m, int32_t next, const weft_te
            .alpha = connection_tensor(r, next, ATTENTION_ALPHA), .beta = connection_tensor(r, next, ATTENTION_BETA),
            .pre_in = shifted(r) ? pre_of(r, next) : (weft_tensor){0},
            .sub_weight = param_tensor(r, norm_param(next), next / SITES), .y = *y,
-           .h = per_token(r, s.h, n * (n + 2)), .ms = weft_dense1(s.ms, full_of(r), r->tokens),
+           .h = per_token(r, s.h, gates_of(c)), .ms = weft_dense1(s.ms, full_of(r), r->tokens),
            .pre_out = per_token(r, s.pre, n), .post_out = per_token(r, s.post, n), .res_out = mix_of(r, s.res),
            .v = *v);
     return WEFT_OK;
@@ -403,7 +406,7 @@ static weft_status join_bwd(run *r, const merged *m, const merged_grads *d, int3
            .pre_in = shifted(r) ? pre_of(r, next) : (weft_tensor){0},
            .sub_weight = param_tensor(r, norm_param(next), next / SITES),
            .alpha = connection_tensor(r, next, ATTENTION_ALPHA), .beta = connection_tensor(r, next, ATTENTION_BETA),
-           .h = per_token(r, s.h, n * (n + 2)), .ms = weft_dense1(s.ms, full_of(r), r->tokens),
+           .h = per_token(r, s.h, gates_of(c)), .ms = weft_dense1(s.ms, full_of(r), r->tokens),
            .d_y = streams_of(r, r->scratch.d_x), .d_v = rows_of(r, r->scratch.row_b),
            .d_pre_out = d_pre_out(r, next), .d_post_out = d_post_of(r, next), .d_res_out = d_res_of(r, next),
            .d_x = d->d_x, .d_f = d->d_f, .d_bias = d->d_bias, .d_post = d->d_post, .d_res = d->d_res,

@@ -48,11 +48,11 @@ void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, in
     bool streams = c->residual != WEFT_RESIDUAL_PLAIN, hc = c->residual == WEFT_RESIDUAL_HC;
     *s = (site_memory){.f = take(arena, c, tokens * c->channels)};
     if (streams) {
-        s->h = full(arena, c, tokens * n * (n + 2));
+        s->h = full(arena, c, tokens * gates_of(c));
         s->ms = full(arena, c, hc ? tokens * n : tokens);
         s->pre = full(arena, c, tokens * n);
         s->post = full(arena, c, tokens * n);
-        s->res = full(arena, c, tokens * n * n);
+        if (!is_independent(c)) s->res = full(arena, c, tokens * n * n);
     }
     if (parity == 0) {
         s->qkv = take(arena, c, tokens * 3 * c->channels);
@@ -78,7 +78,7 @@ void scratch_take(weft_arena *arena, const weft_model_config *c, int64_t tokens,
         s->d_pre[1] = full(arena, c, tokens * n);
         for (int i = 0; i < (joins(c) ? 2 : 1); i++) {
             s->d_post[i] = full(arena, c, tokens * n);
-            s->d_res[i] = full(arena, c, tokens * n * n);
+            if (!is_independent(c)) s->d_res[i] = full(arena, c, tokens * n * n);
         }
         if (!joins(c)) s->d_post[1] = s->d_post[0], s->d_res[1] = s->d_res[0];
     }

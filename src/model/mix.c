@@ -5,8 +5,8 @@
 
 weft_tensor weft_model_mix(const weft_model *model, int32_t site)
 {
-    if (!model || !model->memory || model->config.residual == WEFT_RESIDUAL_PLAIN || site < 0 ||
-        site >= SITES * model->config.layers)
+    if (!model || !model->memory || model->config.residual == WEFT_RESIDUAL_PLAIN ||
+        is_independent(&model->config) || site < 0 || site >= SITES * model->config.layers)
         return (weft_tensor){0};
     const weft_model_config *c = &model->config;
     const run r = {.model = (weft_model *)model, .config = c, .tokens = model->sequences * model->length};

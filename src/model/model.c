@@ -347,7 +347,7 @@ static weft_status gain(run *r, double to[4])
                          .streams = c->streams,
                          .to = r->scratch.d_res[0],
                          .in_out = connection_numerics(c).apply == WEFT_APPLY_IN_OUT};
-    if (c->residual == WEFT_RESIDUAL_PLAIN) return WEFT_OK;
+    if (c->residual == WEFT_RESIDUAL_PLAIN || is_independent(c)) return WEFT_OK;
     for (int32_t index = 0; index < SITES * c->layers; index++) {
         maps.res = site_at(r, index).res;
         maps.first = index == 0;

@@ -65,10 +65,29 @@ weft_tensor param_shape(const weft_model_config *config, param p);
 /* Elements of the array of all of them. */
 int64_t param_elements(const weft_model_config *config);
 
+/* Streams that pass a merge unchanged: res is absent everywhere, rows and scales of a site lack its part. */
+static inline bool is_independent(const weft_model_config *c)
+{
+    return c->residual == WEFT_RESIDUAL_INDEPENDENT;
+}
+
+/* Is a site that of mhc_pre? */
+static inline bool is_mhc(const weft_model_config *c)
+{
+    return c->residual == WEFT_RESIDUAL_MHC || c->residual == WEFT_RESIDUAL_MHC_SINGLE_PASS || is_independent(c);
+}
+
+/* Rows of its projection. */
+static inline int64_t gates_of(const weft_model_config *c)
+{
+    const int64_t n = c->streams;
+    return is_independent(c) ? 2 * n : n * (n + 2);
+}
+
 /* Are neighbouring sites one operator? */
 static inline bool joins(const weft_model_config *c)
 {
-    return !c->separate && (c->residual == WEFT_RESIDUAL_MHC || c->residual == WEFT_RESIDUAL_MHC_SINGLE_PASS);
+    return !c->separate && is_mhc(c);
 }
 
 /* Is the first site one operator with what makes the streams? Stages that are given streams make none. */

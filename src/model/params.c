@@ -13,7 +13,7 @@
 typedef enum size {
     NONE,
     ONE,
-    THREE,
+    SCALES,
     STREAMS,
     GATES,
     CONNECTION_ROWS,
@@ -37,7 +37,7 @@ typedef struct row {
 
 #define CONNECTION(at, site)                                                                                       \
     [at##_PHI] = {site ".connection.phi", {CONNECTION_ROWS, STREAM_ROW}, WEFT_INIT_XAVIER, IF_STREAMS, 1, 1},      \
-    [at##_ALPHA] = {site ".connection.alpha", {THREE}, WEFT_INIT_ALPHA, IF_STREAMS, 1, 0},                         \
+    [at##_ALPHA] = {site ".connection.alpha", {SCALES}, WEFT_INIT_ALPHA, IF_STREAMS, 1, 0},                        \
     [at##_BETA] = {site ".connection.beta", {GATES}, WEFT_INIT_HC, IF_STREAMS, 1, 0}
 
 static const row rows[PARAM_COUNT] = {
@@ -68,10 +68,10 @@ static int64_t size_of_name(const weft_model_config *c, size s)
     switch (s) {
     case NONE: return 1;
     case ONE: return 1;
-    case THREE: return 3;
+    case SCALES: return is_independent(c) ? 2 : 3;
     case STREAMS: return n;
-    case GATES: return n * (n + 2);
-    case CONNECTION_ROWS: return hc ? n + 2 : n * (n + 2);
+    case GATES: return gates_of(c);
+    case CONNECTION_ROWS: return hc ? n + 2 : gates_of(c);
     case STREAM_ROW: return hc ? c->channels : n * c->channels;
     case CHANNELS: return c->channels;
     case QKV_ROWS: return 3 * c->channels;

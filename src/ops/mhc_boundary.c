@@ -10,10 +10,10 @@ static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(f, ACT, TOKENS, CHANNELS),
                                          OPT(bias, PARAM, CHANNELS),
                                          IN(post, COEF, TOKENS, STREAMS),
-                                         IN(res, COEF, TOKENS, STREAMS, STREAMS),
+                                         OPT(res, COEF, TOKENS, STREAMS, STREAMS),
                                          IN(phi, PARAM, GATES, STREAMS, CHANNELS),
                                          OPT(norm_weight, PARAM, STREAMS, CHANNELS),
-                                         IN(alpha, PARAM, 3),
+                                         IN(alpha, PARAM, SCALES),
                                          IN(beta, PARAM, GATES),
                                          OPT(pre_in, COEF, TOKENS, STREAMS),
                                          OPT(sub_weight, PARAM, CHANNELS),
@@ -34,13 +34,13 @@ static const weft_arg_info bwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(f, ACT, TOKENS, CHANNELS),
                                          OPT(bias, PARAM, CHANNELS),
                                          IN(post, COEF, TOKENS, STREAMS),
-                                         IN(res, COEF, TOKENS, STREAMS, STREAMS),
+                                         OPT(res, COEF, TOKENS, STREAMS, STREAMS),
                                          OPT(y, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(phi, PARAM, GATES, STREAMS, CHANNELS),
                                          OPT(norm_weight, PARAM, STREAMS, CHANNELS),
                                          OPT(pre_in, COEF, TOKENS, STREAMS),
                                          OPT(sub_weight, PARAM, CHANNELS),
-                                         IN(alpha, PARAM, 3),
+                                         IN(alpha, PARAM, SCALES),
                                          IN(beta, PARAM, GATES),
                                          IN(h, FULL, TOKENS, GATES),
                                          IN(ms, FULL, TOKENS),
@@ -57,7 +57,7 @@ static const weft_arg_info bwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          GRAD_OPT(d_res, COEF, TOKENS, STREAMS, STREAMS),
                                          GRAD_OPT(d_phi, PARAM, GATES, STREAMS, CHANNELS),
                                          GRAD_OPT(d_norm_weight, PARAM, STREAMS, CHANNELS),
-                                         GRAD_OPT(d_alpha, PARAM, 3),
+                                         GRAD_OPT(d_alpha, PARAM, SCALES),
                                          GRAD_OPT(d_beta, PARAM, GATES),
                                          GRAD_OPT(d_pre_in, COEF, TOKENS, STREAMS),
                                          GRAD_OPT(d_sub_weight, PARAM, CHANNELS)};
@@ -77,6 +77,7 @@ static weft_status check_fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_boundary_fwd_args *a = args;
     WEFT_TRY(check_scalars(call, &a->numerics, &a->dropout, a->sub_eps));
+    WEFT_TRY(weft_check_no_mix(call, "res_out", &a->res_out));
     return weft_check_needs(call, "sub_weight", &a->sub_weight, "v", &a->v);
 }
 
@@ -84,6 +85,8 @@ static weft_status check_bwd(const weft_call *call, const void *args)
 {
     const weft_mhc_boundary_bwd_args *a = args;
     WEFT_TRY(check_scalars(call, &a->numerics, &a->dropout, a->sub_eps));
+    WEFT_TRY(weft_check_no_mix(call, "d_res_out", &a->d_res_out));
+    WEFT_TRY(weft_check_needs(call, "d_res", &a->d_res.to, "res", &a->res));
     WEFT_TRY(weft_check_needs(call, "d_bias", &a->d_bias.to, "bias", &a->bias));
     WEFT_TRY(weft_check_needs(call, "d_norm_weight", &a->d_norm_weight.to, "norm_weight", &a->norm_weight));
     WEFT_TRY(weft_check_needs(call, "d_sub_weight", &a->d_sub_weight.to, "sub_weight", &a->sub_weight));

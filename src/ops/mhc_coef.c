@@ -7,7 +7,7 @@
 static const weft_scalar_info fwd_scalars[] = {SCALAR(numerics, NUMERICS), SCALARS_END};
 static const weft_arg_info fwd_args[] = {IN(h, FULL, TOKENS, GATES),
                                          IN(ms, FULL, TOKENS),
-                                         IN(alpha, PARAM, 3),
+                                         IN(alpha, PARAM, SCALES),
                                          IN(beta, PARAM, GATES),
                                          OUT_OPT(pre, COEF, TOKENS, STREAMS),
                                          OUT_OPT(post, COEF, TOKENS, STREAMS),
@@ -18,20 +18,21 @@ static const weft_arg_info fwd_args[] = {IN(h, FULL, TOKENS, GATES),
 static const weft_scalar_info bwd_scalars[] = {SCALAR(numerics, NUMERICS), SCALARS_END};
 static const weft_arg_info bwd_args[] = {IN(h, FULL, TOKENS, GATES),
                                          IN(ms, FULL, TOKENS),
-                                         IN(alpha, PARAM, 3),
+                                         IN(alpha, PARAM, SCALES),
                                          IN(beta, PARAM, GATES),
                                          OPT(d_pre, COEF, TOKENS, STREAMS),
                                          OPT(d_post, COEF, TOKENS, STREAMS),
                                          OPT(d_res, COEF, TOKENS, STREAMS, STREAMS),
                                          GRAD_OPT(d_h, FULL, TOKENS, GATES),
                                          GRAD_OPT(d_ms, FULL, TOKENS),
-                                         GRAD_OPT(d_alpha, PARAM, 3),
+                                         GRAD_OPT(d_alpha, PARAM, SCALES),
                                          GRAD_OPT(d_beta, PARAM, GATES)};
 #undef ARGS
 
 static weft_status check_fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_coef_fwd_args *a = args;
+    WEFT_TRY(weft_check_no_mix(call, "res", &a->res));
     WEFT_TRY(weft_check_gates(call, &a->numerics));
     return weft_check_sinkhorn(call, &a->numerics);
 }
@@ -39,6 +40,7 @@ static weft_status check_fwd(const weft_call *call, const void *args)
 static weft_status check_bwd(const weft_call *call, const void *args)
 {
     const weft_mhc_coef_bwd_args *a = args;
+    WEFT_TRY(weft_check_no_mix(call, "d_res", &a->d_res));
     WEFT_TRY(weft_check_gates(call, &a->numerics));
     return weft_check_sinkhorn(call, &a->numerics);
 }

@@ -9,7 +9,7 @@ static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(f, ACT, TOKENS, CHANNELS),
                                          OPT(bias, PARAM, CHANNELS),
                                          IN(post, COEF, TOKENS, STREAMS),
-                                         IN(res, COEF, TOKENS, STREAMS, STREAMS),
+                                         OPT(res, COEF, TOKENS, STREAMS, STREAMS),
                                          OUT_OVER(y, x, ACT, TOKENS, STREAMS, CHANNELS)};
 #undef ARGS
 
@@ -19,7 +19,7 @@ static const weft_arg_info bwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(f, ACT, TOKENS, CHANNELS),
                                          OPT(bias, PARAM, CHANNELS),
                                          IN(post, COEF, TOKENS, STREAMS),
-                                         IN(res, COEF, TOKENS, STREAMS, STREAMS),
+                                         OPT(res, COEF, TOKENS, STREAMS, STREAMS),
                                          IN(d_y, WIDE, TOKENS, STREAMS, CHANNELS),
                                          GRAD_OVER(d_x, d_y, 1, WIDE, TOKENS, STREAMS, CHANNELS),
                                          GRAD_OPT(d_f, WIDE, TOKENS, CHANNELS),
@@ -40,6 +40,7 @@ static weft_status check_bwd(const weft_call *call, const void *args)
     const weft_mhc_post_bwd_args *a = args;
     WEFT_TRY(weft_check_apply(call, &a->numerics));
     WEFT_TRY(weft_check_dropout(call, "", &a->dropout));
+    WEFT_TRY(weft_check_needs(call, "d_res", &a->d_res.to, "res", &a->res));
     return weft_check_needs(call, "d_bias", &a->d_bias.to, "bias", &a->bias);
 }
 

@@ -8,7 +8,7 @@ static const weft_scalar_info fwd_scalars[] = {SCALAR(numerics, NUMERICS), SCALA
 static const weft_arg_info fwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          IN(phi, PARAM, GATES, STREAMS, CHANNELS),
                                          OPT(norm_weight, PARAM, STREAMS, CHANNELS),
-                                         IN(alpha, PARAM, 3),
+                                         IN(alpha, PARAM, SCALES),
                                          IN(beta, PARAM, GATES),
                                          OPT(pre_in, COEF, TOKENS, STREAMS),
                                          OPT(sub_weight, PARAM, CHANNELS),
@@ -28,7 +28,7 @@ static const weft_arg_info bwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          OPT(norm_weight, PARAM, STREAMS, CHANNELS),
                                          OPT(pre_in, COEF, TOKENS, STREAMS),
                                          OPT(sub_weight, PARAM, CHANNELS),
-                                         IN(alpha, PARAM, 3),
+                                         IN(alpha, PARAM, SCALES),
                                          IN(beta, PARAM, GATES),
                                          IN(h, FULL, TOKENS, GATES),
                                          IN(ms, FULL, TOKENS),
@@ -40,7 +40,7 @@ static const weft_arg_info bwd_args[] = {IN(x, ACT, TOKENS, STREAMS, CHANNELS),
                                          GRAD_OPT(d_x, WIDE, TOKENS, STREAMS, CHANNELS),
                                          GRAD_OPT(d_phi, PARAM, GATES, STREAMS, CHANNELS),
                                          GRAD_OPT(d_norm_weight, PARAM, STREAMS, CHANNELS),
-                                         GRAD_OPT(d_alpha, PARAM, 3),
+                                         GRAD_OPT(d_alpha, PARAM, SCALES),
                                          GRAD_OPT(d_beta, PARAM, GATES),
                                          GRAD_OPT(d_pre_in, COEF, TOKENS, STREAMS),
                                          GRAD_OPT(d_sub_weight, PARAM, CHANNELS)};
@@ -57,6 +57,7 @@ static weft_status check_fwd(const weft_call *call, const void *args)
 {
     const weft_mhc_pre_fwd_args *a = args;
     WEFT_TRY(check_numerics(call, &a->numerics, a->sub_eps));
+    WEFT_TRY(weft_check_no_mix(call, "res", &a->res));
     return weft_check_needs(call, "sub_weight", &a->sub_weight, "v", &a->v);
 }
 
@@ -64,6 +65,7 @@ static weft_status check_bwd(const weft_call *call, const void *args)
 {
     const weft_mhc_pre_bwd_args *a = args;
     WEFT_TRY(check_numerics(call, &a->numerics, a->sub_eps));
+    WEFT_TRY(weft_check_no_mix(call, "d_res", &a->d_res));
     WEFT_TRY(weft_check_needs(call, "d_norm_weight", &a->d_norm_weight.to, "norm_weight", &a->norm_weight));
     WEFT_TRY(weft_check_needs(call, "d_sub_weight", &a->d_sub_weight.to, "sub_weight", &a->sub_weight));
     WEFT_TRY(weft_check_needs(call, "sub_weight", &a->sub_weight, "d_v", &a->d_v));

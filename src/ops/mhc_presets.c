@@ -11,22 +11,29 @@ static const struct preset {
     weft_mhc_numerics numerics;
 } presets[WEFT_PRESET_COUNT] = {
     [WEFT_PRESET_TRANSFORMER_ENGINE] =
-        {"transformer_engine", {0x1p-23, WEFT_EPS_INSIDE, 0, 2, WEFT_SINKHORN_LOG, 0, 20, WEFT_APPLY_IN_OUT, {0}}},
+        {"transformer_engine",
+         {0x1p-23, WEFT_EPS_INSIDE, 0, 2, WEFT_SINKHORN_LOG, 0, 20, WEFT_APPLY_IN_OUT, 0, {0}}},
     [WEFT_PRESET_DEEPSEEK_V4] =
         {"deepseek_v4",
-         {1e-6, WEFT_EPS_INSIDE, 1e-6, 2, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, {0}}},
+         {1e-6, WEFT_EPS_INSIDE, 1e-6, 2, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, 0, {0}}},
     [WEFT_PRESET_DEEPSEEK_V41] =
         {"deepseek_v41",
-         {1e-20, WEFT_EPS_INSIDE, 1e-6, 2, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, {0}}},
+         {1e-20, WEFT_EPS_INSIDE, 1e-6, 2, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, 0, {0}}},
     [WEFT_PRESET_MEGATRON_MAIN] =
-        {"megatron_main", {1e-6, WEFT_EPS_OUTSIDE, 0, 2, WEFT_SINKHORN_CLAMP, 1e-6, 20, WEFT_APPLY_OUT_IN, {0}}},
+        {"megatron_main", {1e-6, WEFT_EPS_OUTSIDE, 0, 2, WEFT_SINKHORN_CLAMP, 1e-6, 20, WEFT_APPLY_OUT_IN, 0, {0}}},
     [WEFT_PRESET_MEGATRON_DEV] =
         {"megatron_dev",
-         {1e-6, WEFT_EPS_OUTSIDE, 1e-6, 2, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, {0}}},
+         {1e-6, WEFT_EPS_OUTSIDE, 1e-6, 2, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, 0, {0}}},
     [WEFT_PRESET_MEGATRON_DSV4] =
-        {"megatron_dsv4", {1e-6, WEFT_EPS_OUTSIDE, 0, 2, WEFT_SINKHORN_ADD, 1e-6, 20, WEFT_APPLY_OUT_IN, {0}}},
+        {"megatron_dsv4", {1e-6, WEFT_EPS_OUTSIDE, 0, 2, WEFT_SINKHORN_ADD, 1e-6, 20, WEFT_APPLY_OUT_IN, 0, {0}}},
     [WEFT_PRESET_LIGER] =
-        {"liger", {1e-6, WEFT_EPS_INSIDE, 0, 2, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_OUT_IN, {0}}},
+        {"liger", {1e-6, WEFT_EPS_INSIDE, 0, 2, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_OUT_IN, 0, {0}}},
+    [WEFT_PRESET_GLM5_NEXT] =
+        {"glm5_next",
+         {1e-5, WEFT_EPS_INSIDE, 1e-6, 2, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, 0, {0}}},
+    [WEFT_PRESET_HY_V4] =
+        {"hy_v4",
+         {1e-5, WEFT_EPS_INSIDE, 1e-6, 2, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, 1e-6, {0}}},
 };
 
 weft_status weft_mhc_preset_numerics(weft_mhc_preset preset, weft_mhc_numerics *numerics)

@@ -61,7 +61,6 @@ static weft_status check_layer(weft_call *call, const weft_mhc_replay_layer *lay
         const char *why = last ? "with the other tensors of post" : "on every layer but the last";
         if (!weft_has(&layer->f)) return missing(call, l, "f", why);
         if (!weft_has(&layer->post)) return missing(call, l, "post", why);
-        if (!weft_has(&layer->res)) return missing(call, l, "res", why);
     }
     return WEFT_OK;
 }

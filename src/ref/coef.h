@@ -2,17 +2,17 @@
  *
  * Gates [M2] and coefficients [M4] of one token. Values and gradients of the three groups lie one after the other, as
  * the rows of the projection do: pre | post | logits, and after Sinkhorn pre | post | res. The learned head [M9] has
- * rows of the first group only. */
+ * rows of the first group only, and a site without a residual mix those of the first two. */
 #ifndef WEFT_REF_COEF_H
 #define WEFT_REF_COEF_H
 
 #include "ref/sinkhorn.h"
 
 typedef struct gates {
-    int64_t n, rows;
+    int64_t n, rows, scales;
     double rms_eps;
     weft_eps_kind rms_eps_kind;
-    double pre_eps, post_mult;
+    double pre_eps, post_mult, post_eps;
     double alpha[3], beta[REF_MAX_GATES];
 } gates;
 
@@ -25,12 +25,14 @@ static inline void gates_load(gates *p, const weft_mhc_numerics *q, int64_t n, c
                               const weft_tensor *beta)
 {
     p->n = n;
-    p->rows = 2 * n + n * n;
+    p->scales = alpha->shape[0];
+    p->rows = p->scales == 2 ? 2 * n : 2 * n + n * n;
     p->rms_eps = q->rms_eps;
     p->rms_eps_kind = q->rms_eps_kind;
     p->pre_eps = q->pre_eps;
     p->post_mult = q->post_mult;
-    load_param(alpha, 3, 0.0, p->alpha);
+    p->post_eps = q->post_eps;
+    load_param(alpha, p->scales, 0.0, p->alpha);
     load_param(beta, p->rows, 0.0, p->beta);
 }
 
@@ -65,14 +67,14 @@ static inline double sigmoid_slope(double z)
     return sigmoid(z) * sigmoid(-z);
 }
 
-/* z = alpha h inv + beta;  pre = sigmoid(z) + pre_eps;  post = post_mult sigmoid(z);  logits = z */
+/* z = alpha h inv + beta;  pre = sigmoid(z) + pre_eps;  post = post_mult sigmoid(z) + post_eps;  logits = z */
 static inline void gates_forward(const gates *p, const double *h, double ms, double *out)
 {
     double inv = inv_rms(p, ms);
     for (int64_t j = 0; j < p->rows; j++) {
         int group = gate_group(p, j);
         double z = p->alpha[group] * h[j] * inv + p->beta[j];
-        out[j] = group == 0 ? sigmoid(z) + p->pre_eps : group == 1 ? p->post_mult * sigmoid(z) : z;
+        out[j] = group == 0 ? sigmoid(z) + p->pre_eps : group == 1 ? p->post_mult * sigmoid(z) + p->post_eps : z;
     }
 }
 
@@ -94,11 +96,16 @@ static inline void gates_backward(const gates *p, const double *h, double ms, co
     *d_ms = d_inv * inv_rms_slope(p, ms);
 }
 
+static inline bool gates_mix(const gates *p)
+{
+    return p->rows > 2 * p->n;
+}
+
 /* Gates, then Sinkhorn of the logits. */
 static inline void coef_forward(const gates *p, const weft_mhc_numerics *q, const double *h, double ms, double *out)
 {
     gates_forward(p, h, ms, out);
-    sinkhorn_forward(q, p->n, out + 2 * p->n, out + 2 * p->n);
+    if (gates_mix(p)) sinkhorn_forward(q, p->n, out + 2 * p->n, out + 2 * p->n);
 }
 
 static inline void coef_backward(const gates *p, const weft_mhc_numerics *q, const double *h, double ms,
@@ -107,7 +114,7 @@ static inline void coef_backward(const gates *p, const weft_mhc_numerics *q, con
     double out[REF_MAX_GATES], d_gates[REF_MAX_GATES];
     gates_forward(p, h, ms, out);
     for (int64_t j = 0; j < 2 * p->n; j++) d_gates[j] = d_out[j];
-    sinkhorn_backward(q, p->n, out + 2 * p->n, d_out + 2 * p->n, d_gates + 2 * p->n, history);
+    if (gates_mix(p)) sinkhorn_backward(q, p->n, out + 2 * p->n, d_out + 2 * p->n, d_gates + 2 * p->n, history);
     gates_backward(p, h, ms, d_gates, d_h, d_ms, grad);
 }
 

@@ -58,7 +58,8 @@ static weft_status run_fwd(const weft_call *call, const void *args)
     pre_load_forward(&w.site, &site);
     load_param(&a->bias, channels, 0.0, w.bias);
     for (int64_t t = 0; t < call->tokens; t++) {
-        post_token p = {n, channels, t, a->numerics.apply, &mask, w.f, w.bias, post, res};
+        post_token p = {
+            n, channels, t, a->numerics.apply, &mask, w.f, w.bias, post, weft_has(&a->res) ? res : NULL};
         load_token(&a->x, t, width, w.x);
         load_token(&a->f, t, channels, w.f);
         load_token(&a->post, t, n, post);
@@ -96,7 +97,8 @@ static weft_status run_bwd(const weft_call *call, const void *args)
     load_param(&a->bias, channels, 0.0, w.bias);
     clear(channels, w.d_bias);
     for (int64_t t = 0; t < call->tokens; t++) {
-        post_token p = {n, channels, t, a->numerics.apply, &mask, w.f, w.bias, post, res};
+        post_token p = {
+            n, channels, t, a->numerics.apply, &mask, w.f, w.bias, post, weft_has(&a->res) ? res : NULL};
         load_token(&a->x, t, width, w.x);
         load_token(&a->f, t, channels, w.f);
         load_token(&a->post, t, n, post);

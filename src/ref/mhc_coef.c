@@ -51,7 +51,7 @@ static weft_status run_bwd(const weft_call *call, const void *args)
         grad_token(&a->d_h, t, p.rows, d_h);
         grad_token(&a->d_ms, t, 1, &d_ms);
     }
-    grad_param(&a->d_alpha, 3, sums.alpha);
+    grad_param(&a->d_alpha, p.scales, sums.alpha);
     grad_param(&a->d_beta, p.rows, sums.beta);
     return WEFT_OK;
 }

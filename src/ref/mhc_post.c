@@ -45,7 +45,7 @@ static weft_status run_fwd(const weft_call *call, const void *args)
     weft_arena arena = weft_arena_open(call->exec->workspace);
     work w = work_forward(call, &arena);
     weft_mask mask = weft_mask_open(&a->dropout, channels);
-    post_token p = {n, channels, 0, a->numerics.apply, &mask, w.f, w.bias, post, res};
+    post_token p = {n, channels, 0, a->numerics.apply, &mask, w.f, w.bias, post, weft_has(&a->res) ? res : NULL};
 
     load_param(&a->bias, channels, 0.0, w.bias);
     for (p.token = 0; p.token < call->tokens; p.token++) {
@@ -76,7 +76,7 @@ static weft_status run_bwd(const weft_call *call, const void *args)
     weft_arena arena = weft_arena_open(call->exec->workspace);
     work w = work_backward(call, &arena);
     weft_mask mask = weft_mask_open(&a->dropout, channels);
-    post_token p = {n, channels, 0, a->numerics.apply, &mask, w.f, w.bias, post, res};
+    post_token p = {n, channels, 0, a->numerics.apply, &mask, w.f, w.bias, post, weft_has(&a->res) ? res : NULL};
 
     load_param(&a->bias, channels, 0.0, w.bias);
     clear(channels, w.d_bias);

@@ -53,7 +53,7 @@ static void layer_output(const weft_call *call, weft_apply apply, const weft_mhc
     int64_t n = call->streams, channels = call->channels;
     double post[WEFT_MAX_STREAMS], res[WEFT_MAX_STREAMS * WEFT_MAX_STREAMS];
     weft_mask mask = weft_mask_open(&layer->dropout, channels);
-    post_token p = {n, channels, token, apply, &mask, w->f, w->bias, post, res};
+    post_token p = {n, channels, token, apply, &mask, w->f, w->bias, post, weft_has(&layer->res) ? res : NULL};
     load_token(&layer->f, token, channels, w->f);
     load_param(&layer->bias, channels, 0.0, w->bias);
     load_token(&layer->post, token, n, post);

@@ -26,7 +26,7 @@ static inline void pre_take_forward(pre_site *s, const weft_call *call, weft_are
 {
     s->n = call->streams;
     s->channels = call->channels;
-    s->rows = 2 * s->n + s->n * s->n;
+    s->rows = call->rows;
     s->width = s->n * s->channels;
     s->act = call->dtype;
     s->full = full_type(call);
@@ -141,7 +141,7 @@ static inline void pre_token_backward(pre_site *s, const weft_mhc_pre_bwd_args *
 static inline void pre_store_sums(const pre_site *s, const weft_mhc_pre_bwd_args *a)
 {
     project_store(&a->phi, &a->norm_weight, s->rows, s->width, s->d_psi, &a->d_phi, &a->d_norm_weight);
-    grad_param(&a->d_alpha, 3, s->sums.alpha);
+    grad_param(&a->d_alpha, s->p.scales, s->sums.alpha);
     grad_param(&a->d_beta, s->rows, s->sums.beta);
     grad_param(&a->d_sub_weight, s->channels, s->d_sub_weight);
 }

@@ -48,23 +48,26 @@ typedef struct post_token {
     int64_t n, channels, token;
     weft_apply apply;
     const weft_mask *mask;
-    const double *f, *bias, *post, *res;
+    const double *f, *bias, *post;
+    const double *res; /* NULL: the identity */
 } post_token;
 
-/* y[o,c] = D[o,c] post[o] (f[c] + bias[c]) + sum_i W(i,o) x[i,c] */
+/* y[o,c] = D[o,c] post[o] (f[c] + bias[c]) + sum_i W(i,o) x[i,c], or + x[o,c] */
 static inline void post_forward(const post_token *p, const double *x, double *y)
 {
     for (int64_t o = 0; o < p->n; o++) {
         for (int64_t c = 0; c < p->channels; c++) {
             double sum = drop_factor(p->mask, p->token, o, c) * p->post[o] * (p->f[c] + p->bias[c]);
-            for (int64_t i = 0; i < p->n; i++) sum += p->res[mix_at(p->apply, p->n, i, o)] * x[i * p->channels + c];
+            if (!p->res) sum += x[o * p->channels + c];
+            for (int64_t i = 0; p->res && i < p->n; i++)
+                sum += p->res[mix_at(p->apply, p->n, i, o)] * x[i * p->channels + c];
             y[o * p->channels + c] = sum;
         }
     }
 }
 
 /* d_f[c] = sum_o d_y D post;  d_post[o] = sum_c d_y D (f + bias);  d_x[i,c] = sum_o W(i,o) d_y[o,c];
- * dW(i,o) = sum_c x[i,c] d_y[o,c] */
+ * dW(i,o) = sum_c x[i,c] d_y[o,c]. Without res d_x = d_y, and d_res is zero. */
 static inline void post_backward(const post_token *p, const double *x, const double *d_y, double *d_x, double *d_f,
                                  double *d_post, double *d_res)
 {
@@ -78,7 +81,8 @@ static inline void post_backward(const post_token *p, const double *x, const dou
             double d = d_y[o * channels + c], dropped = d * drop_factor(p->mask, p->token, o, c);
             d_f[c] += dropped * p->post[o];
             d_post[o] += dropped * (p->f[c] + p->bias[c]);
-            for (int64_t i = 0; i < n; i++) {
+            if (!p->res) d_x[o * channels + c] = d;
+            for (int64_t i = 0; p->res && i < n; i++) {
                 d_x[i * channels + c] += p->res[mix_at(p->apply, n, i, o)] * d;
                 d_res[mix_at(p->apply, n, i, o)] += x[i * channels + c] * d;
             }

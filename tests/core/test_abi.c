@@ -384,12 +384,13 @@ static void reserved_group(bench *b, weft_exec exec, const weft_op_info *info, c
     static const struct {
         weft_scalar_type type;
         size_t offset;
-    } kinds[] = {{WEFT_SCALAR_NUMERICS, offsetof(first_numerics, reserved)},
-                 {WEFT_SCALAR_DROPOUT, offsetof(first_dropout, reserved)},
-                 {WEFT_SCALAR_GDN, offsetof(first_gdn_options, reserved)}};
+        int used; /* of the fields that were reserved first: post_eps */
+    } kinds[] = {{WEFT_SCALAR_NUMERICS, offsetof(first_numerics, reserved), 1},
+                 {WEFT_SCALAR_DROPOUT, offsetof(first_dropout, reserved), 0},
+                 {WEFT_SCALAR_GDN, offsetof(first_gdn_options, reserved), 0}};
     for (const weft_scalar_info *s = info->scalars; s && s->name; s++)
         for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
-            for (int i = 0; kinds[k].type == s->type && i < 6; i++) {
+            for (int i = kinds[k].used; kinds[k].type == s->type && i < 6; i++) {
                 char name[64];
                 uint64_t set = (uint64_t)1 << (i * 9);
                 snprintf(name, sizeof name, "%s%s.reserved", prefix, s->name);

@@ -107,7 +107,7 @@ static void descriptions(void **state)
             assert_int_equal(a->offset % sizeof(void *), 0);
             output = output || a->kind != WEFT_ARG_IN;
             memset(described + a->offset, 1, size);
-            for (int d = 0; d < a->ndim; d++) assert_true(a->dim[d] >= 1 && a->dim[d] <= WEFT_DIM_STEP_HEADS);
+            for (int d = 0; d < a->ndim; d++) assert_true(a->dim[d] >= 1 && a->dim[d] <= WEFT_DIM_SCALES);
             /* "gradients are d_<name>" */
             if (a->kind == WEFT_ARG_GRAD) assert_memory_equal(a->name, "d_", 2);
             for (int32_t m = 0; m < k; m++) {

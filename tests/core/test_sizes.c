@@ -117,6 +117,7 @@ static int64_t size_of(const int64_t sizes[], int32_t dim)
         return 2 * s[WEFT_DIM_KEY_HEADS] * s[WEFT_DIM_KEY_DIM] + s[WEFT_DIM_VALUE_HEADS] * s[WEFT_DIM_VALUE_DIM];
     case WEFT_DIM_OFFSETS: return s[WEFT_DIM_SEQUENCES] + 1;
     case WEFT_DIM_STEP_HEADS: return s[WEFT_DIM_STEPS] * s[WEFT_DIM_VALUE_HEADS];
+    case WEFT_DIM_SCALES: return 3;
     default: return dim < WEFT_DIM_TOKENS ? dim : s[dim];
     }
 }

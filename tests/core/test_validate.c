@@ -35,12 +35,14 @@ static void rank_one(bench *b, weft_exec exec)
 static bool alone(const problem *p, int32_t dim)
 {
     int seen = 0;
-    bool streams = dim == WEFT_DIM_STREAMS || dim == WEFT_DIM_GATES;
+    /* the rows of gates follow from the streams and the number of scales */
+#define OF_GATES(d) ((d) == WEFT_DIM_STREAMS || (d) == WEFT_DIM_GATES || (d) == WEFT_DIM_SCALES)
     for (int i = 0; i < p->num_args; i++)
         for (int d = 0; d < p->arg[i].info->ndim; d++) {
             int32_t other = p->arg[i].info->dim[d];
-            seen += streams ? other == WEFT_DIM_STREAMS || other == WEFT_DIM_GATES : other == dim;
+            seen += OF_GATES(dim) ? OF_GATES(other) : other == dim;
         }
+#undef OF_GATES
     return seen == 1;
 }
 

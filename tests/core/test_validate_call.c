@@ -171,6 +171,7 @@ static void scalars_one(bench *b, weft_exec exec)
     if (gates) {
         eps_one(b, exec, &q->rms_eps, "numerics.rms_eps");
         eps_one(b, exec, &q->pre_eps, "numerics.pre_eps");
+        eps_one(b, exec, &q->post_eps, "numerics.post_eps");
         BAD_ENUM(b, exec, q->rms_eps_kind, "numerics.rms_eps_kind")
         q->post_mult = (double)NAN;
         refuses(b, WEFT_ERR_ARGUMENT, "numerics.post_mult", "NaN post_mult");
@@ -247,12 +248,14 @@ static void replay_one(bench *b, weft_exec exec)
     MISSING(0, f, "layers[0].f", "the first layer without f")
     MISSING(1, f, "layers[1].f", "a middle layer without f")
     MISSING(1, post, "layers[1].post", "a middle layer without post")
-    MISSING(1, res, "layers[1].res", "a middle layer without res")
     MISSING(2, f, "layers[2].f", "the last layer with post and res, but without f")
-    MISSING(2, res, "layers[2].res", "the last layer with f, but without res")
+    MISSING(2, post, "layers[2].post", "the last layer with f and res, but without post")
     MISSING(1, pre, "layers[1].pre", "u without pre")
     MISSING(1, v, "layers[1].v", "sub_weight without v")
 #undef MISSING
+    layers[1].res.dtype = layers[2].res.dtype = WEFT_NONE;
+    query_refuses(b, WEFT_OK, "layers without res");
+    restore(b, exec);
     eps_one(b, exec, &layers[1].sub_eps, "layers[1].sub_eps");
     dropout_one(b, exec, &layers[2].dropout, "layers[2].");
     layers[1].y.data = layers[0].y.data;
@@ -267,6 +270,54 @@ static void replay_one(bench *b, weft_exec exec)
     layers[0].u.data = layers[2].f.data;
     refuses(b, WEFT_ERR_OVERLAP, NULL, "u over a later layer's f");
     restore(b, exec);
+}
+
+static void number_of_scales(bench *b, int64_t scales)
+{
+    static const char *const names[] = {"alpha", "d_alpha"};
+    for (int i = 0; i < 2; i++)
+        if (problem_arg(b->p, names[i])) problem_arg(b->p, names[i])->view->shape[0] = scales;
+}
+
+/* The form with a residual mix and the one without, mixed up in every way. */
+static void forms_one(bench *b, weft_exec exec)
+{
+    problem *p = b->p;
+    if (!problem_arg(p, "alpha") || problem_arg(p, "alpha")->info->dim[0] != WEFT_DIM_SCALES) return;
+    /* of two streams: 8 rows, which are those of four without a mix */
+    number_of_scales(b, 2);
+    refuses(b, WEFT_ERR_ARGUMENT, NULL, "2n + n^2 rows with two scales");
+    query_refuses(b, WEFT_ERR_ARGUMENT, "2n + n^2 rows with two scales");
+    restore(b, exec);
+    EACH_ARG(b, a)
+    {
+        for (int d = 0; d < a->info->ndim; d++)
+            if (a->info->dim[d] == WEFT_DIM_GATES) a->view->shape[d] = 4;
+    }
+    refuses(b, WEFT_ERR_ARGUMENT, NULL, "2n rows with three scales");
+    query_refuses(b, WEFT_ERR_ARGUMENT, "2n rows with three scales");
+    number_of_scales(b, 2);
+    for (int i = 0; i < p->num_args; i++) { /* each n x n tensor of the site alone */
+        arg *a = &p->arg[i];
+        const bool merge = strstr(p->op->name, "boundary") && !strstr(a->name, "res_out");
+        if (!shape_is_mix(a->info) || merge) continue;
+        const weft_dtype own = a->view->dtype;
+        EACH_ARG(b, other)
+        {
+            if (shape_is_mix(other->info)) other->view->dtype = WEFT_NONE;
+        }
+        query_refuses(b, WEFT_OK, "two scales");
+        a->view->dtype = own;
+        refuses(b, WEFT_ERR_ARGUMENT, a->name, "a residual mix with two scales");
+        query_refuses(b, WEFT_ERR_ARGUMENT, "a residual mix with two scales");
+    }
+    restore(b, exec);
+    static const int64_t wrong[] = {0, 1, 4, -1, INT64_MAX};
+    for (int k = 0; k < 5; k++) {
+        number_of_scales(b, wrong[k]);
+        refuses(b, WEFT_ERR_ARGUMENT, "alpha", "a number of scales that no form has");
+        restore(b, exec);
+    }
 }
 
 static void f64_on_cpu(void **state)
@@ -287,12 +338,13 @@ TEST(exec_fields, exec_one)
 TEST(struct_sizes, struct_size_one)
 TEST(scalars, scalars_one)
 TEST(replay_layers, replay_one)
+TEST(forms, forms_one)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(exec_fields),   cmocka_unit_test(struct_sizes), cmocka_unit_test(scalars),
-        cmocka_unit_test(replay_layers), cmocka_unit_test(f64_on_cpu),
+        cmocka_unit_test(replay_layers), cmocka_unit_test(forms),        cmocka_unit_test(f64_on_cpu),
     };
     return suite_run("validate_call", tests);
 }

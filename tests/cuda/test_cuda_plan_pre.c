@@ -28,6 +28,8 @@ static void paths(void **state)
     assert_int_equal(weft_cuda_pre_plan(&f).path, WEFT_PRE_ONE_LAUNCH);
     f.f32 = false;
     assert_int_equal(weft_cuda_pre_plan(&f).path, WEFT_PRE_DTYPE);
+    f = facts(2, 4, 64), f.unmixed = true;
+    assert_int_equal(weft_cuda_pre_plan(&f).path, WEFT_PRE_UNMIXED);
     f = facts(2, 4, 64), f.layout = false;
     assert_int_equal(weft_cuda_pre_plan(&f).path, WEFT_PRE_LAYOUT);
     f = facts(2, 4, 64), f.capability = 80;

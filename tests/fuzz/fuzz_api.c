@@ -215,7 +215,7 @@ static void fill_index(const weft_tensor *t, int64_t most)
 
 /* ---- tensors ----------------------------------------------------------------------------------------------------------- */
 
-static int64_t sizes[WEFT_DIM_STEP_HEADS + 1];
+static int64_t sizes[WEFT_DIM_SCALES + 1];
 static weft_dtype act, param, index_type;
 
 /* One number that no careful caller passes, or one that is merely rare. */
@@ -254,7 +254,8 @@ static void take_sizes(void)
     sizes[WEFT_DIM_TOKENS] = PICK_SMALL(tokens, 5);
     sizes[WEFT_DIM_STREAMS] = n;
     sizes[WEFT_DIM_CHANNELS] = PICK_SMALL(channels, 5);
-    sizes[WEFT_DIM_GATES] = 2 * n + n * n;
+    sizes[WEFT_DIM_SCALES] = (form & 12) == 12 ? 2 : 3;
+    sizes[WEFT_DIM_GATES] = sizes[WEFT_DIM_SCALES] == 2 ? 2 * n : 2 * n + n * n;
     sizes[WEFT_DIM_ROWS] = PICK_SMALL(rows, 3);
     sizes[WEFT_DIM_BATCH] = form & 1 ? 1 : PICK(batch);
     sizes[WEFT_DIM_STEPS] = PICK_SMALL(steps, 4);
@@ -399,11 +400,11 @@ static int32_t odd_int(int32_t usual)
     return which < 0xc0 ? usual : odd[which % 8];
 }
 
-static void make_reserved(uint64_t *reserved)
+static void make_reserved(uint64_t *reserved, unsigned count)
 {
-    memset(reserved, 0, 6 * sizeof *reserved);
+    memset(reserved, 0, count * sizeof *reserved);
     if (next() != 0xff) return;
-    reserved[next() % 6] = 1;
+    reserved[next() % count] = 1;
     hopeless = true;
 }
 
@@ -419,7 +420,7 @@ static void make_numerics(weft_mhc_numerics *n)
     n->sinkhorn_eps = odd_real(n->sinkhorn_eps);
     n->sinkhorn_iters = PICK(iters);
     n->apply = (weft_apply)odd_int((int32_t)n->apply);
-    make_reserved(n->reserved);
+    make_reserved(n->reserved, 5);
 }
 
 static void make_dropout(weft_dropout *d)
@@ -436,7 +437,7 @@ static void make_dropout(weft_dropout *d)
         if (step) memset(step, 0, sizeof(uint64_t));
         d->step = (const uint64_t *)(void *)(step ? step + (how >> 5 == 7) : NULL);
     }
-    make_reserved(d->reserved);
+    make_reserved(d->reserved, 6);
 }
 
 static void make_gdn(weft_gdn_options *o)
@@ -452,7 +453,7 @@ static void make_gdn(weft_gdn_options *o)
     o->rounding = (weft_gdn_rounding)odd_int((int32_t)o->rounding);
     o->g_chunk = PICK(chunks);
     o->g_log2 = odd_int(o->g_log2);
-    make_reserved(o->reserved);
+    make_reserved(o->reserved, 6);
 }
 
 static void make_scalars(const weft_op_info *op, void *args)

@@ -8,28 +8,34 @@ static const struct {
     const char *name;
     weft_mhc_numerics want;
 } table[] = {
-    /* rms eps and kind, pre eps, post factor, Sinkhorn rule, eps and iterations, index convention */
+    /* rms eps and kind, pre eps, post factor, Sinkhorn rule, eps and iterations, index convention, post eps */
     {WEFT_PRESET_TRANSFORMER_ENGINE,
      "transformer_engine",
-     {1.1920928955078125e-7, WEFT_EPS_INSIDE, 0.0, 2.0, WEFT_SINKHORN_LOG, 0.0, 20, WEFT_APPLY_IN_OUT, {0}}},
+     {1.1920928955078125e-7, WEFT_EPS_INSIDE, 0.0, 2.0, WEFT_SINKHORN_LOG, 0.0, 20, WEFT_APPLY_IN_OUT, 0, {0}}},
     {WEFT_PRESET_DEEPSEEK_V4,
      "deepseek_v4",
-     {1e-6, WEFT_EPS_INSIDE, 1e-6, 2.0, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, {0}}},
+     {1e-6, WEFT_EPS_INSIDE, 1e-6, 2.0, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, 0, {0}}},
     {WEFT_PRESET_DEEPSEEK_V41,
      "deepseek_v41",
-     {1e-20, WEFT_EPS_INSIDE, 1e-6, 2.0, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, {0}}},
+     {1e-20, WEFT_EPS_INSIDE, 1e-6, 2.0, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, 0, {0}}},
     {WEFT_PRESET_MEGATRON_MAIN,
      "megatron_main",
-     {1e-6, WEFT_EPS_OUTSIDE, 0.0, 2.0, WEFT_SINKHORN_CLAMP, 1e-6, 20, WEFT_APPLY_OUT_IN, {0}}},
+     {1e-6, WEFT_EPS_OUTSIDE, 0.0, 2.0, WEFT_SINKHORN_CLAMP, 1e-6, 20, WEFT_APPLY_OUT_IN, 0, {0}}},
     {WEFT_PRESET_MEGATRON_DEV,
      "megatron_dev",
-     {1e-6, WEFT_EPS_OUTSIDE, 1e-6, 2.0, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, {0}}},
+     {1e-6, WEFT_EPS_OUTSIDE, 1e-6, 2.0, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, 0, {0}}},
     {WEFT_PRESET_MEGATRON_DSV4,
      "megatron_dsv4",
-     {1e-6, WEFT_EPS_OUTSIDE, 0.0, 2.0, WEFT_SINKHORN_ADD, 1e-6, 20, WEFT_APPLY_OUT_IN, {0}}},
+     {1e-6, WEFT_EPS_OUTSIDE, 0.0, 2.0, WEFT_SINKHORN_ADD, 1e-6, 20, WEFT_APPLY_OUT_IN, 0, {0}}},
     {WEFT_PRESET_LIGER,
      "liger",
-     {1e-6, WEFT_EPS_INSIDE, 0.0, 2.0, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_OUT_IN, {0}}},
+     {1e-6, WEFT_EPS_INSIDE, 0.0, 2.0, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_OUT_IN, 0, {0}}},
+    {WEFT_PRESET_GLM5_NEXT,
+     "glm5_next",
+     {1e-5, WEFT_EPS_INSIDE, 1e-6, 2.0, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, 0, {0}}},
+    {WEFT_PRESET_HY_V4,
+     "hy_v4",
+     {1e-5, WEFT_EPS_INSIDE, 1e-6, 2.0, WEFT_SINKHORN_SOFTMAX_EPS, 1e-6, 20, WEFT_APPLY_IN_OUT, 1e-6, {0}}},
 };
 
 static void values(void **state)
@@ -49,6 +55,7 @@ static void values(void **state)
         assert_true(got.sinkhorn == WEFT_SINKHORN_LOG || got.sinkhorn_eps == want.sinkhorn_eps);
         assert_int_equal(got.sinkhorn_iters, want.sinkhorn_iters);
         assert_int_equal(got.apply, want.apply);
+        assert_true(got.post_eps == want.post_eps);
     }
 }
 

@@ -26,12 +26,24 @@ static spec large(const char *op, int variant)
     return s;
 }
 
+/* Sites and merges also without a residual mix. */
+static bool has_two_forms(const char *op)
+{
+    const weft_op_info *info = weft_op_find(op), *layer = weft_mhc_replay_layer_info();
+    const weft_op_info *of = strcmp(op, "mhc_replay_fwd") == 0 ? layer : info;
+    for (int32_t i = 0; i < of->num_args; i++)
+        if (of->args[i].optional && shape_is_mix(&of->args[i])) return true;
+    return false;
+}
+
 static void for_each_op(void (*test)(const spec *s), spec (*make)(const char *op, int variant), int variants)
 {
     for (int32_t i = 0; i < weft_op_count(); i++)
         for (int v = 0; v < variants; v++) {
             spec s = make(weft_op_at(i)->name, v);
             test(&s);
+            s.independent = v == 0 && has_two_forms(s.op);
+            if (s.independent) test(&s);
         }
     test_verdict();
 }

@@ -142,7 +142,8 @@ static void begins_as_the_plain_residual(void **state)
                  {WEFT_RESIDUAL_MHC, WEFT_FIRST_MIX_UNIFORM},
                  {WEFT_RESIDUAL_MHC, WEFT_FIRST_MIX_IDENTITY},
                  {WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_FIRST_MIX_UNIFORM},
-                 {WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_FIRST_MIX_IDENTITY}};
+                 {WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_FIRST_MIX_IDENTITY},
+                 {WEFT_RESIDUAL_INDEPENDENT, WEFT_FIRST_MIX_IDENTITY}};
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
         weft_model_config c = {.struct_size = sizeof c};
         gpt g;
@@ -171,12 +172,13 @@ static void begins_as_the_plain_residual(void **state)
     gpt_close(&base);
 }
 
-/* The coefficients of a site with alpha = 0. */
+/* The coefficients of a site with alpha = 0. res is left alone where there is none. */
 static void first_coefficients(const weft_model_config *c, const char *beta_name, double *pre, double *post,
                                double *res)
 {
     enum { MOST = 80 };
-    const int64_t n = c->streams, gates = n * (n + 2);
+    const bool mixed = c->residual != WEFT_RESIDUAL_INDEPENDENT;
+    const int64_t n = c->streams, gates = mixed ? n * (n + 2) : 2 * n;
     double h[MOST] = {0}, ms = 1, alpha[3] = {0};
     weft_exec exec = on_ref();
     weft_model_param p;
@@ -185,15 +187,15 @@ static void first_coefficients(const weft_model_config *c, const char *beta_name
     assert_int_equal(weft_model_param_count(c, NULL, &elements), WEFT_OK);
     double *parameters = must_alloc((size_t)elements * sizeof *parameters);
     assert_int_equal(weft_model_init(c, 1, parameters), WEFT_OK);
-    assert_int_equal(weft_mhc_coef_fwd(&exec, WEFT_ARGS(weft_mhc_coef_fwd_args, .numerics = c->numerics,
-                                                        .h = weft_dense2(h, WEFT_F64, 1, gates),
-                                                        .ms = weft_dense1(&ms, WEFT_F64, 1),
-                                                        .alpha = weft_dense1(alpha, WEFT_F64, 3),
-                                                        .beta = weft_dense1(parameters + p.offset, WEFT_F64, gates),
-                                                        .pre = weft_dense2(pre, WEFT_F64, 1, n),
-                                                        .post = weft_dense2(post, WEFT_F64, 1, n),
-                                                        .res = weft_dense3(res, WEFT_F64, 1, n, n))),
-                     WEFT_OK);
+    assert_int_equal(
+        weft_mhc_coef_fwd(
+            &exec,
+            WEFT_ARGS(weft_mhc_coef_fwd_args, .numerics = c->numerics, .h = weft_dense2(h, WEFT_F64, 1, gates),
+                      .ms = weft_dense1(&ms, WEFT_F64, 1), .alpha = weft_dense1(alpha, WEFT_F64, mixed ? 3 : 2),
+                      .beta = weft_dense1(parameters + p.offset, WEFT_F64, gates),
+                      .pre = weft_dense2(pre, WEFT_F64, 1, n), .post = weft_dense2(post, WEFT_F64, 1, n),
+                      .res = mixed ? weft_dense3(res, WEFT_F64, 1, n, n) : (weft_tensor){0})),
+        WEFT_OK);
     free(parameters);
 }
 
@@ -222,7 +224,7 @@ static void first_mixes(void **state)
                         double want = identity && n > 1 ? i == own ? 1 - (n - 1) / 16.0 / n : 1 / 16.0 / n : 0.5;
                         assert_true(fabs(pre[i] - want) < eps);
                         assert_true(fabs(post[i] - 1) < eps);
-                        for (int j = 0; j < n; j++) {
+                        for (int j = 0; k != WEFT_RESIDUAL_INDEPENDENT && j < n; j++) {
                             double d = exp(4), at = (i == j ? d : 1) / (d + n - 1);
                             assert_true(fabs(res[i * n + j] - (identity ? at : 1.0 / n)) < eps);
                         }
@@ -249,7 +251,8 @@ static void gains_tell_the_kinds_apart(void **state)
         fprintf(stderr, "  %-16s row %.4f (largest %.4f), column %.4f (largest %.4f)\n",
                 weft_residual_name((weft_residual)k), gains.row_mean, gains.row_max, gains.column_mean,
                 gains.column_max);
-        if (k == WEFT_RESIDUAL_PLAIN) assert_true(gains.row_max == 1 && gains.column_max == 1);
+        if (k == WEFT_RESIDUAL_PLAIN || k == WEFT_RESIDUAL_INDEPENDENT)
+            assert_true(gains.row_max == 1 && gains.column_max == 1);
         if (k == WEFT_RESIDUAL_HC) assert_true(gains.row_max > 2);
         if (k >= WEFT_RESIDUAL_MHC) assert_true(gains.row_max < 1.1 && gains.column_max < 1.1);
         gpt_close(&g);
@@ -267,6 +270,11 @@ static void mixes_have_the_gains(void **state)
         gpt_open(&g, &c, 2, 8, 0.3);
         gpt_loss(&g);
         assert_int_equal(weft_model_gain(&g.exec, &g.model, &gains), WEFT_OK);
+        if (k == WEFT_RESIDUAL_INDEPENDENT) {
+            assert_int_equal(weft_model_mix(&g.model, 0).dtype, WEFT_NONE);
+            gpt_close(&g);
+            continue;
+        }
         const int n = (int)c.streams, transposed = k != WEFT_RESIDUAL_HC && c.numerics.apply == WEFT_APPLY_OUT_IN;
         double most = 0;
         for (int64_t t = 0; t < 16; t++) {
@@ -474,7 +482,9 @@ static void joined_is_site_by_site(void **state)
                  {WEFT_RESIDUAL_MHC, WEFT_EXIT_LEARNED, 4, -1, 20},
                  {WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 4, -1, 64},
                  {WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 3, 0, 36},
-                 {WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 4, 2, 32}};
+                 {WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 4, 2, 32},
+                 {WEFT_RESIDUAL_INDEPENDENT, WEFT_EXIT_MEAN, 4, -1, 64},
+                 {WEFT_RESIDUAL_INDEPENDENT, WEFT_EXIT_LEARNED, 3, 1, 36}};
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++)
         for (int isa = WEFT_ISA_BASE - 1; isa <= (int)weft_cpu_isa(); isa++) { /* the first is the reference */
             const bool f64 = isa < WEFT_ISA_BASE;
@@ -619,6 +629,7 @@ static void bad_configurations(void **state)
     BAD(WEFT_RESIDUAL_MHC, "dropout", c.dropout = (double)NAN);
     BAD(WEFT_RESIDUAL_MHC, "exit", c.exit = WEFT_EXIT_MIX);
     BAD(WEFT_RESIDUAL_MHC_SINGLE_PASS, "exit", c.exit = WEFT_EXIT_MEAN);
+    BAD(WEFT_RESIDUAL_INDEPENDENT, "exit", c.exit = WEFT_EXIT_MIX);
     BAD(WEFT_RESIDUAL_PLAIN, "exit", c.exit = WEFT_EXIT_LEARNED);
     BAD(WEFT_RESIDUAL_MHC, "dtype", c.dtype = WEFT_F16);
     BAD(WEFT_RESIDUAL_MHC, "struct_size", c.struct_size = 8);

@@ -34,12 +34,15 @@ class Case(NamedTuple):
 class Maker:
     """Random tensors of one shape, dtype and place."""
 
-    def __init__(self, n, c, lead, dtype, device, swapped=False, flat=False, optional=True, param_dtype=None):
+    def __init__(
+        self, n, c, lead, dtype, device, swapped=False, flat=False, optional=True, param_dtype=None, mixed=True
+    ):
         self.n, self.c, self.lead, self.dtype, self.device = n, c, tuple(lead), dtype, torch.device(device)
         self.swapped, self.flat, self.optional = swapped, flat, optional
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.param_dtype = param_dtype or self.wide
-        self.gates = n * (n + 2)
+        self.mixed = mixed
+        self.gates = n * (n + 2) if mixed else 2 * n
 
     def put(self, t: Tensor, dtype) -> Tensor:
         return t.to(self.device, dtype)
@@ -65,6 +68,9 @@ class Maker:
     def gain(self, *shape) -> Tensor | None:
         return self.param(*shape, center=1.0, spread=0.2) if self.optional else None
 
+    def alpha(self) -> Tensor:
+        return self.param(3 if self.mixed else 2, center=1.0, spread=0.3)
+
     def norm_weight(self) -> Tensor | None:
         return self.gain(*((self.n * self.c,) if self.flat else (self.n, self.c)))
 
@@ -72,7 +78,7 @@ class Maker:
         """The parameters of one site, and pre_in of the shifted form."""
         return {
             "phi": self.phi(self.gates),
-            "alpha": self.param(3, center=1.0, spread=0.3),
+            "alpha": self.alpha(),
             "beta": self.param(self.gates),
             "norm_weight": self.norm_weight(),
             "pre_in": self.per_token(self.n) if shifted else None,
@@ -99,7 +105,7 @@ def _gates(m: Maker, numerics, name: str) -> Case:
     tensors = {
         "h": m.put(torch.randn(*m.lead, m.gates), m.wide),
         "ms": m.per_token(),
-        "alpha": m.param(3, center=1.0, spread=0.3),
+        "alpha": m.alpha(),
         "beta": m.param(m.gates),
     }
 
@@ -135,7 +141,7 @@ def _after(m: Maker) -> dict:
         "x": m.streams(),
         "f": m.row(),
         "post": m.per_token(m.n),
-        "res": m.per_token(m.n, m.n),
+        "res": m.per_token(m.n, m.n) if m.mixed else None,
         "bias": m.param(m.c) if m.optional else None,
     }
 

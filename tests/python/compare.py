@@ -82,7 +82,8 @@ def same(got, want, what: str = "result") -> None:
 
 
 def tuple_of(value) -> tuple:
-    return (value,) if isinstance(value, Tensor) else tuple(value)
+    """A result that a call does not have is None."""
+    return (value,) if isinstance(value, Tensor) else tuple(v for v in value if v is not None)
 
 
 def grads_of(outputs: tuple, upstream: tuple, inputs: list[Tensor]) -> list[Tensor | None]:

@@ -31,11 +31,13 @@ def inverse_root(ms, eps, kind):
 
 def scale(h, ms, alpha, beta, numerics):
     num = numerics_of(numerics)
-    n = round((h.shape[-1] + 1) ** 0.5) - 1
-    groups = torch.tensor([0] * n + [1] * n + [2] * n * n)
+    mixed = alpha.shape[0] == 3
+    n = round((h.shape[-1] + 1) ** 0.5) - 1 if mixed else h.shape[-1] // 2
+    groups = torch.tensor([0] * n + [1] * n + [2] * n * n * mixed)
     z = alpha[groups] * h * inverse_root(ms, num.rms_eps, num.rms_eps_kind)[..., None] + beta
-    pre, post, logits = z.split([n, n, n * n], -1)
-    return pre.sigmoid() + num.pre_eps, num.post_mult * post.sigmoid(), logits.unflatten(-1, (n, n))
+    pre, post, logits = z.split([n, n, n * n * mixed], -1)
+    post = num.post_mult * post.sigmoid() + num.post_eps
+    return pre.sigmoid() + num.pre_eps, post, logits.unflatten(-1, (n, n)) if mixed else None
 
 
 def divide(m, dim, rule, eps):
@@ -71,17 +73,19 @@ def sinkhorn(logits, numerics):
 
 def coef(h, ms, alpha, beta, numerics):
     pre, post, logits = scale(h, ms, alpha, beta, numerics)
-    return pre, post, sinkhorn(logits, numerics)
+    return pre, post, None if logits is None else sinkhorn(logits, numerics)
 
 
 def aggregate(x, pre):
     return (pre[..., None] * x).sum(-2)
 
 
-def post(x, f, post, res, bias=None, *, numerics, factors=None):
+def post(x, f, post, res=None, bias=None, *, numerics, factors=None):
     branch = post[..., None] * (f if bias is None else f + bias)[..., None, :]
     if factors is not None:
         branch = branch * factors.to(branch)
+    if res is None:
+        return branch + x
     mix = res.mT if numerics_of(numerics).apply == "in_out" else res
     return branch + mix @ x
 

@@ -18,6 +18,14 @@ KINDS = {
     "norm weight": {"norm_weight": True, "contract": "learned"},
     "out_in": {"numerics": "liger"},
     "shifted": {"shifted": True, "dropout": 0.3, "pair": True},
+    "no residual mix": {
+        "residual_mix": False,
+        "numerics": "hy_v4",
+        "dropout": 0.3,
+        "pair": True,
+        "contract": "learned",
+    },
+    "no residual mix, shifted": {"residual_mix": False, "numerics": "hy_v4", "shifted": True},
     "shifted to the end": {"shifted": True, "contract": "pre", "numerics": "deepseek_v41"},
 }
 

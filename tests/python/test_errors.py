@@ -60,17 +60,54 @@ def test_wrong_shapes():
     case = cases.make("pre")
     refuses(
         ValueError,
-        r"mhc_pre_fwd: phi: dim 0: expected 2n \+ n\^2 = 24 for 4 streams, got 23",
+        r"mhc_pre_fwd: phi: dim 0: expected 2n \+ n\^2 = 24 for 4 streams and three scales, got 23",
         wt.pre,
         **{**case.tensors, "phi": case.tensors["phi"][:23]},
         **NUM,
     )
     refuses(
         ValueError,
-        "mhc_pre_fwd: alpha: .*expected 3, got 2",
+        r"mhc_pre_fwd: phi: dim 0: expected 2n = 8 for 4 streams and two scales, got 24",
         wt.pre,
         **{**case.tensors, "alpha": torch.randn(2)},
         **NUM,
+    )
+    refuses(
+        ValueError,
+        r"mhc_pre_fwd: alpha: dim 0 \(scales\): expected 2 to 3, got 4",
+        wt.pre,
+        **{**case.tensors, "alpha": torch.randn(4)},
+        **NUM,
+    )
+    independent = cases.make("pre", mixed=False)
+    refuses(
+        ValueError,
+        r"mhc_pre_fwd: phi: dim 0: expected 2n \+ n\^2 = 24 for 4 streams and three scales, got 8",
+        wt.pre,
+        **{**independent.tensors, "alpha": torch.randn(3)},
+        **NUM,
+    )
+    refuses(
+        ValueError,
+        "coefficients: expected 2n numbers a token with two scales, got 23",
+        wt.coef,
+        torch.randn(3, 23),
+        torch.rand(3),
+        torch.rand(2),
+        torch.rand(23),
+        "hy_v4",
+    )
+    refuses(
+        ValueError,
+        "mhc_coef_fwd: res: expected none with an alpha of two scales, which has no residual mix, got a tensor",
+        fill,
+        "mhc_coef",
+        (torch.empty(3, 4), torch.empty(3, 4), torch.empty(3, 4, 4)),
+        torch.randn(3, 8),
+        torch.rand(3),
+        torch.rand(2),
+        torch.rand(8),
+        wt.functional.pack("hy_v4"),
     )
     refuses(
         ValueError,
@@ -307,8 +344,8 @@ def test_extension_calls():
         numbers = [1e-6, 0.0, 0.0, 2.0, 0.0, 0.0, 20.0, 0.0]
         numbers[field] = value
         refuses(ValueError, "mhc_sinkhorn_fwd: numerics", fill, "mhc_sinkhorn", (logits.clone(),), logits, numbers)
-    for numbers in ([0.0] * 7, (0.0,) * 9, 1.0, None):
-        message = "mhc_sinkhorn_fwd: numerics: expected 8 numbers, got"
+    for numbers in ([0.0] * 7, (0.0,) * 10, 1.0, None):
+        message = "mhc_sinkhorn_fwd: numerics: expected 9 numbers, got"
         refuses(TypeError, message, fill, "mhc_sinkhorn", (logits.clone(),), logits, numbers)
     refuses(TypeError, "must be real number", fill, "mhc_sinkhorn", (logits.clone(),), logits, ["x"] * 8)
     message = r"mhc_contract_fwd: fill: expected \(add, 1 results, 1 tensors, 1 scalars\), got 3 arguments"

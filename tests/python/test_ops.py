@@ -26,6 +26,8 @@ VARIANTS = {
     "(C, n) memory": {"n": 4, "c": 9, "swapped": True},
     "flat weights": {"n": 3, "c": 6, "flat": True},
     "no optionals": {"n": 4, "c": 6, "optional": False},
+    "no residual mix": {"n": 4, "c": 32, "mixed": False},
+    "no residual mix, twelve streams, (C, n) memory": {"n": 12, "c": 9, "swapped": True, "mixed": False},
     "16-bit parameters": {"n": 2, "c": 6, "param_dtype": torch.bfloat16},
 }
 

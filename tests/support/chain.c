@@ -419,7 +419,7 @@ void chain_compare(problem *p, weft_exec exec)
                .tokens = s->tokens,
                .n = s->streams,
                .channels = s->channels,
-               .rows = 2 * s->streams + s->streams * s->streams};
+               .rows = shape_gates(s->streams, s->independent ? 2 : 3)};
     for (int i = 0; chains[i].op; i++)
         if (strcmp(chains[i].op, s->op) == 0) chains[i].run(&c, copy->args);
     if (apart) forgive(copy, p);

@@ -211,6 +211,15 @@ void fd_suite(const char *stem)
             s.numerics.post_mult = 1.7;
             fd_check(&s);
         }
+        if (strncmp(stem, "mhc_", 4) == 0) {
+            spec alone = s;
+            alone.independent = true;
+            weft_mhc_preset_numerics(WEFT_PRESET_HY_V4, &alone.numerics);
+            alone.numerics.post_eps = 0.02;
+            fd_check(&alone);
+            alone.dropout = (weft_dropout){.p = 0.3, .seed = 7, .site = 3, .token_base = 5};
+            if (drops) fd_check(&alone);
+        }
         /* eps so large that every place where it stands shows, clamps are active and sums fall below the threshold
          * */
         static const double eps[] = {1e-6, 0.05, 0.6};

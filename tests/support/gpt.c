@@ -227,6 +227,8 @@ const gpt_variant gpt_variants[GPT_VARIANTS] = {
     {"mhc, learned exit, bias, dropout", WEFT_RESIDUAL_MHC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1},
     {"mhc_single_pass", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 0, 0, 0, 0},
     {"mhc_single_pass, bias, dropout", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 1, 0.3, 1, 0},
+    {"independent", WEFT_RESIDUAL_INDEPENDENT, WEFT_EXIT_MEAN, 0, 0, 0, 0},
+    {"independent, learned exit, bias, dropout", WEFT_RESIDUAL_INDEPENDENT, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1},
 };
 
 weft_model_config gpt_variant_config(const gpt_variant *v, weft_dtype dtype)

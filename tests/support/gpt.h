@@ -37,7 +37,7 @@ typedef struct gpt_variant {
     int recompute, group;
 } gpt_variant;
 
-enum { GPT_VARIANTS = 8 };
+enum { GPT_VARIANTS = 10 };
 extern const gpt_variant gpt_variants[GPT_VARIANTS];
 weft_model_config gpt_variant_config(const gpt_variant *v, weft_dtype dtype);
 

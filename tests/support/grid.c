@@ -285,6 +285,33 @@ static void sweep_views(const char *op)
     }
 }
 
+/* Without a residual mix, at the edges where the paths of a merge and of gates part. */
+static void sweep_independent(const char *op)
+{
+    static const int64_t streams[] = {4, 2, 8, 3, 1, 12, 32};
+    if (strncmp(op, "mhc_", 4) != 0) return;
+    for (int k = 0; k < 12; k++) { /* whole vectors in either layout, written and added to */
+        spec s = {.op = op, .tokens = 5, .streams = streams[k % 3], .channels = 64, .act = acts[k / 2 % 3]};
+        s.independent = true;
+        s.wide = s.act;
+        s.stream_layout = (layout)(k / 3 % 2);
+        s.add = k / 6;
+        grid_compare(&s);
+    }
+    for (int k = 0; k < (test_quick() ? 7 : 28); k++) {
+        spec s = {.op = op, .tokens = 1 + k * 5 % 37, .streams = streams[k % 7], .act = acts[k % 3]};
+        s.independent = true;
+        s.channels = k % 4 == 0 ? 64 : k % 4 == 1 ? 33 : k % 4 == 2 ? 160 : 7;
+        s.wide = k / 3 & 1 ? WEFT_F32 : s.act;
+        s.stream_layout = (layout)(k / 2 % LAYOUT_COUNT);
+        s.add = k / 4 & 1;
+        if (k % 5 == 2) s.dropout = (weft_dropout){.p = 0.25, .seed = 9, .site = 4, .shared = k & 1};
+        weft_mhc_preset_numerics(WEFT_PRESET_HY_V4, &s.numerics);
+        if (k % 3 == 1) s.numerics.post_eps = 0.05;
+        grid_compare(&s);
+    }
+}
+
 static void sweep_numerics(const char *op)
 {
     static const int64_t streams[] = {4, 2, 8, 3, 1, 32};
@@ -360,6 +387,8 @@ spec grid_draw(const char *op, rng *r, char *absent, size_t size)
                                    .site = rng_next(r),
                                    .token_base = rng_below(r, 1000),
                                    .shared = (int32_t)rng_below(r, 2)};
+    s.independent = rng_below(r, 4) == 0;
+    if (rng_below(r, 2)) s.numerics.post_eps = 0.01;
     absent[0] = '\0';
     size_t used = 0;
     for (int32_t i = 0; i < info->num_args + layer->num_args; i++) {
@@ -389,6 +418,7 @@ void grid_suite(const char *op)
     sweep_tokens(op);
     sweep_views(op);
     sweep_numerics(op);
+    sweep_independent(op);
     sweep_mix(op);
     test_verdict();
 }

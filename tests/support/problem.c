@@ -21,12 +21,12 @@ const char *problem_text(const problem *p)
     snprintf(
         text, sizeof text,
         "%s tokens=%lld streams=%lld channels=%lld rows=%lld act=%s wide=%s coef=%s param=%s layout=%d/%d pad=%lld "
-        "misalign=%d broadcast=%d add=%d mix=%d absent=\"%s\" sinkhorn=%d iters=%d p=%g seed=%llu",
+        "misalign=%d broadcast=%d add=%d mix=%d independent=%d absent=\"%s\" sinkhorn=%d iters=%d p=%g seed=%llu",
         s->op, (long long)s->tokens, (long long)s->streams, (long long)s->channels, (long long)s->rows,
         weft_dtype_name(s->act), weft_dtype_name(s->wide), weft_dtype_name(s->coef), weft_dtype_name(s->param),
         (int)s->stream_layout, (int)s->param_layout, (long long)s->pad, s->misalign, s->broadcast, s->add, s->mix,
-        s->absent ? s->absent : "", (int)s->numerics.sinkhorn, (int)s->numerics.sinkhorn_iters, s->dropout.p,
-        (unsigned long long)p->seed);
+        s->independent, s->absent ? s->absent : "", (int)s->numerics.sinkhorn, (int)s->numerics.sinkhorn_iters,
+        s->dropout.p, (unsigned long long)p->seed);
     if (strncmp(s->op, "gdn", 3) == 0) {
         size_t used = strlen(text);
         const weft_gdn_options *o = &s->gdn;
@@ -121,6 +121,7 @@ static shape_sizes sizes_of(const spec *s)
                          .streams = s->streams,
                          .channels = s->channels,
                          .rows = s->rows,
+                         .scales = s->independent ? 2 : 3,
                          .batch = packed ? 1 : s->tokens,
                          .steps =
                              packed ? packed_start(s, s->tokens) + (s->padding > 0 ? s->padding : 0) : s->steps,
@@ -189,8 +190,10 @@ static bool listed(const char *names, const char *name)
 
 static bool left_out(const spec *s, const weft_arg_info *info, const char *full, int layer)
 {
-    if (!info->optional || !s->absent) return false;
-    if (layer >= 0 && layer < s->layers - 1 && listed(" f post res ", info->name)) return false;
+    if (!info->optional) return false;
+    if (s->independent && shape_is_mix(info)) return true;
+    if (!s->absent) return false;
+    if (layer >= 0 && layer < s->layers - 1 && listed(" f post ", info->name)) return false;
     return strcmp(s->absent, "*") == 0 || listed(s->absent, info->name) || listed(s->absent, full);
 }
 
@@ -252,9 +255,8 @@ void problem_settle(problem *p)
         if (partner >= 0) drop_without(p, p->op->args[k].name, p->op->args[partner].name);
     }
     for (int l = 0; l < p->spec.layers && p->arg[p->num_args - 1].layer >= 0; l++) {
-        static const char *const pairs[][2] = {{"u", "pre"},  {"v", "pre"},  {"sub_weight", "v"},
-                                               {"f", "post"}, {"f", "res"},  {"post", "f"},
-                                               {"res", "f"},  {"bias", "f"}, {"y", "f"}};
+        static const char *const pairs[][2] = {{"u", "pre"},  {"v", "pre"}, {"sub_weight", "v"}, {"f", "post"},
+                                               {"post", "f"}, {"res", "f"}, {"bias", "f"},       {"y", "f"}};
         char what[40], needs[40];
         for (size_t k = 0; k < sizeof pairs / sizeof *pairs; k++) {
             snprintf(what, sizeof what, "layers[%d].%s", l, pairs[k][0]);
@@ -307,7 +309,7 @@ static void complete(spec *s)
     if (s->wide == WEFT_NONE) s->wide = plain;
     if (s->coef == WEFT_NONE) s->coef = plain;
     if (s->param == WEFT_NONE) s->param = plain;
-    if (s->rows == 0) s->rows = 2 * s->streams + s->streams * s->streams;
+    if (s->rows == 0) s->rows = shape_gates(s->streams, s->independent ? 2 : 3);
     if (s->sub_eps == 0) s->sub_eps = 1e-5;
     if (s->layers == 0) s->layers = 3;
     if (s->scale == 0) s->scale = 1;

@@ -37,11 +37,12 @@ typedef struct spec {
     weft_dtype act;               /* 0: f32 */
     weft_dtype wide, coef, param; /* 0: f32; f64 where act is */
     layout stream_layout, param_layout;
-    int64_t pad;    /* elements between one token and the next */
-    int misalign;   /* elements by which every pointer is off its 64-byte boundary */
-    bool broadcast; /* coefficient inputs have token stride 0 */
-    bool add;       /* gradients are added to, not written */
-    bool mix;       /* every argument draws its own dtype, layout, padding, misalignment and add */
+    int64_t pad;      /* elements between one token and the next */
+    int misalign;     /* elements by which every pointer is off its 64-byte boundary */
+    bool broadcast;   /* coefficient inputs have token stride 0 */
+    bool add;         /* gradients are added to, not written */
+    bool independent; /* no residual mix: two scales, merges without res */
+    bool mix;         /* every argument draws its own dtype, layout, padding, misalignment and add */
     const char
         *absent; /* names of optional arguments to leave out, each between spaces; "*" leaves out all of them */
     weft_mhc_numerics numerics; /* all zero: the deepseek_v4 preset */

@@ -47,6 +47,10 @@ def _modeling(name: str) -> str:
     return f"transformers.models.{name}.modeling_{name}"
 
 
+INDEXED_ARGUMENTS = (
+    "self hidden_states attention_mask position_ids past_key_values use_cache position_embeddings"
+    " prev_topk_indices kwargs"
+)
 MODEL_ARGUMENTS = "self input_ids attention_mask position_ids past_key_values inputs_embeds use_cache kwargs"
 LAYER = "mhc_pre with the norm, mhc_boundary for a merge and the site behind it, mhc_post for the last merge"
 LOOP = "the model's own loop; mhc_boundary also from layer to layer"
@@ -85,7 +89,6 @@ def _gated_delta_net(name: str, prefix: str, sections: Callable[..., Any], norm:
     )
 
 
-NO_INDEPENDENT = "hyper-connections without a residual mix: weft has no such operator yet"
 NO_GATED_RESIDUAL = "gated residual (matrix products between norm and gates): weft has no such operator"
 NO_KDA = "Kimi delta attention (a decay for each channel of the key): weft has no such rule"
 
@@ -106,16 +109,20 @@ FAMILIES: dict[str, Family] = {
             "Glm5NextText",
             "Glm5NextTextModel",
             Row("Glm5NextTextHyperHead", "mhc_contract", hc.mean_head, "self hidden_streams"),
-            hc.glm5_next_layer,
-            "self hidden_states attention_mask position_ids past_key_values use_cache position_embeddings"
-            " prev_topk_indices kwargs",
+            hc.indexed_layer,
+            INDEXED_ARGUMENTS,
         ),
         (Missing("Glm5NextTextLinearAttention", NO_KDA),),
     ),
     "hy_v4": Family(
         _modeling("hy_v4"),
-        (),
-        (Missing("HYV4HyperConnection", NO_INDEPENDENT), Missing("HYV4HyperHead", NO_INDEPENDENT)),
+        _hyper_connections(
+            "HYV4",
+            "HYV4Model",
+            Row("HYV4HyperHead", "mhc_head", hc.learned_head, "self x", hc.refuses_site),
+            hc.indexed_layer,
+            INDEXED_ARGUMENTS,
+        ),
     ),
     "qwen3_next": _gated_delta_net("qwen3_next", "Qwen3Next", gdn.fused_projection, "norm", "out_proj"),
     "qwen3_5": _gated_delta_net("qwen3_5", "Qwen3_5", gdn.split_projection, "norm", "out_proj"),

@@ -23,16 +23,16 @@ BASE = wt.Numerics.preset("deepseek_v4")
 MAX_STREAMS = 32
 Forward = Callable[..., Any]
 # Classes of norms whose forward is u / sqrt(mean(u^2) + variance_epsilon) * weight.
-NORMS = ("DeepseekV4RMSNorm", "Glm5NextTextRMSNorm")
+NORMS = ("DeepseekV4RMSNorm", "Glm5NextTextRMSNorm", "HYV4RMSNorm")
 
 
 class Unmerged(NamedTuple):
-    """Streams that the next site makes: post f + the residual mix of x."""
+    """Streams that the next site makes: post f + the residual mix of x, or x itself in HY-V4."""
 
     x: Tensor  # [B, S, n, C]
     f: Tensor  # [B, S, C]
     post: Tensor  # [B, S, n]
-    res: Tensor  # [B, S, n, n]
+    res: Tensor | None  # [B, S, n, n]
 
     def merge(self) -> Tensor:
         return wt.post(self.x, self.f, self.post, self.res, numerics=BASE)
@@ -43,7 +43,7 @@ class Entered(NamedTuple):
 
     x: Tensor
     post: Tensor
-    res: Tensor
+    res: Tensor | None
     v: Tensor  # [B, S, C]
 
     def after(self, f: Tensor) -> Unmerged:
@@ -76,13 +76,16 @@ def refuses_layer(layer: Any) -> str | None:
     return next((reason for reason in map(refuses_site, known) if reason), None)
 
 
+def is_independent(site: Any) -> bool:
+    """Whether a site has no residual mix."""
+    return site.scale.shape[0] == 2
+
+
 def numerics_of(site: Any) -> wt.Numerics:
-    return BASE._replace(
-        rms_eps=site.input_norm.eps,
-        pre_eps=site.hc_eps,
-        sinkhorn_eps=site.hc_eps,
-        sinkhorn_iters=site.hc_sinkhorn_iters,
-    )
+    own = BASE._replace(rms_eps=site.input_norm.eps, pre_eps=site.hc_eps)
+    if is_independent(site):
+        return own._replace(post_mult=site.hc_post_magnitude, post_eps=site.hc_eps)
+    return own._replace(sinkhorn_eps=site.hc_eps, sinkhorn_iters=site.hc_sinkhorn_iters)
 
 
 def joined_norm(norm: Any) -> dict[str, Any] | None:
@@ -98,8 +101,8 @@ def enter(site: Any, norm: Any, streams: Tensor | Unmerged) -> Entered:
     """Everything between a sub-layer and the one before it."""
     if not (is_ours(site) and is_plain(site)):
         x = streams.merge() if isinstance(streams, Unmerged) else streams
-        post, res, u = site(x)
-        return Entered(x, post.float(), res.float(), norm(u))
+        post, *mix, u = site(x)
+        return Entered(x, post.float(), mix[0].float() if mix else None, norm(u))
     inside = joined_norm(norm)
     options: dict[str, Any] = {"numerics": numerics_of(site), **(inside or {})}
     if isinstance(streams, Unmerged):
@@ -131,10 +134,10 @@ def _takes_unmerged(layer: Any, after: Any, streams: Unmerged) -> bool:
 
 
 def site(original: Forward) -> Forward:
-    def forward(self: Any, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self: Any, hidden_streams: Tensor) -> tuple[Tensor, ...]:
         x = hidden_streams.contiguous()
         found: Any = wt.pre(x, self.fn, self.scale, self.base, numerics=numerics_of(self))
-        return found.post, found.res, found.u
+        return (found.post, found.u) if found.res is None else (found.post, found.res, found.u)
 
     return forward
 
@@ -172,7 +175,9 @@ def deepseek_v4_layer(original: Forward) -> Forward:
     return forward
 
 
-def glm5_next_layer(original: Forward) -> Forward:
+def indexed_layer(original: Forward) -> Forward:
+    """A layer whose attention tells the next one which tokens it has chosen: of glm5_next and hy_v4."""
+
     def forward(
         self: Any,
         hidden_states: Tensor | Unmerged,
@@ -188,7 +193,7 @@ def glm5_next_layer(original: Forward) -> Forward:
     ) -> tuple[Tensor | Unmerged, Tensor | None]:
         attn = enter(self.attn_hc, self.input_layernorm, hidden_states)
         chosen = None
-        if self.block_type == "linear_attention":
+        if getattr(self, "block_type", None) == "linear_attention":
             f = self.self_attn(
                 hidden_states=attn.v, cache_params=past_key_values, attention_mask=attention_mask, **kwargs
             )

@@ -43,9 +43,10 @@ def convert_blocks(
     their parameters; `block_names` tells where.
 
     plain=True begins with the function of the blocks: gates that read the mean of the streams, write to all of them alike
-    and mix them evenly, whatever they hold. It is exact up to rounding where the numerics have no eps ("transformer_engine"),
-    and up to about that eps for every part elsewhere. fold_norms=True hands RMSNorms to the operator in front of the
-    sub-layer; a norm that is none is a ValueError. Options are those of HyperConnectionStack."""
+    and mix them evenly, whatever they hold; without a residual mix it is that function as long as the streams are alike,
+    as behind the entry. It is exact up to rounding where the numerics have no eps ("transformer_engine"), and up to about
+    that eps for every part elsewhere. fold_norms=True hands RMSNorms to the operator in front of the sub-layer; a norm
+    that is none is a ValueError. Options are those of HyperConnectionStack."""
     blocks = list(blocks)
     if "norm" in options:
         raise TypeError("convert_blocks: norm: expected fold_norms instead, got norm")
@@ -121,13 +122,14 @@ def _eps_of_all(norms: list[nn.Module | None], channels: int) -> float:
 
 
 def _begin_plain(site: HyperConnection) -> None:
-    """u is the mean of the streams, and each of them becomes their mean plus f."""
+    """u is the mean of the streams, and each of them becomes their mean plus f; without a residual mix, itself plus f, which
+    is the same as long as the streams are copies of each other."""
     n, numerics = site.streams, site.numerics
     with torch.no_grad():
         site.alpha.zero_()
         site.beta.zero_()
         site.beta[:n] = _logit(1 / n - numerics.pre_eps)
-        site.beta[n : 2 * n] = _logit(1 / numerics.post_mult)
+        site.beta[n : 2 * n] = _logit((1 - numerics.post_eps) / numerics.post_mult)
 
 
 def _logit(p: float) -> float:

@@ -6,12 +6,15 @@ Shapes: `...` stands for any leading dimensions (tokens), n for streams, C for c
 `x.transpose(-1, -2)`, a view. Results shaped like x are laid out like x. Activations are float32, bfloat16 or float16
 (float64 on the CPU goes to the reference backend), coefficients float32, parameters any of these.
 
+Independent hyper-connections have no residual mix. A site with an alpha of two elements instead of three has none: N is 2n,
+and res is None. A merge without res lets the streams pass unchanged.
+
 `numerics` is a Numerics or the name of a preset. `main_grad=True` adds the gradients of parameters to their `main_grad`
 where they have one when backward comes, and returns them to autograd where they have none."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +35,7 @@ class Pre(NamedTuple):
     u: Tensor  # [..., C]
     pre: Tensor  # [..., n]
     post: Tensor  # [..., n]
-    res: Tensor  # [..., n, n]
+    res: Tensor | Any  # [..., n, n]; None without a residual mix, which types do not show
 
 
 class Boundary(NamedTuple):
@@ -42,7 +45,7 @@ class Boundary(NamedTuple):
     u: Tensor
     pre: Tensor
     post: Tensor
-    res: Tensor
+    res: Tensor | Any
 
 
 class Source(NamedTuple):
@@ -51,7 +54,7 @@ class Source(NamedTuple):
     x: Tensor
     f: Tensor
     post: Tensor
-    res: Tensor
+    res: Tensor | None = None
     bias: Tensor | None = None
     dropout: float = 0.0
     dropout_step: Tensor | None = None
@@ -125,11 +128,18 @@ def project(
     return call_and_sum("mhc_project", args, grad_x, GradX.LAST, main_grad)
 
 
+def _mix(alpha: Tensor, res: Tensor) -> Tensor | Any:
+    """What a call has of the residual mix: an operator returns a tensor without elements where there is none."""
+    return None if alpha.shape[0] == 2 else res
+
+
 def scale(
     h: Tensor, ms: Tensor, alpha: Tensor, beta: Tensor, numerics: Numerics | str, *, main_grad: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gates: pre [..., n], post [..., n] and the residual logits [..., n, n] from a projection. alpha [3], beta [N]."""
-    return operation("mhc_scale", main_grad)(h, ms, alpha, beta, pack(numerics))
+) -> tuple[Tensor, Tensor, Tensor | Any]:
+    """Gates: pre [..., n], post [..., n] and the residual logits [..., n, n] from a projection. alpha [3], beta [N]; with
+    alpha [2] there are no logits."""
+    pre, post, logits = operation("mhc_scale", main_grad)(h, ms, alpha, beta, pack(numerics))
+    return pre, post, _mix(alpha, logits)
 
 
 def sinkhorn(logits: Tensor, numerics: Numerics | str) -> Tensor:
@@ -139,9 +149,10 @@ def sinkhorn(logits: Tensor, numerics: Numerics | str) -> Tensor:
 
 def coef(
     h: Tensor, ms: Tensor, alpha: Tensor, beta: Tensor, numerics: Numerics | str, *, main_grad: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gates and Sinkhorn in one call: pre [..., n], post [..., n] and res [..., n, n]."""
-    return operation("mhc_coef", main_grad)(h, ms, alpha, beta, pack(numerics))
+) -> tuple[Tensor, Tensor, Tensor | Any]:
+    """Gates and Sinkhorn in one call: pre [..., n], post [..., n] and res [..., n, n], or None with alpha [2]."""
+    pre, post, res = operation("mhc_coef", main_grad)(h, ms, alpha, beta, pack(numerics))
+    return pre, post, _mix(alpha, res)
 
 
 def aggregate(x: Tensor, pre: Tensor, *, grad_x: GradX | None = None) -> Tensor:
@@ -153,7 +164,7 @@ def post(
     x: Tensor,
     f: Tensor,
     post: Tensor,
-    res: Tensor,
+    res: Tensor | None = None,
     bias: Tensor | None = None,
     *,
     numerics: Numerics | str,
@@ -165,7 +176,7 @@ def post(
     source: Source | None = None,
 ) -> Tensor:
     """The streams after a sub-layer with output f [..., C]: y[o] = dropout(post[o] (f + bias)) + sum_i W(i, o) x[i],
-    with W from res as `numerics.apply` says.
+    with W from res as `numerics.apply` says. Without res the sum is x[o].
 
     Masks are not stored: they are a function of a step that is drawn from torch's generator (or given as an int64
     tensor), so checkpointing and graph replay behave. token_base is the global index of the first token, for shards of
@@ -245,14 +256,15 @@ def pre(
         float(sub_eps),
         tf32,
     )
-    return Pre(*operation("mhc_pre", main_grad)(*args)[:4])
+    u, pre, post, res, *_ = operation("mhc_pre", main_grad)(*args)
+    return Pre(u, pre, post, _mix(alpha, res))
 
 
 def boundary(
     x: Tensor,
     f: Tensor,
     post: Tensor,
-    res: Tensor,
+    res: Tensor | None,
     phi: Tensor,
     alpha: Tensor,
     beta: Tensor,
@@ -273,7 +285,8 @@ def boundary(
     source: Source | None = None,
     keep: bool = True,
 ) -> Boundary:
-    """`post` of one sub-layer and `pre` of the next in one call; phi and what follows it belong to the next.
+    """`post` of one sub-layer and `pre` of the next in one call; phi and what follows it belong to the next. res: None where
+    the streams pass the merge unchanged.
 
     With keep=False backward does not keep y and rebuilds it; with a source, as for `post`, it does not keep x. Of a
     chain of streams every second one can go that way: made with keep=False, and read with a source."""
@@ -282,8 +295,11 @@ def boundary(
     tensors = (x, _as_streams(x, f), post, res, bias, phi, alpha, beta, norm_weight, sub_weight, pre_in, step)
     scalars = (pack(numerics), sub_norm, float(sub_eps), p, token_base, tf32)
     if (source is None and keep) or not torch.is_grad_enabled():
-        return Boundary(*operation("mhc_boundary", main_grad)(*tensors, *scalars)[:5])
-    return Boundary(*_lean("mhc_boundary", tensors, scalars, source, main_grad, (keep,))[:5])
+        found = operation("mhc_boundary", main_grad)(*tensors, *scalars)
+    else:
+        found = _lean("mhc_boundary", tensors, scalars, source, main_grad, (keep,))
+    y, u, pre, post, res, *_ = found
+    return Boundary(y, u, pre, post, _mix(alpha, res))
 
 
 def rmsnorm(u: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

@@ -46,18 +46,24 @@ def _keywords_of(sublayer: nn.Module) -> frozenset[str] | None:
 _FIRST_MIXES = ("uniform", "identity")
 
 
-def _first_beta(streams: int, first_mix: str, site: int) -> Tensor:
+def _rows(streams: int, residual_mix: bool) -> int:
+    """Rows of a site's projection."""
+    return streams * (streams + 2) if residual_mix else 2 * streams
+
+
+def _first_beta(streams: int, first_mix: str, site: int, residual_mix: bool) -> Tensor:
     """First values of beta, rows pre, post, res. "uniform": zeros, so pre is 1/2, post 1 and res 1/n everywhere.
     "identity": 95 % of each of four streams stay where they are, post is 1, and pre, whose sum is 1, has the stream
     site mod n for the most part."""
     n = streams
-    beta = torch.zeros(n * (n + 2), dtype=torch.float64)
+    beta = torch.zeros(_rows(n, residual_mix), dtype=torch.float64)
     if first_mix == "identity":
         if n > 1:
             pre = torch.full((n,), 1 / (16 * n), dtype=torch.float64)
             pre[site % n] = 1 - (n - 1) / (16 * n)
             beta[:n] = torch.logit(pre)
-        beta[2 * n :].view(n, n).fill_diagonal_(4.0)
+        if residual_mix:
+            beta[2 * n :].view(n, n).fill_diagonal_(4.0)
     return beta
 
 
@@ -79,7 +85,10 @@ class HyperConnection(nn.Module):
     sub_weight [C], the gain of the sub-layer's RMSNorm, with sub_norm=True. They are fp32 whatever the streams are.
 
     first_mix: first values of beta, "identity" or "uniform". With "identity" streams begin apart: each site reads one of
-    them for the most part, that of its number `site` in the network."""
+    them for the most part, that of its number `site` in the network.
+
+    residual_mix=False: independent hyper-connections, whose streams pass a merge unchanged. There phi has 2n rows and
+    alpha 2 elements, and of `numerics` the Sinkhorn rule means nothing; those of HY-V4 are "hy_v4"."""
 
     def __init__(
         self,
@@ -93,6 +102,7 @@ class HyperConnection(nn.Module):
         alpha_init: float = 0.01,
         first_mix: str = "identity",
         site: int = 0,
+        residual_mix: bool = True,
         precision: str = "full",
         main_grad: bool = False,
         device=None,
@@ -109,11 +119,11 @@ class HyperConnection(nn.Module):
         self.numerics.packed()  # a wrong name is an error here, not in the first step
         self.sub_norm, self.sub_eps = sub_norm, sub_eps
         self.alpha_init, self.precision, self.main_grad = alpha_init, precision, main_grad
-        self.first_mix, self.site = first_mix, site
-        gates = streams * (streams + 2)
+        self.first_mix, self.site, self.residual_mix = first_mix, site, residual_mix
+        gates = _rows(streams, residual_mix)
         make = {"device": device, "dtype": dtype}
         self.phi = nn.Parameter(torch.empty(gates, streams * channels, **make))
-        self.alpha = nn.Parameter(torch.empty(3, **make))
+        self.alpha = nn.Parameter(torch.empty(3 if residual_mix else 2, **make))
         self.beta = nn.Parameter(torch.empty(gates, **make))
         self.norm_weight = nn.Parameter(torch.empty(streams * channels, **make)) if norm_weight else None
         self.sub_weight = nn.Parameter(torch.empty(channels, **make)) if sub_norm else None
@@ -122,7 +132,7 @@ class HyperConnection(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.xavier_uniform_(self.phi)
         nn.init.constant_(self.alpha, self.alpha_init)
-        _fill(self.beta, _first_beta(self.streams, self.first_mix, self.site))
+        _fill(self.beta, _first_beta(self.streams, self.first_mix, self.site, self.residual_mix))
         for weight in (self.norm_weight, self.sub_weight):
             if weight is not None:
                 nn.init.ones_(weight)
@@ -132,7 +142,8 @@ class HyperConnection(nn.Module):
         return _not_itself(self, HyperConnection, "forward", "merge") is None and not self._forward_hooks
 
     def extra_repr(self) -> str:
-        return f"channels={self.channels}, streams={self.streams}, sub_norm={self.sub_norm}"
+        mix = "" if self.residual_mix else ", residual_mix=False"
+        return f"channels={self.channels}, streams={self.streams}, sub_norm={self.sub_norm}{mix}"
 
     def _check(self, x: Tensor) -> None:
         if x.shape[-2:] != (self.streams, self.channels):

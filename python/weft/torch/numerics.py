@@ -28,16 +28,17 @@ class Numerics(NamedTuple):
     rms_eps: float
     rms_eps_kind: str  # "inside": 1/sqrt(ms + eps); "outside": 1/(sqrt(ms) + eps)
     pre_eps: float  # pre = sigmoid + pre_eps
-    post_mult: float  # post = post_mult * sigmoid
+    post_mult: float  # post = post_mult * sigmoid + post_eps
     sinkhorn: str  # "log", "softmax_eps", "clamp", "add" or "threshold"
     sinkhorn_eps: float
     sinkhorn_iters: int
     apply: str  # y[o] += res[i, o] x[i] ("in_out") or res[o, i] x[i] ("out_in")
+    post_eps: float = 0.0
 
     @classmethod
     def preset(cls, name: str) -> Numerics:
         """The numerics of one of `weft.presets()`."""
-        rms_eps, kind, pre_eps, post_mult, rule, eps, iters, apply = _C.preset(name)
+        rms_eps, kind, pre_eps, post_mult, rule, eps, iters, apply, post_eps = _C.preset(name)
         return cls(
             rms_eps,
             RMS_EPS_KINDS[kind],
@@ -47,10 +48,11 @@ class Numerics(NamedTuple):
             eps,
             iters,
             APPLY_ORDERS[apply],
+            post_eps,
         )
 
     def packed(self) -> list[float]:
-        """As the registered operators take it: eight numbers in the order of the fields."""
+        """As the registered operators take it: nine numbers in the order of the fields."""
         if not float(self.sinkhorn_iters).is_integer():
             raise ValueError(f"numerics: sinkhorn_iters: expected a whole number, got {self.sinkhorn_iters}")
         return [
@@ -62,6 +64,7 @@ class Numerics(NamedTuple):
             float(self.sinkhorn_eps),
             float(self.sinkhorn_iters),
             float(choice("numerics: apply", self.apply, APPLY_ORDERS)),
+            float(self.post_eps),
         ]
 
 

@@ -48,6 +48,7 @@ class Table(NamedTuple):
 
 TABLES = {op: Table({r[0]: Row(*r) for r in rows}, dict(scalars)) for op, (rows, scalars) in _C.ops().items()}
 STREAMS = ("tokens", "streams", "channels")
+MIX = ("streams", "streams")
 SCALAR_TYPES = {"real": "float", "int": "int", "numerics": "float[]", "gdn": "float[]"}
 # Of the counter behind dropout's masks. `step` is an int64 tensor of one element, drawn from torch's generator: with it
 # masks repeat under checkpointing and change with every replay of a captured graph, and no mask is stored.
@@ -114,11 +115,13 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def streams_of(gates: int) -> int:
-    """n from 2n + n*n."""
-    streams = int((gates + 1) ** 0.5) - 1
-    if streams < 1 or streams * (streams + 2) != gates:
-        raise ValueError(f"coefficients: expected 2n + n*n numbers a token, got {gates}")
+def streams_of(gates: int, scales: int) -> int:
+    """n from 2n + n*n, or from 2n where there are two scales."""
+    streams = gates // 2 if scales == 2 else int((gates + 1) ** 0.5) - 1
+    rows = 2 * streams if scales == 2 else streams * (streams + 2)
+    if streams < 1 or rows != gates:
+        expected = "2n numbers a token with two scales" if scales == 2 else "2n + n*n numbers a token"
+        raise ValueError(f"coefficients: expected {expected}, got {gates}")
     return streams
 
 
@@ -150,12 +153,16 @@ class Shapes:
             elif dim in self.axes:
                 shape += self._axis(dim, named)
             elif dim == "streams":
-                shape += (streams_of(*self._axis("gates", named)),)
+                shape += (streams_of(*self._axis("gates", named), *self._axis("scales", named)),)
             elif named["cu_seqlens"] is None:  # sequences
                 shape += self._axis("batch", named)
             else:
                 shape += (named["cu_seqlens"].shape[0] - 1,)
         return shape
+
+    def is_unmixed(self, row: Row, named: dict) -> bool:
+        """Whether a row is n x n numbers of a token, and the call has no such thing: of two scales."""
+        return row.dims[1:] == MIX and "scales" in self.axes and self._axis("scales", named) == (2,)
 
     def _axis(self, dim: str, named: dict) -> tuple[int, ...]:
         row, axis = self.axes[dim]
@@ -191,6 +198,8 @@ def outputs_of(
 
     def result(row: Row, named: dict, first: Tensor) -> Tensor:
         if row.name in where and not named[where[row.name]]:
+            return maybe(False, first)
+        if shapes.is_unmixed(row, named):
             return maybe(False, first)
         if row.dims == STREAMS and shapes.axes.get("tokens", (row,))[0].dims == STREAMS:
             return torch.empty_like(first)

@@ -54,7 +54,8 @@ class Run:
         site = layer.layer.connection
         # Detached, or the run would keep the graph alive that keeps it.
         u, f, pre, post, res = (
-            t.detach() for t in (layer.coef.u, layer.f, layer.used, layer.coef.post, layer.coef.res)
+            None if t is None else t.detach()
+            for t in (layer.coef.u, layer.f, layer.used, layer.coef.post, layer.coef.res)
         )
         after = {"f": f, "bias": kept(layer.bias), "post": post, "res": res, "y": y.detach()}
         row = {"dropout": (float(layer.dropout), 0), "sub_eps": site.sub_eps, "step": layer.step, "pre": pre}

@@ -118,11 +118,11 @@ void CPU(sinkhorn_lanes_bwd)(const weft_mhc_numerics *m, int n, vf *z, vf *d, vf
 /* Bytes of hist. */
 int64_t CPU(sinkhorn_history)(const weft_mhc_numerics *m, int64_t n);
 
-/* alpha[3] and beta[N] as floats; sums receives N values of d_beta and 3 of d_alpha, or is NULL. */
-void CPU(coef_fwd_tile)(const weft_mhc_coef_fwd_args *a, const float *alpha, const float *beta, int64_t t0,
-                        int64_t t1);
-void CPU(coef_bwd_tile)(const weft_mhc_coef_bwd_args *a, const float *alpha, const float *beta, float *sums,
-                        vf *hist, int64_t t0, int64_t t1);
+/* alpha[S] and beta[N] as floats; sums receives N values of d_beta and S of d_alpha, or is NULL. */
+void CPU(coef_fwd_tile)(const weft_call *call, const weft_mhc_coef_fwd_args *a, const float *alpha,
+                        const float *beta, int64_t t0, int64_t t1);
+void CPU(coef_bwd_tile)(const weft_call *call, const weft_mhc_coef_bwd_args *a, const float *alpha,
+                        const float *beta, float *sums, vf *hist, int64_t t0, int64_t t1);
 
 /* ---- projection ---------------------------------------------------------------------------------------------------- */
 

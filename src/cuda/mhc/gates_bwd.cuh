@@ -4,8 +4,8 @@
  * it in the same launch.
  *
  * Two, four and eight streams have kernels in which a token's matrix is registers and its history shared memory. Any
- * other number, and a history that is too long, is served by a kernel that keeps both in workspace, a thread's after the
- * other's: it serves correctness, not speed. */
+ * other number, a history that is too long, and a site without a residual mix is served by a kernel that keeps both in
+ * workspace, a thread's after the other's: it serves correctness, not speed. */
 #ifndef WEFT_CUDA_GATES_BWD_CUH
 #define WEFT_CUDA_GATES_BWD_CUH
 
@@ -19,6 +19,7 @@
 struct gates_bwd_params {
     gate_numbers numbers;
     int32_t streams;
+    int32_t groups; /* as in gates_fwd_params */
     int64_t tokens, chunks, slots;
     int64_t history; /* floats of a group */
     token_rows h;
@@ -28,7 +29,7 @@ struct gates_bwd_params {
     view d_ms, d_alpha, d_beta;
     float *rooms;
     int64_t room;
-    float *partial; /* [rows + 3][slots] */
+    float *partial; /* [rows + groups][slots] */
 };
 
 /* ---- sums over tokens ----------------------------------------------------------------------------------------------- */
@@ -45,10 +46,10 @@ static __device__ __forceinline__ void put_sum(const view &d_alpha, const view &
 }
 
 /* All blocks have written their partial sums; the columns are divided among them. */
-static __device__ __forceinline__ void fold_all(const gates_bwd_params &p, int rows, float *room)
+static __device__ __forceinline__ void fold_all(const gates_bwd_params &p, int rows, int groups, float *room)
 {
     cooperative_groups::this_grid().sync();
-    for (int k = blockIdx.x; k < rows + 3; k += gridDim.x) {
+    for (int k = blockIdx.x; k < rows + groups; k += gridDim.x) {
         const float s = fold_column(p.partial + k * p.slots, p.slots, room);
         if (threadIdx.x == 0) put_sum(p.d_alpha, p.d_beta, rows, k, s);
     }
@@ -185,20 +186,21 @@ static __global__ void __launch_bounds__(COEF_GROUPS *COEF_THREADS) gates_bwd_sm
 {
     __shared__ float room[gates_bwd_room<N>::floats];
     gates_bwd_slots<N, SINKHORN>(p, gates_bwd_plain(), room);
-    if ((has(p.d_alpha) || has(p.d_beta)) && p.slots > 1) fold_all(p, 2 * N + N * N, room);
+    if ((has(p.d_alpha) || has(p.d_beta)) && p.slots > 1) fold_all(p, 2 * N + N * N, 3, room);
 }
 
-/* Any number of streams, histories of any length: for correctness, not speed. */
+/* Any number of streams, histories of any length, with a residual mix or without: for correctness, not speed. */
 template <bool SINKHORN> static __global__ void __launch_bounds__(COEF_THREADS) gates_bwd_any(gates_bwd_params p)
 {
     extern __shared__ float shared_any[]; /* parameters, totals, and a row for each warp */
-    const int n = p.streams, rows = 2 * n + n * n, width = rows + 3, lane = threadIdx.x & 31;
+    const int n = p.streams, groups = p.groups, rows = groups == 2 ? 2 * n : 2 * n + n * n, width = rows + groups;
+    const int lane = threadIdx.x & 31;
     float *param = shared_any, *total = param + width, *room = total + width,
           *mine = room + (threadIdx.x >> 5) * width;
     const bool sums = has(p.d_alpha) || has(p.d_beta);
     float *z = SINKHORN ? p.rooms + (blockIdx.x * (int64_t)COEF_THREADS + threadIdx.x) * p.room : nullptr;
     float *d = z + n * n, *hist = d + n * n;
-    stage_params(param, p.alpha, p.beta, rows, 3);
+    stage_params(param, p.alpha, p.beta, rows, groups);
     __syncthreads();
     for (int64_t slot = blockIdx.x; slot < p.slots; slot += gridDim.x) {
         for (int k = threadIdx.x; k < width; k += COEF_THREADS) total[k] = 0;
@@ -221,6 +223,7 @@ template <bool SINKHORN> static __global__ void __launch_bounds__(COEF_THREADS) 
             __syncthreads();
 #pragma unroll
             for (int g = 0; g < 3; g++) {
+                if (g == groups) break;
                 const view &up = g == 0 ? p.d_pre.v : g == 1 ? p.d_post.v : p.d_third.v;
 #pragma unroll 1
                 for (int k = 0; k < (g < 2 ? n : n * n); k++) {
@@ -249,6 +252,7 @@ template <bool SINKHORN> static __global__ void __launch_bounds__(COEF_THREADS) 
             if (!sums) continue;
 #pragma unroll
             for (int g = 0; g < 3; g++) {
+                if (g == groups) break;
                 const float s = warp_sum(d_alpha[g]);
                 if (lane == 0) mine[rows + g] = s;
             }
@@ -263,7 +267,7 @@ template <bool SINKHORN> static __global__ void __launch_bounds__(COEF_THREADS) 
                 put_sum(p.d_alpha, p.d_beta, rows, k, total[k]);
         }
     }
-    if (sums && p.slots > 1) fold_all(p, rows, room);
+    if (sums && p.slots > 1) fold_all(p, rows, groups, room);
 }
 
 #endif

@@ -3,7 +3,8 @@
  * Kernels of mhc_scale and, with SINKHORN, of mhc_coef [M2] [M4], one token per thread.
  *
  * Two, four and eight streams have kernels in which a token's matrix is registers. Any other number is served by a kernel
- * that keeps it in workspace, a thread's after the other's: it serves correctness, not speed. */
+ * that keeps it in workspace, a thread's after the other's: it serves correctness, not speed. So are sites without a residual
+ * mix, whatever their streams. */
 #ifndef WEFT_CUDA_GATES_FWD_CUH
 #define WEFT_CUDA_GATES_FWD_CUH
 
@@ -14,6 +15,7 @@
 struct gates_fwd_params {
     gate_numbers numbers;
     int32_t streams;
+    int32_t groups; /* of rows: pre, post and, with a residual mix, res */
     int64_t tokens;
     token_rows h;
     view ms, alpha, beta;
@@ -67,15 +69,15 @@ static __global__ void __launch_bounds__(COEF_THREADS) gates_fwd_small(gates_fwd
     }
 }
 
-/* Any number of streams: for correctness, not speed. */
+/* Any number of streams, with a residual mix or without: for correctness, not speed. */
 template <bool SINKHORN> static __global__ void __launch_bounds__(COEF_THREADS) gates_fwd_any(gates_fwd_params p)
 {
     wait_for_previous();
-    extern __shared__ float param[]; /* rows + 3 */
-    const int n = p.streams, rows = 2 * n + n * n;
+    extern __shared__ float param[]; /* rows + groups */
+    const int n = p.streams, rows = p.groups == 2 ? 2 * n : 2 * n + n * n;
     const int64_t thread = blockIdx.x * (int64_t)COEF_THREADS + threadIdx.x;
     float *z = SINKHORN ? p.rooms + thread * p.room : nullptr;
-    stage_params(param, p.alpha, p.beta, rows, 3);
+    stage_params(param, p.alpha, p.beta, rows, p.groups);
     __syncthreads();
     for (int64_t token = thread; token < p.tokens; token += gridDim.x * (int64_t)COEF_THREADS) {
         const float inv = any_inv_rms(get(p.ms, token * p.ms.stride[0]), p.numbers.rms_eps, p.numbers.rms_eps_kind);

@@ -21,12 +21,20 @@ struct gates_bwd_call {
     const weft_grad *d_h, *d_ms, *d_alpha, *d_beta;
 };
 
+/* Without a residual mix there is nothing to keep beside the rows, and nothing for kernels that keep it in registers. */
+static inline void gates_unmixed(const weft_call *call, weft_cuda_coef_plan *plan)
+{
+    plan->in_registers = plan->in_registers && call->scales != 2;
+}
+
 template <bool SINKHORN>
 static weft_arena gates_fwd_lay_out(const weft_call *call, const gates_fwd_call &a, weft_cuda_coef_plan *plan,
                                     float **rooms)
 {
     weft_arena arena = cuda_arena(call);
-    *plan = weft_cuda_coef_plan_fwd(call->tokens, call->streams, SINKHORN ? a.numerics : nullptr);
+    *plan =
+        weft_cuda_coef_plan_fwd(call->tokens, call->streams, SINKHORN && call->scales != 2 ? a.numerics : nullptr);
+    gates_unmixed(call, plan);
     *rooms = (float *)weft_arena_take(&arena, (size_t)weft_cuda_coef_rooms(plan) * sizeof(float));
     return arena;
 }
@@ -48,6 +56,7 @@ static weft_status gates_fwd_run(const weft_call *call, const char *what, const 
     if (call->tokens == 0) return WEFT_OK;
     p.numbers = numbers_of(a.numerics);
     p.streams = (int32_t)call->streams;
+    p.groups = (int32_t)call->scales;
     p.tokens = call->tokens;
     p.h = rows_of(a.h);
     p.ms = view_of(a.ms);
@@ -60,7 +69,7 @@ static weft_status gates_fwd_run(const weft_call *call, const char *what, const 
     if (!has(p.pre.v) && !has(p.post.v) && !has(p.third.v)) return WEFT_OK;
     launch_shape shape = {dim3(grid_of(plan.blocks)), COEF_THREADS, 0, OVERLAP};
     if (!plan.in_registers) {
-        shape.shared = (size_t)(2 * p.streams + p.streams * p.streams + 3) * sizeof(float);
+        shape.shared = (size_t)(call->rows + call->scales) * sizeof(float);
         return launch(call, what, gates_fwd_any<SINKHORN>, shape, p);
     }
     const kernel_of<gates_fwd_params> small[] = {gates_fwd_small<2, SINKHORN>, gates_fwd_small<4, SINKHORN>,
@@ -74,11 +83,12 @@ static weft_arena gates_bwd_lay_out(const weft_call *call, const gates_bwd_call 
 {
     weft_arena arena = cuda_arena(call);
     const bool sums = weft_has(&a.d_alpha->to) || weft_has(&a.d_beta->to);
-    *plan =
-        weft_cuda_coef_plan_bwd(call->tokens, call->streams, SINKHORN ? a.numerics : nullptr, most_shared(call));
+    *plan = weft_cuda_coef_plan_bwd(call->tokens, call->streams,
+                                    SINKHORN && call->scales != 2 ? a.numerics : nullptr, most_shared(call));
+    gates_unmixed(call, plan);
     *rooms = (float *)weft_arena_take(&arena, (size_t)weft_cuda_coef_rooms(plan) * sizeof(float));
     *partial = (float *)weft_arena_take(
-        &arena, sums ? (size_t)weft_cuda_coef_partials(plan, call->rows + 3) * sizeof(float) : 0);
+        &arena, sums ? (size_t)weft_cuda_coef_partials(plan, call->rows + call->scales) * sizeof(float) : 0);
     return arena;
 }
 
@@ -108,6 +118,7 @@ static gates_bwd_params gates_bwd_params_of(const weft_call *call, const gates_b
     gates_bwd_lay_out<SINKHORN>(call, a, plan, &p.rooms, &p.partial);
     p.numbers = numbers_of(a.numerics);
     p.streams = (int32_t)call->streams;
+    p.groups = (int32_t)call->scales;
     p.tokens = call->tokens;
     p.chunks = plan->chunks;
     p.slots = plan->slots;
@@ -156,7 +167,7 @@ static weft_status gates_bwd_run(const weft_call *call, const char *what, const 
     if (!sums && !has(p.d_h.v) && !has(p.d_ms)) return WEFT_OK;
     if (!plan.in_registers) {
         launch_shape shape = {dim3(grid_of(plan.blocks < p.slots ? plan.blocks : p.slots)), COEF_THREADS};
-        shape.shared = 4 * (size_t)(call->rows + 3) * sizeof(float);
+        shape.shared = 4 * (size_t)(call->rows + call->scales) * sizeof(float);
         return gates_bwd_launch(call, what, gates_bwd_any<SINKHORN>, shape, p);
     }
     const launch_shape shape = gates_bwd_shape(call, &plan, &p);

@@ -19,7 +19,7 @@ struct fwd_params {
 };
 
 /* y of a tile. Rows are written one by one, so that only one is in registers beside x. */
-template <class T, int N, stream_layout L>
+template <class T, int N, stream_layout L, bool MIX>
 static __device__ __forceinline__ void write_tile(T *row, int64_t stream, int64_t c,
                                                   const typename post_tile<T, N, L>::streams &x,
                                                   const typename post_tile<T, N, L>::row &f, const coefs<N> &k,
@@ -32,7 +32,7 @@ static __device__ __forceinline__ void write_tile(T *row, int64_t stream, int64_
 #pragma unroll
     for (int o = 0; o < N; o++) {
         float(&one)[W] = y[L == LAYOUT_NC ? 0 : o];
-        post_output<N, W>(one, o, v, fb, k, extra);
+        post_output<N, W, MIX>(one, o, v, fb, k, extra);
         if constexpr (L == LAYOUT_NC) store<T, W>(row + o * stream + c, one);
     }
     if constexpr (L == LAYOUT_CN) store_streams<T, N, W, L>(row, stream, c, y);
@@ -41,7 +41,7 @@ static __device__ __forceinline__ void write_tile(T *row, int64_t stream, int64_
 /* Blocks that should fit a multiprocessor: bounds the registers. */
 template <int N, stream_layout L, post_mode MODE> constexpr int resident()
 {
-    return MODE == FULL ? 1 : N == 8 ? 2 : MODE == PLAIN ? 4 : 3;
+    return post_asks(MODE) ? 1 : N == 8 ? 2 : MODE == BIASED ? 3 : 4;
 }
 
 template <class T, int N, stream_layout L, post_mode MODE>
@@ -50,7 +50,8 @@ static __global__ void __launch_bounds__(POST_BLOCK, resident<N, L, MODE>())
 {
     wait_for_previous();
     typedef post_tile<T, N, L> tile;
-    constexpr int W = tile::width, K = tile::batch, M = N + N * N;
+    constexpr bool MIX = post_mixes(MODE);
+    constexpr int W = tile::width, K = tile::batch, M = N + N * N, USED = MIX ? M : N;
     static_assert(sizeof(coefs<N>) == M * sizeof(float), "the coefficients are filled as an array");
     extern __shared__ float4 room[];
     const int mine = p.per_block == 1 ? 0 : threadIdx.x / p.team, t = threadIdx.x - mine * p.team;
@@ -69,13 +70,13 @@ static __global__ void __launch_bounds__(POST_BLOCK, resident<N, L, MODE>())
             load_tile<T, N, L>(x[k], x_row, p.x.stride[1], c0 + k * step);
             load_raw(f[k], f_row + c0 + k * step);
         }
-    for (int e = threadIdx.x; e < M * p.per_block; e += blockDim.x) {
-        const int m = e / M;
-        if (first + m < p.tokens) ((float *)room)[e] = coef_at(p.post, p.res, p.in_out, N, first + m, e - m * M);
+    for (int e = threadIdx.x; e < USED * p.per_block; e += blockDim.x) {
+        const int m = e / USED, k = e - m * USED;
+        if (first + m < p.tokens) ((float *)room)[m * M + k] = coef_at(p.post, p.res, p.in_out, N, first + m, k);
     }
     post_extra<N, W> extra[K];
     weft_mask mask = {};
-    if constexpr (MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
+    if constexpr (post_asks(MODE)) mask = weft_mask_open(&p.dropout, p.channels);
 #pragma unroll
     for (int k = 0; k < K; k++)
         if (c0 + k * step < end) load_extra<N, W, MODE>(extra[k], p.bias, mask, token, c0 + k * step);
@@ -86,7 +87,7 @@ static __global__ void __launch_bounds__(POST_BLOCK, resident<N, L, MODE>())
 #pragma unroll
     for (int k = 0; k < K; k++) {
         const int64_t c = c0 + k * step;
-        if (c < end) write_tile<T, N, L>(y_row, p.y.stride[1], c, x[k], f[k], coef, extra[k]);
+        if (c < end) write_tile<T, N, L, MIX>(y_row, p.y.stride[1], c, x[k], f[k], coef, extra[k]);
     }
 }
 
@@ -96,6 +97,7 @@ static __global__ void __launch_bounds__(POST_BLOCK) fwd_any(const __grid_consta
 {
     wait_for_previous();
     extern __shared__ float4 room[];
+    const bool mix = has(p.res);
     const int pitch = count + 1, M = n + n * n;
     float *const k = (float *)room, *const x = k + M, *const f = x + n * pitch;
     const unsigned group = blockIdx.x / (unsigned)p.spans, span = blockIdx.x - group * (unsigned)p.spans;
@@ -103,7 +105,8 @@ static __global__ void __launch_bounds__(POST_BLOCK) fwd_any(const __grid_consta
     const weft_mask mask = weft_mask_open(&p.dropout, p.channels);
 
     for (int64_t token = group; token < p.tokens; token += p.groups) {
-        for (int e = threadIdx.x; e < M; e += blockDim.x) k[e] = coef_at(p.post, p.res, p.in_out, n, token, e);
+        for (int e = threadIdx.x; e < (mix ? M : n); e += blockDim.x)
+            k[e] = coef_at(p.post, p.res, p.in_out, n, token, e);
         for (int e = threadIdx.x; e < n * count; e += blockDim.x) {
             const any_element at = any_split(e, n, count, any_along_channels(p.x));
             const int64_t i = token * p.x.stride[0] + at.i * p.x.stride[1] + (c0 + at.c) * p.x.stride[2];
@@ -120,7 +123,7 @@ static __global__ void __launch_bounds__(POST_BLOCK) fwd_any(const __grid_consta
             if (c >= p.channels) continue;
             float y = k[at.i] * f[at.c];
             if (mask.on) y = y * any_factor(mask, token, at.i, c);
-            y = any_post(k + n + at.i * n, x + at.c, pitch, n, y);
+            y = mix ? any_post(k + n + at.i * n, x + at.c, pitch, n, y) : x[at.i * pitch + at.c] + y;
             ((T *)p.y.data)[token * p.y.stride[0] + at.i * p.y.stride[1] + c * p.y.stride[2]] = narrow<T>(y);
         }
         __syncthreads();
@@ -177,7 +180,13 @@ static weft_status run_mode(const weft_call *call, const weft_mhc_post_fwd_args 
 template <class T, int N, stream_layout L>
 static weft_status run_streams(const weft_call *call, const weft_mhc_post_fwd_args *a)
 {
-    switch (post_mode_of(&a->bias, &a->dropout)) {
+    const post_mode mode = post_mode_of(&a->bias, &a->dropout);
+    if (!weft_has(&a->res)) {
+        if constexpr (number<T>::dtype == WEFT_BF16) /* the usual case; others are not worth kernels of their own */
+            if (mode == PLAIN) return run_mode<T, N, L, UNMIXED_PLAIN>(call, a);
+        return run_mode<T, N, L, UNMIXED>(call, a);
+    }
+    switch (mode) {
     case PLAIN: return run_mode<T, N, L, PLAIN>(call, a);
     case BIASED: return run_mode<T, N, L, BIASED>(call, a);
     default: return run_mode<T, N, L, FULL>(call, a);

@@ -3,7 +3,8 @@
  * The arithmetic of post [M6] and aggregate [M5] on a tile of channels in registers. The post kernels and replay share
  * it, so replay equals the chain of single operators bit for bit. The order per channel, in every kernel:
  *     y[o] = post[o] (f + bias);  y[o] *= D;  y[o] = fma(W(i,o), x[i], y[o]) for i = 0 .. n-1
- *     u    = pre[0] x[0];         u = fma(pre[i], x[i], u)                    for i = 1 .. n-1 */
+ *     u    = pre[0] x[0];         u = fma(pre[i], x[i], u)                    for i = 1 .. n-1
+ * Without res, y[o] += x[o] in the place of the products: the bits of a mix that is the identity, for finite streams. */
 #ifndef WEFT_CUDA_MHC_POST_CUH
 #define WEFT_CUDA_MHC_POST_CUH
 
@@ -128,7 +129,7 @@ static __device__ __forceinline__ void pack_row(raw<T, W> &r, const float (&v)[P
     }
 }
 
-/* Element e of the coefficients of a token: post, then w by rows of o. */
+/* Element e of the coefficients of a token: post, then, where there is res, w by rows of o. */
 static __device__ __forceinline__ float coef_at(const view &post, const view &res, bool in_out, int n,
                                                 int64_t token, int e)
 {
@@ -171,8 +172,20 @@ static __device__ __forceinline__ void keep_tile(uint32_t (&keep)[N], const weft
 
 /* ---- arithmetic ----------------------------------------------------------------------------------------------------- */
 
-/* What a call has beside the streams. FULL looks at run time; the others are there for the sake of registers. */
-enum post_mode { PLAIN = 0, BIASED, FULL };
+/* What a call has beside the streams. FULL looks at run time; the others are there for the sake of registers. UNMIXED and
+ * UNMIXED_PLAIN: as FULL and PLAIN, without res. */
+enum post_mode { PLAIN = 0, BIASED, FULL, UNMIXED, UNMIXED_PLAIN };
+
+static __host__ __device__ constexpr bool post_mixes(post_mode mode)
+{
+    return mode != UNMIXED && mode != UNMIXED_PLAIN;
+}
+
+/* Does it look at run time? */
+static __host__ __device__ constexpr bool post_asks(post_mode mode)
+{
+    return mode == FULL || mode == UNMIXED;
+}
 
 static inline post_mode post_mode_of(const weft_tensor *bias, const weft_dropout *dropout)
 {
@@ -190,8 +203,8 @@ template <int N, int W, post_mode MODE>
 static __device__ __forceinline__ void load_extra(post_extra<N, W> &e, const view &bias, const weft_mask &mask,
                                                   int64_t token, int64_t c)
 {
-    e.biased = MODE == BIASED || (MODE == FULL && has(bias));
-    e.masked = MODE == FULL && mask.on;
+    e.biased = MODE == BIASED || (post_asks(MODE) && has(bias));
+    e.masked = post_asks(MODE) && mask.on;
     e.scale = (float)mask.scale;
     if (e.biased) get_param<W>(e.bias, bias, c);
     if (e.masked) keep_tile<N, W>(e.keep, mask, token, c);
@@ -219,7 +232,7 @@ static __device__ __forceinline__ void unpack_row(float (&fb)[W], const raw<T, W
 }
 
 /* Output stream o of a tile. */
-template <int N, int W>
+template <int N, int W, bool MIX = true>
 static __device__ __forceinline__ void post_output(float (&y)[W], int o, const float (&v)[N][W],
                                                    const float (&fb)[W], const coefs<N> &k,
                                                    const post_extra<N, W> &e)
@@ -228,8 +241,12 @@ static __device__ __forceinline__ void post_output(float (&y)[W], int o, const f
     for (int q = 0; q < W; q++) {
         y[q] = k.post[o] * fb[q];
         if (e.masked) y[q] = y[q] * (e.keep[o] >> q & 1 ? e.scale : 0.0f);
+        if constexpr (MIX) {
 #pragma unroll
-        for (int i = 0; i < N; i++) y[q] = fmaf(k.w[o][i], v[i][q], y[q]);
+            for (int i = 0; i < N; i++) y[q] = fmaf(k.w[o][i], v[i][q], y[q]);
+        } else {
+            y[q] = v[o][q] + y[q];
+        }
     }
 }
 

@@ -7,6 +7,8 @@
  * depends on streams, channels, dtype and layout only. A thread has read all streams of its channels before it writes
  * one, so d_x may lie over d_y.
  *
+ * Without res, x is not looked at and d_post is the only sum over channels.
+ *
  * d_bias is a sum over tokens: with it a team takes a chunk of tokens and sums the unrounded d_f in shared memory, then
  * a second kernel adds the chunks. */
 #include "core/status.h"
@@ -57,10 +59,10 @@ static __device__ __forceinline__ void put_sum(const bwd_params &p, int n, int64
 
 /* ---- element-wise part -------------------------------------------------------------------------------------------------- */
 
-/* P channels: sums, d_x and d_f. gm is the part of d_y that dropout let through. */
-template <int N, int P>
+/* P channels: sums, d_x and d_f. gm is the part of d_y that dropout let through. With sums of d_post alone there is no mix. */
+template <int N, int P, int M = N + N *N>
 static __device__ __forceinline__ void
-backward_channels(float (&d_x)[N][P], float (&d_f)[P], float (&sum)[N + N * N], const float (&x)[N][P],
+backward_channels(float (&d_x)[N][P], float (&d_f)[P], float (&sum)[M], const float (&x)[N][P],
                   const float (&g)[N][P], const float (&gm)[N][P], const float (&fb)[P], const coefs<N> &k)
 {
 #pragma unroll
@@ -68,17 +70,23 @@ backward_channels(float (&d_x)[N][P], float (&d_f)[P], float (&sum)[N + N * N], 
 #pragma unroll
         for (int o = 0; o < N; o++) {
             sum[o] = fmaf(gm[o][q], fb[q], sum[o]);
+            if constexpr (M > N) {
 #pragma unroll
-            for (int i = 0; i < N; i++) sum[N + o * N + i] = fmaf(x[i][q], g[o][q], sum[N + o * N + i]);
+                for (int i = 0; i < N; i++) sum[N + o * N + i] = fmaf(x[i][q], g[o][q], sum[N + o * N + i]);
+            }
         }
         d_f[q] = k.post[0] * gm[0][q];
 #pragma unroll
         for (int o = 1; o < N; o++) d_f[q] = fmaf(k.post[o], gm[o][q], d_f[q]);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            d_x[i][q] = k.w[0][i] * g[0][q];
+            if constexpr (M > N) {
+                d_x[i][q] = k.w[0][i] * g[0][q];
 #pragma unroll
-            for (int o = 1; o < N; o++) d_x[i][q] = fmaf(k.w[o][i], g[o][q], d_x[i][q]);
+                for (int o = 1; o < N; o++) d_x[i][q] = fmaf(k.w[o][i], g[o][q], d_x[i][q]);
+            } else {
+                d_x[i][q] = g[i][q];
+            }
         }
     }
 }
@@ -96,19 +104,19 @@ template <int V> static __device__ __forceinline__ void add_to_row(float *row, c
     *(floats *)row = sum;
 }
 
-/* The usual case: everything in the activation type, nothing to add to, no dropout; MODE is PLAIN or BIASED. g becomes
+/* The usual case: everything in the activation type, nothing to add to, no dropout; MODE is PLAIN, BIASED or UNMIXED_PLAIN. g becomes
  * d_x and f becomes d_f, in the registers they came in. `row` is where the chunk sums d_f, or NULL. */
 template <class T, int N, stream_layout L, post_mode MODE>
 static __device__ __forceinline__ void
 backward_tile(const typename post_tile<T, N, L>::streams &x, typename post_tile<T, N, L>::streams &g,
-              typename post_tile<T, N, L>::row &f, const coefs<N> &k, float (&sum)[N + N * N], const view &bias,
-              int64_t c, float *row, bool first)
+              typename post_tile<T, N, L>::row &f, const coefs<N> &k,
+              float (&sum)[post_mixes(MODE) ? N + N * N : N], const view &bias, int64_t c, float *row, bool first)
 {
     constexpr int W = post_tile<T, N, L>::width, P = post_tile<T, N, L>::pair;
 #pragma unroll
     for (int k0 = 0; k0 < W; k0 += P) {
-        float xs[N][P], gs[N][P], d_x[N][P], fb[P], d_f[P];
-        unpack_pair<T, N, L, P>(xs, x, k0);
+        float xs[N][P] = {}, gs[N][P], d_x[N][P], fb[P], d_f[P];
+        if constexpr (post_mixes(MODE)) unpack_pair<T, N, L, P>(xs, x, k0);
         unpack_pair<T, N, L, P>(gs, g, k0);
 #pragma unroll
         for (int q = 0; q < P; q++) fb[q] = element<T>(f.word, k0 + q);
@@ -126,10 +134,10 @@ backward_tile(const typename post_tile<T, N, L>::streams &x, typename post_tile<
 }
 
 /* Everything else, V channels at a time from memory to memory. */
-template <class T, int N, stream_layout L, int V>
+template <class T, int N, stream_layout L, int V, int M>
 static __device__ __forceinline__ void backward_any_tile(const bwd_params &p, const weft_mask &mask, int64_t token,
-                                                         int64_t c, const coefs<N> &k, float (&sum)[N + N * N],
-                                                         float *row, bool first)
+                                                         int64_t c, const coefs<N> &k, float (&sum)[M], float *row,
+                                                         bool first)
 {
     float x[N][V], g[N][V], gm[N][V], d_x[N][V], fb[V] = {}, d_f[V];
     get_streams<T, N, V, L>(g, p.d_y, token, c);
@@ -174,28 +182,29 @@ static __device__ __forceinline__ void team_barrier(int team)
         __syncthreads();
 }
 
-/* MODE FULL: whatever the call has. The others: see backward_tile. All sum in the same order. */
+/* Modes that ask: whatever the call has. The others: see backward_tile. All sum in the same order. */
 template <class T, int N, stream_layout L, post_mode MODE>
 static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
     bwd_streams(const __grid_constant__ bwd_params p)
 {
     typedef post_tile<T, N, L> tile;
-    constexpr int W = tile::width, K = tile::batch, M = N + N * N, V = W < (N == 8 ? 2 : 4) ? W : (N == 8 ? 2 : 4);
+    constexpr int W = tile::width, K = tile::batch, COEFS = N + N * N, M = post_mixes(MODE) ? COEFS : N,
+                  V = W < (N == 8 ? 2 : 4) ? W : (N == 8 ? 2 : 4);
     extern __shared__ float4 room[];
     const int mine = p.per_block == 1 ? 0 : threadIdx.x / 32, t = threadIdx.x - mine * p.team;
     coefs<N> &k = ((coefs<N> *)room)[mine];
-    float *const totals = (float *)room + p.per_block * M, *const my_totals = totals + (threadIdx.x / 32) * M;
+    float *const totals = (float *)room + p.per_block * COEFS, *const my_totals = totals + (threadIdx.x / 32) * M;
     float *const rows = (float *)room + p.rows_at + mine * p.row_floats;
     const int64_t step = (int64_t)p.team * W, c0 = (int64_t)t * W;
     weft_mask mask = {};
-    if constexpr (MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
+    if constexpr (post_asks(MODE)) mask = weft_mask_open(&p.dropout, p.channels);
 
     for (int64_t chunk = (int64_t)blockIdx.x * p.per_block + mine; chunk < p.chunks;
          chunk += (int64_t)gridDim.x * p.per_block) {
         const int64_t begin = chunk * p.chunk_tokens;
         const int64_t end = begin + p.chunk_tokens < p.tokens ? begin + p.chunk_tokens : p.tokens;
         float *row = NULL;
-        if constexpr (MODE != PLAIN)
+        if constexpr (MODE != PLAIN && MODE != UNMIXED_PLAIN)
             if (p.partial) row = p.row_floats ? rows : p.partial + chunk * p.channels;
 
         for (int64_t token = begin; token < end; token++) {
@@ -203,7 +212,7 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
 #pragma unroll
             for (int e = 0; e < M; e++) sum[e] = 0.0f;
 
-            if constexpr (MODE != FULL) {
+            if constexpr (!post_asks(MODE)) {
                 const T *x_row = (const T *)p.x.data + token * p.x.stride[0];
                 const T *g_row = (const T *)p.d_y.data + token * p.d_y.stride[0];
                 const T *f_row = (const T *)p.f.data + token * p.f.stride[0];
@@ -216,7 +225,8 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
                     for (int b = 0; b < K; b++)
                         if (c + b * step < p.channels) {
                             load_tile<T, N, L>(g[b], g_row, p.d_y.stride[1], c + b * step);
-                            load_tile<T, N, L>(x[b], x_row, p.x.stride[1], c + b * step);
+                            if constexpr (post_mixes(MODE))
+                                load_tile<T, N, L>(x[b], x_row, p.x.stride[1], c + b * step);
                             load_raw(f[b], f_row + c + b * step);
                         }
                     if (s == 0) { /* overlaps the loads of the first streams */
@@ -240,7 +250,7 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
                 for (int64_t c = c0; c < p.channels; c += step)
 #pragma unroll 1
                     for (int v = 0; v < W; v += V)
-                        backward_any_tile<T, N, L, V>(p, mask, token, c + v, k, sum, row, token == begin);
+                        backward_any_tile<T, N, L, V, M>(p, mask, token, c + v, k, sum, row, token == begin);
             }
 
             warp_totals<M>(sum, my_totals);
@@ -252,7 +262,7 @@ static __global__ void __launch_bounds__(POST_BLOCK, N == 8 ? 1 : 2)
                 put_sum(p, N, token, e, total);
             }
         }
-        if (MODE != PLAIN && row && p.row_floats)
+        if (MODE != PLAIN && MODE != UNMIXED_PLAIN && row && p.row_floats)
             for (int64_t c = c0; c < p.channels; c += step)
 #pragma unroll
                 for (int q = 0; q < W; q++) p.partial[chunk * p.channels + c + q] = row[c + q];
@@ -267,13 +277,15 @@ static __global__ void __launch_bounds__(POST_BLOCK, 3)
 {
     constexpr int MOST = (WEFT_MAX_STREAMS * (WEFT_MAX_STREAMS + 1) + POST_BLOCK - 1) / POST_BLOCK;
     extern __shared__ float4 room[];
-    const int pitch = count + 1, M = n + n * n, tid = threadIdx.x;
-    float *const k = (float *)room, *const x = k + M, *const g = x + n * pitch, *const gm = g + n * pitch;
+    const bool mix = has(p.res);
+    const int pitch = count + 1, COEFS = n + n * n, M = mix ? COEFS : n, tid = threadIdx.x;
+    float *const k = (float *)room, *const x = k + COEFS, *const g = x + n * pitch, *const gm = g + n * pitch;
     float *const f = gm + n * pitch;
     const weft_mask mask = weft_mask_open(&p.dropout, p.channels);
     int slices = 1;
-    while (slices < 32 && 2 * slices * M <= POST_BLOCK) slices *= 2;
-    const int slice = slices == 1 ? 0 : tid / M, mine = tid - slice * M; /* first of my sums */
+    /* by the sums that there are with res, so that those of d_post have the same order without it */
+    while (slices < 32 && 2 * slices * COEFS <= POST_BLOCK) slices *= 2;
+    const int slice = slices == 1 ? 0 : tid / COEFS, mine = tid - slice * COEFS; /* first of my sums */
 
     for (int64_t chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
         const int64_t begin = chunk * p.chunk_tokens;
@@ -287,7 +299,7 @@ static __global__ void __launch_bounds__(POST_BLOCK, 3)
                 __syncthreads(); /* all have done with what was here before */
                 for (int e = tid; c0 == 0 && e < M; e += POST_BLOCK)
                     k[e] = coef_at(p.post, p.res, p.in_out, n, token, e);
-                for (int e = tid; e < n * here; e += POST_BLOCK) {
+                for (int e = tid; mix && e < n * here; e += POST_BLOCK) {
                     const any_element at = any_split(e, n, here, any_along_channels(p.x));
                     const int64_t c = c0 + at.c, where = token * p.x.stride[0] + at.i * p.x.stride[1];
                     x[at.i * pitch + at.c] = widen(((const T *)p.x.data)[where + c * p.x.stride[2]]);
@@ -314,8 +326,8 @@ static __global__ void __launch_bounds__(POST_BLOCK, 3)
                 }
                 for (int e = tid; has(p.d_x) && e < n * here; e += POST_BLOCK) {
                     const any_element at = any_split(e, n, here, any_along_channels(p.d_x));
-                    float v = k[n + at.i] * g[at.c];
-                    for (int o = 1; o < n; o++) v = fmaf(k[n + o * n + at.i], g[o * pitch + at.c], v);
+                    float v = mix ? k[n + at.i] * g[at.c] : g[at.i * pitch + at.c];
+                    for (int o = 1; mix && o < n; o++) v = fmaf(k[n + o * n + at.i], g[o * pitch + at.c], v);
                     put(p.d_x, token * p.d_x.stride[0] + at.i * p.d_x.stride[1] + (c0 + at.c) * p.d_x.stride[2], v);
                 }
                 for (int e = tid; e < here; e += POST_BLOCK) {
@@ -332,11 +344,11 @@ static __global__ void __launch_bounds__(POST_BLOCK, 3)
                 continue;
             }
             __syncthreads();
-            if (slice < slices) x[tid] = sum[0]; /* slices * M <= POST_BLOCK fit into x */
+            if (slice < slices) x[tid] = sum[0]; /* slices * COEFS <= POST_BLOCK fit into x */
             __syncthreads();
             if (tid < M) {
                 float total = x[tid];
-                for (int s = 1; s < slices; s++) total += x[s * M + tid];
+                for (int s = 1; s < slices; s++) total += x[s * COEFS + tid];
                 put_sum(p, n, token, tid, total);
             }
         }
@@ -466,22 +478,29 @@ template <class T, int N, stream_layout L> static bool inputs_fit(const weft_mhc
            vector_fits(&a->bias, W) && whole(&a->x, unit) && whole(&a->d_y, unit) && whole(&a->f, W);
 }
 
-/* FULL unless everything is in the activation type; a gradient that is not requested is only a store less. */
+/* FULL unless everything is in the activation type; a gradient that is not requested is only a store less. Without res there are a
+ * mode for the usual case in bf16 and one for everything else. */
 static post_mode mode_of(const weft_call *call, const weft_mhc_post_bwd_args *a)
 {
     const weft_grad *grads[] = {&a->d_x, &a->d_f};
-    for (const weft_grad *g : grads)
-        if (weft_has(&g->to) && (g->add || g->to.dtype != call->dtype)) return FULL;
-    if (a->d_y.dtype != call->dtype || !weft_has(&a->d_post.to) || !weft_has(&a->d_res.to)) return FULL;
-    return post_mode_of(&a->bias, &a->dropout);
+    const bool mix = weft_has(&a->res);
+    bool plain = a->d_y.dtype == call->dtype && weft_has(&a->d_post.to) && (!mix || weft_has(&a->d_res.to));
+    for (const weft_grad *g : grads) plain = plain && !(weft_has(&g->to) && (g->add || g->to.dtype != call->dtype));
+    const post_mode mode = plain ? post_mode_of(&a->bias, &a->dropout) : FULL;
+    if (mix) return mode;
+    return mode == PLAIN && call->dtype == WEFT_BF16 ? UNMIXED_PLAIN : UNMIXED;
 }
 
 template <class T, int N, stream_layout L>
 static weft_status run_streams(const weft_call *call, const weft_mhc_post_bwd_args *a)
 {
-    switch (mode_of(call, a)) {
+    const post_mode mode = mode_of(call, a);
+    if constexpr (number<T>::dtype == WEFT_BF16)
+        if (mode == UNMIXED_PLAIN) return run_mode<T, N, L, UNMIXED_PLAIN>(call, a);
+    switch (mode) {
     case PLAIN: return run_mode<T, N, L, PLAIN>(call, a);
     case BIASED: return run_mode<T, N, L, BIASED>(call, a);
+    case UNMIXED: return run_mode<T, N, L, UNMIXED>(call, a);
     default: return run_mode<T, N, L, FULL>(call, a);
     }
 }

@@ -134,7 +134,8 @@ weft_pre_plan weft_cuda_pre_one_plan(const weft_call *call, const weft_mhc_pre_f
                         .streams = call->streams,
                         .columns = call->streams * call->channels,
                         .rows = call->rows,
-                        .f32 = call->dtype == WEFT_F32};
+                        .f32 = call->dtype == WEFT_F32,
+                        .unmixed = call->scales == 2};
     if (f.f32) {
         constexpr int W = stream_tile<float, 4, LAYOUT_NC>::width; /* of two streams as well */
         f.layout =

@@ -10,6 +10,8 @@ weft_pre_plan weft_cuda_pre_plan(const weft_pre_facts *f)
         p.path = WEFT_PRE_DTYPE;
     else if (f->tokens == 0)
         p.path = WEFT_PRE_NO_TOKENS;
+    else if (f->unmixed)
+        p.path = WEFT_PRE_UNMIXED;
     else if (f->streams != 2 && f->streams != 4)
         p.path = WEFT_PRE_STREAMS;
     else if (!f->layout)
@@ -30,6 +32,7 @@ const char *weft_cuda_pre_path_text(weft_pre_path path)
         [WEFT_PRE_ONE_LAUNCH] = "unfused: projection, coefficients and aggregate in one launch",
         [WEFT_PRE_DTYPE] = "unfused: streams are not fp32",
         [WEFT_PRE_NO_TOKENS] = "unfused: there are no tokens",
+        [WEFT_PRE_UNMIXED] = "unfused: there is no kernel of one launch without a residual mix",
         [WEFT_PRE_STREAMS] = "unfused: there is no kernel for this number of streams",
         [WEFT_PRE_LAYOUT] =
             "unfused: phi or its norm weight are not fp32, or channels cannot be moved 16 bytes at a time",

@@ -24,6 +24,7 @@ typedef enum weft_pre_path {
     WEFT_PRE_ONE_LAUNCH = 0,
     WEFT_PRE_DTYPE,
     WEFT_PRE_NO_TOKENS,
+    WEFT_PRE_UNMIXED,
     WEFT_PRE_STREAMS,
     WEFT_PRE_LAYOUT,
     WEFT_PRE_LONG,
@@ -36,6 +37,7 @@ typedef struct weft_pre_facts {
     int64_t columns;    /* streams * channels */
     int64_t rows;       /* of the projection */
     bool f32;           /* the streams */
+    bool unmixed;       /* no residual mix */
     bool layout;        /* parameters are fp32, and channels lie side by side and can be moved 16 bytes at a time */
     int32_t capability; /* of the code that would run, times ten */
 } weft_pre_facts;

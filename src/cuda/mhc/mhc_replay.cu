@@ -15,7 +15,8 @@
 enum { LAYERS = 8 }; /* of a launch at most */
 
 struct replay_layer {
-    view pre, f, bias, post, res, u, y; /* u absent: pre is not looked at; f absent: the replay ends with u */
+    view pre, f, bias, post, res, u,
+        y; /* res absent: the identity; u absent: pre is not looked at; f absent: the replay ends with u */
     weft_dropout dropout;
 };
 
@@ -39,11 +40,11 @@ static __device__ __forceinline__ float layer_coef(const replay_params &p, const
                                                    int64_t token, int e)
 {
     if (e < n) return has(l.u) ? get(l.pre, token * l.pre.stride[0] + e * l.pre.stride[1]) : 0.0f;
-    return has(l.f) ? coef_at(l.post, l.res, p.in_out, n, token, e - n) : 0.0f;
+    return has(l.f) && (e < 2 * n || has(l.res)) ? coef_at(l.post, l.res, p.in_out, n, token, e - n) : 0.0f;
 }
 
 /* x of a tile becomes y. */
-template <class T, int N, stream_layout L>
+template <class T, int N, stream_layout L, bool MIX>
 static __device__ __forceinline__ void next_tile(typename post_tile<T, N, L>::streams &x,
                                                  const typename post_tile<T, N, L>::row &f, const coefs<N> &k,
                                                  const post_extra<N, post_tile<T, N, L>::width> &extra)
@@ -54,7 +55,7 @@ static __device__ __forceinline__ void next_tile(typename post_tile<T, N, L>::st
     unpack_tile<T, N, L>(v, x);
     unpack_row<T, N, W>(fb, f, extra);
 #pragma unroll
-    for (int o = 0; o < N; o++) post_output<N, W>(y[o], o, v, fb, k, extra);
+    for (int o = 0; o < N; o++) post_output<N, W, MIX>(y[o], o, v, fb, k, extra);
 #pragma unroll
     for (int k0 = 0; k0 < W; k0 += P) {
         float pair[N][P];
@@ -119,7 +120,10 @@ static __global__ void __launch_bounds__(POST_BLOCK, 1) replay_streams(const __g
             }
             post_extra<N, W> extra;
             load_extra<N, W, FULL>(extra, layer.bias, mask, token, c);
-            next_tile<T, N, L>(x[b], now, coef->post, extra);
+            if (has(layer.res))
+                next_tile<T, N, L, true>(x[b], now, coef->post, extra);
+            else
+                next_tile<T, N, L, false>(x[b], now, coef->post, extra);
             if (has(layer.y))
                 store_tile<T, N, L>((T *)layer.y.data + token * layer.y.stride[0], layer.y.stride[1], c, x[b]);
         }
@@ -163,7 +167,8 @@ static __global__ void __launch_bounds__(POST_BLOCK)
             const int64_t c = c0 + at.c;
             float v = post[at.i] * f[at.c];
             if (mask.on) v = v * any_factor(mask, token, at.i, c);
-            const T out = narrow<T>(any_post(w + at.i * n, x + at.c, pitch, n, v));
+            const T out = narrow<T>(has(layer.res) ? any_post(w + at.i * n, x + at.c, pitch, n, v)
+                                                   : x[at.i * pitch + at.c] + v);
             y[at.i * pitch + at.c] = widen(out);
             if (has(layer.y))
                 ((T *)layer.y.data)[token * layer.y.stride[0] + at.i * layer.y.stride[1] + c * layer.y.stride[2]] =

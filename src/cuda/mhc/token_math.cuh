@@ -53,7 +53,7 @@ static __device__ __forceinline__ float reciprocal(float x)
 #undef scalar
 
 struct gate_numbers {
-    float rms_eps, pre_eps, post_mult, sinkhorn_eps;
+    float rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps;
     int32_t rms_eps_kind, sinkhorn, iters;
 };
 
@@ -63,6 +63,7 @@ static inline gate_numbers numbers_of(const weft_mhc_numerics *q)
     m.rms_eps = (float)q->rms_eps;
     m.pre_eps = (float)q->pre_eps;
     m.post_mult = (float)q->post_mult;
+    m.post_eps = (float)q->post_eps;
     m.sinkhorn_eps = (float)q->sinkhorn_eps;
     m.rms_eps_kind = (int32_t)q->rms_eps_kind;
     m.sinkhorn = (int32_t)q->sinkhorn;
@@ -149,7 +150,7 @@ static __device__ __forceinline__ float gate_of(float z, int group, const gate_n
     float s, t;
     if (group == 2) return z;
     mm_sigmoid(z, &s, &t);
-    return group == 0 ? s + m.pre_eps : s * m.post_mult;
+    return group == 0 ? s + m.pre_eps : s * m.post_mult + m.post_eps;
 }
 
 /* The same from h. */

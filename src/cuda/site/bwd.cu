@@ -44,6 +44,7 @@ boundary_bwd_path weft_cuda_boundary_bwd_path(const weft_call *call, const weft_
         .channels = call->channels,
         .is_16_bit = call->dtype == WEFT_BF16 || call->dtype == WEFT_F16,
         .rows_are_wide = true,
+        .unmixed = call->scales == 2 || (weft_has(&a->x) && !weft_has(&a->res)),
         .gates_on_chip =
             kind_of(call, a) == SITE_HEAD ||
             weft_cuda_coef_plan_bwd(call->tokens, call->streams, &a->numerics, most_shared(call)).in_registers,

@@ -120,6 +120,7 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
                          .layout = of_16_bits && /* of others nobody asks */
                                    streams_can_move(&pre->x, layout, addressed) && can_move(&pre->u) &&
                                    can_move(&pre->v) && can_move(&pre->sub_weight),
+                         .unmixed = call->scales == 2 || (post && !weft_has(&post->res)),
                          .post = post != NULL,
                          .shared = call->device_shared,
                          .sms = call->sms < call->device_sms ? call->sms : call->device_sms};

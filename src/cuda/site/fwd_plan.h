@@ -88,6 +88,7 @@ typedef enum weft_site_path {
     WEFT_SITE_FUSED = 0,
     WEFT_SITE_NO_TOKENS,
     WEFT_SITE_DTYPE,
+    WEFT_SITE_UNMIXED,
     WEFT_SITE_STREAMS,
     WEFT_SITE_CHANNELS,
     WEFT_SITE_LAYOUT,
@@ -105,8 +106,9 @@ typedef struct weft_site_facts {
     int64_t rows; /* of the projection */
     bool
         half; /* the streams, f, u and v are all bf16 or all f16; coefficients that are inputs or the projection's outputs are fp32 */
-    bool layout; /* (n, C) or (C, n), the same for all streams, in rows that can be copied 16 bytes at a time */
-    bool post;   /* the streams are written here: f is an input */
+    bool layout;  /* (n, C) or (C, n), the same for all streams, in rows that can be copied 16 bytes at a time */
+    bool unmixed; /* the site has no residual mix, or the post in front of it */
+    bool post;    /* the streams are written here: f is an input */
     int32_t capability;              /* of the code that would run, times ten */
     int64_t shared;                  /* bytes of a block's shared memory */
     int32_t resident[SITE_CLUSTERS]; /* clusters of each size that the device runs at once */
