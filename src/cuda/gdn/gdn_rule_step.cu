@@ -341,14 +341,6 @@ static bool moves_wide(const weft_tensor *t, int64_t columns)
     return true;
 }
 
-/* `unit` channels of a token at once. */
-static bool reads_wide(const weft_tensor *t, int64_t unit)
-{
-    if (t->stride[3] != 1 || (uintptr_t)t->data % (uintptr_t)((size_t)unit * weft_dtype_size(t->dtype)))
-        return false;
-    return t->stride[0] % unit == 0 && t->stride[1] % unit == 0 && t->stride[2] % unit == 0;
-}
-
 /* Columns of a lane where a kernel for whole heads serves the call, else 0. */
 static int columns_of(const weft_call *call, const weft_gdn_rule_step_args *a)
 {
