@@ -45,6 +45,9 @@ SUITES = {
     "gdn": ["--suite", "gdn"],
     "rule": ["--suite", "rule"],
     "fused": ["--suite", "fused"],
+    "fused_cn": ["--suite", "fused", "--layout", "cn"],
+    "fused_f16": ["--suite", "fused", "--dtype", "f16"],
+    "fused_f16_cn": ["--suite", "fused", "--dtype", "f16", "--layout", "cn"],
     "all": ["--tokens", "32768", "--channels", "4096"],
 }
 # Of programs that share the processor: threads that spin while they wait would take it from the others.

@@ -241,8 +241,8 @@ static const int64_t fused_shapes[][2] = {
 
 static const suite suites[] = {
     {0},
-    {" mhc_project mhc_coef mhc_scale mhc_sinkhorn mhc_aggregate mhc_post ", WEFT_PRESET_TRANSFORMER_ENGINE,
-     sizeof te_shapes / sizeof te_shapes[0], te_shapes, NULL, 0},
+    {" mhc_project mhc_coef mhc_scale mhc_sinkhorn mhc_aggregate mhc_post mhc_pre mhc_boundary ",
+     WEFT_PRESET_TRANSFORMER_ENGINE, sizeof te_shapes / sizeof te_shapes[0], te_shapes, NULL, 0},
     {" mhc_project mhc_coef mhc_aggregate mhc_post mhc_expand mhc_contract ", WEFT_PRESET_DEEPSEEK_V4,
      sizeof small_shapes / sizeof small_shapes[0], small_shapes, NULL, 0},
     {" gdn_pre gdn_norm ", WEFT_PRESET_DEEPSEEK_V4, sizeof gdn_shapes / sizeof gdn_shapes[0], NULL, gdn_shapes, 0},
