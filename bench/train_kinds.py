@@ -36,6 +36,8 @@ def main():
     parser.add_argument("--skip", type=int, default=5)
     parser.add_argument("options", nargs="*", help="of weft train, behind --")
     args = parser.parse_args()
+    if args.steps <= args.skip:
+        parser.error(f"--steps: expected more than --skip, {args.skip}, got {args.steps}")
     runs = {kind: [] for kind in args.kinds.split(",")}
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)

@@ -215,7 +215,9 @@ def kill_and_resume():
     """WEFT_TEST_KILLS of them, over every kind of residual connection and optimiser."""
     kills = int(os.environ.get("WEFT_TEST_KILLS", 24))
     kinds = [
-        (kind, optimizer) for kind in ("residual", "hc", "mhc", "mhc_single_pass", "independent") for optimizer in ("adamw", "muon")
+        (kind, optimizer)
+        for kind in ("residual", "hc", "mhc", "mhc_single_pass", "independent")
+        for optimizer in ("adamw", "muon")
     ]
     turns = [(signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[i % 3] for i in range(kills)]
     by_signal, seed = {number: 0 for number in turns}, 0
@@ -1049,7 +1051,10 @@ def bad_options():
         (["--alpha", -0.1], "--alpha"),
         (["--alpha", "nan"], "--alpha"),
         (["--streams", 33], "--streams"),
-        (["--residual", "mch"], "--residual: expected one of residual, hc, mhc, mhc_single_pass, independent, got 'mch'"),
+        (
+            ["--residual", "mch"],
+            "--residual: expected one of residual, hc, mhc, mhc_single_pass, independent, got 'mch'",
+        ),
         (["--residual", "residual", "--streams", 4], "streams"),
         (["--residual", "residual", "--recompute"], "recompute"),
         (["--residual", "residual", "--sinkhorn", 5], "sinkhorn"),

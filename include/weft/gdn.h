@@ -16,9 +16,10 @@
  * chunks, pieces end where chunks do.
  *
  * cu_seqlens and state_index are in the backend's memory. On the host their values are checked, and a call with bad ones
- * is rejected. A device does not read them before the kernel runs. It takes offsets that decrease or pass the end as if they were
- * clamped to what is there, and as padding a request whose row the cache does not have or another request of the call names too:
- * results of zero, no state touched, all other requests as if it were not there. A debug build of the library prints such offsets
+ * is rejected. A device does not read them before the kernel runs. It takes offsets that pass the end as if they were clamped to
+ * what is there, the first as 0, and as padding a request whose row the cache does not have or another request of the call names too:
+ * results of zero, no state touched, all other requests as if it were not there. Offsets that decrease make sequences overlap:
+ * their results are undefined, nothing outside the tensors is touched. A debug build of the library prints such offsets
  * and rows from the device. */
 #ifndef WEFT_GDN_H
 #define WEFT_GDN_H
@@ -151,8 +152,8 @@ WEFT_API weft_status weft_gdn_pre_step_workspace(const weft_exec *exec, const we
  * On CUDA bf16 with Dk of 64 or 128 and Dv of 64, 128, 192 or 256 is computed in chunks of WEFT_GDN_RULE_CHUNK tokens of a
  * sequence, on tensor cores; backward too, where d_o is bf16 and, for Dk of 128, a block may have 132 KiB of shared memory. All else
  * is computed token after token in fp32, and is slow; weft_op_path says which and why. Layout, length and addresses do not
- * decide. In chunks, pieces of a sequence agree with the whole where each but the last has a multiple of so many tokens.
- * In place: final_state over state. */
+ * decide. In chunks, pieces of a sequence agree with the whole where each but the last has a multiple of so many tokens, and
+ * a NaN or infinity of a token reaches all tokens of its chunk and those behind it. */
 #define WEFT_GDN_RULE_CHUNK 64
 
 typedef struct weft_gdn_rule_fwd_args {

@@ -325,21 +325,27 @@ static const uint64_t *step_of(const weft_op_info *info, const void *args)
 
 /* The number of scales says what the rows of gates are made of: 8 are 2n + n^2 of two streams, and 2n of four. So it is known
  * in front of the tensors that have such rows; the tensor itself is checked in its turn. */
-static void find_scales(weft_call *call, const weft_op_info *info, const void *args)
+static weft_status find_scales(weft_call *call, const weft_op_info *info, const void *args, const char *prefix)
 {
     for (int32_t i = 0; i < info->num_args; i++) {
         const weft_tensor *t = tensor_of(&info->args[i], args);
         if (info->args[i].dim[0] != WEFT_DIM_SCALES || t->dtype == WEFT_NONE) continue;
-        if (t->ndim == 1 && (t->shape[0] == 2 || t->shape[0] == 3)) call->scales = t->shape[0];
-        return;
+        if (t->ndim != 1) return WEFT_OK; /* rejected with the others */
+        if (t->shape[0] != 2 && t->shape[0] != 3)
+            return weft_fail(WEFT_ERR_ARGUMENT,
+                             "%s: %s%s: dim 0: expected 3, or 2 without a residual mix, got %lld",
+                             weft_op_name(call->op), prefix, info->args[i].name, (long long)t->shape[0]);
+        call->scales = t->shape[0];
+        return WEFT_OK;
     }
+    return WEFT_OK;
 }
 
 weft_status weft_check_tensors(weft_call *call, const weft_op_info *info, const void *args, const char *prefix,
                                weft_shelf *shelf)
 {
     int64_t length;
-    find_scales(call, info, args);
+    WEFT_TRY(find_scales(call, info, args, prefix));
     shelf->count = 0, shelf->apart = true; /* entries are valid up to count only */
     bool first = call->tokens < 0 && call->streams < 0 && call->channels < 0 && call->dtype == WEFT_NONE;
     for (int32_t i = 0; i < info->num_args; i++) {

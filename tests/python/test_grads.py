@@ -183,6 +183,7 @@ PARAMS = {  # function: its parameters
     "pre_norm": ("phi", "alpha", "beta", "norm_weight", "sub_weight"),
     "boundary_norm": ("phi", "alpha", "beta", "norm_weight", "sub_weight"),
     "gdn_pre": ("weight", "a_log", "dt_bias", "bias"),
+    "gdn_norm": ("weight",),
 }
 CALLS = {
     "project": lambda **t: wt.project(**t, main_grad=True),
@@ -192,6 +193,7 @@ CALLS = {
     "pre_norm": lambda **t: wt.pre(**t, numerics=cases.SHORT, sub_norm=True, main_grad=True),
     "boundary_norm": lambda **t: wt.boundary(**t, numerics=cases.SHORT, sub_norm=True, main_grad=True),
     "gdn_pre": lambda **t: wt.gdn_pre(**t, heads=cases.GDN_HEADS, main_grad=True)[:6],
+    "gdn_norm": lambda o, z, weight: (wt.gdn_norm(o, z[..., : o.shape[-1]], weight, main_grad=True),),
 }
 
 

@@ -41,13 +41,21 @@ template <int Pending> static __device__ __forceinline__ void wgmma_wait()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-/* Keeps the compiler from moving a use of d over what stands here. */
+/* Keeps the compiler from moving a use of d over what stands here; of factors in registers likewise. */
 template <int N> static __device__ __forceinline__ void wgmma_settle(float (&d)[N][4])
 {
 #pragma unroll
     for (int i = 0; i < N; i++)
 #pragma unroll
         for (int k = 0; k < 4; k++) asm volatile("" : "+f"(d[i][k])::"memory");
+}
+
+template <int N> static __device__ __forceinline__ void wgmma_settle(uint32_t (&a)[N][4])
+{
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) asm volatile("" : "+r"(a[i][k])::"memory");
 }
 
 #define WGMMA_PIECE(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])

@@ -73,10 +73,11 @@ static inline sequences sequences_of(const weft_call *call, const weft_tensor *c
     return s;
 }
 
-/* First token of sequence n. What the device finds in cu is not checked: it is clamped into the tokens there are. */
+/* First token of sequence n. What the device finds in cu is not checked: the first offset counts as 0, so that every token
+ * belongs to a sequence or lies behind the last, and the others are clamped into the tokens there are. */
 static __device__ __forceinline__ int64_t start_of(const sequences &s, int64_t n)
 {
-    if (!s.cu) return n * s.steps;
+    if (!s.cu || n == 0) return n * s.steps;
     const int64_t at = s.wide ? ((const int64_t *)s.cu)[n * s.stride] : ((const int32_t *)s.cu)[n * s.stride];
     return at < 0 ? 0 : at > s.tokens ? s.tokens : at;
 }
@@ -92,7 +93,7 @@ static __global__ void report_offsets(const sequences s)
     };
     const int64_t low = n ? at(n - 1) : 0, high = n ? s.tokens : 0;
     if (at(n) < low || at(n) > high)
-        printf("weft: gdn_pre: cu_seqlens[%lld]: expected %lld to %lld, got %lld\n", (long long)n, (long long)low,
+        printf("weft: cu_seqlens[%lld]: expected %lld to %lld, got %lld\n", (long long)n, (long long)low,
                (long long)high, (long long)at(n));
 }
 #endif

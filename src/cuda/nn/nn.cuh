@@ -19,7 +19,8 @@ struct nn_scope {
     {
         call.op = WEFT_OP_COUNT;
         call.exec = nn->exec;
-        status = weft_cuda_enter(&call, &previous);
+        status = weft_cuda_check_device(&call);
+        if (status == WEFT_OK) status = weft_cuda_enter(&call, &previous);
     }
     ~nn_scope()
     {
@@ -88,7 +89,9 @@ weft_status weft_cuda_nn_clip(weft_nn *nn, const weft_clip_task *a);
 weft_status weft_cuda_nn_first_bad(weft_nn *nn, const void *values, weft_dtype dtype, int64_t count,
                                    int64_t *index);
 
-/* Attention of bf16 heads of 64 or 128 channels on tensor cores (nn_attention_mma.cu); delta [T, heads] = sum of d_o o. */
+/* Attention of bf16 heads of 64 or 128 channels on tensor cores (nn_attention_mma.cu), where a block may have so many bytes of
+ * shared memory; delta [T, heads] = sum of d_o o. */
+size_t weft_cuda_attention_mma_shared(int64_t head_dim);
 weft_status weft_cuda_attention_mma_fwd(const weft_call *call, const weft_attention *a);
 weft_status weft_cuda_attention_mma_bwd(const weft_call *call, const weft_attention *a, const float *delta);
 }

@@ -253,9 +253,11 @@ static launch_shape over_warps(const weft_attention *a)
     return {dim3((unsigned)ceil_div(a->sequences * a->length * a->heads, BLOCK / 32)), BLOCK};
 }
 
-static bool takes_mma(const weft_nn *nn, const weft_attention *a)
+/* The same answer forward and backward. */
+static bool takes_mma(const weft_call *call, const weft_nn *nn, const weft_attention *a)
 {
-    return nn->table->dtype == WEFT_BF16 && (a->head_dim == 64 || a->head_dim == 128);
+    return nn->table->dtype == WEFT_BF16 && (a->head_dim == 64 || a->head_dim == 128) &&
+           weft_cuda_attention_mma_shared(a->head_dim) <= most_shared(call);
 }
 
 static weft_status check_size(const weft_attention *a)
@@ -275,7 +277,7 @@ weft_status weft_cuda_nn_attention_fwd(weft_nn *nn, const weft_attention *a)
 {
     WEFT_TRY(check_size(a));
     NN_ENTER(nn);
-    if (takes_mma(nn, a)) return weft_cuda_attention_mma_fwd(&at.call, a);
+    if (takes_mma(&at.call, nn, a)) return weft_cuda_attention_mma_fwd(&at.call, a);
     return launch(&at.call, "attention", NN_BY_DTYPE(nn, fwd_kernel), over_warps(a), *a);
 }
 
@@ -284,7 +286,7 @@ weft_status weft_cuda_nn_attention_bwd(weft_nn *nn, const weft_attention *a)
     float *delta = (float *)weft_nn_room(nn, (size_t)(a->sequences * a->length * a->heads) * sizeof(float));
     NN_ENTER(nn);
     WEFT_TRY(launch(&at.call, "attention", NN_BY_DTYPE(nn, delta_kernel), over_warps(a), *a, delta));
-    if (takes_mma(nn, a)) return weft_cuda_attention_mma_bwd(&at.call, a, delta);
+    if (takes_mma(&at.call, nn, a)) return weft_cuda_attention_mma_bwd(&at.call, a, delta);
     WEFT_TRY(launch(&at.call, "attention", NN_BY_DTYPE(nn, d_query_kernel), over_warps(a), *a, delta));
     return launch(&at.call, "attention", NN_BY_DTYPE(nn, d_key_kernel), over_warps(a), *a, delta);
 }

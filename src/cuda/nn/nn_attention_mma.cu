@@ -139,6 +139,7 @@ static __device__ __forceinline__ void times_tile(float (&d)[D / 8][4], const fl
     narrow_rows(a, p);
     const uint64_t b = wgmma_factor(tile);
     wgmma_settle(d);
+    wgmma_settle(a); /* written before the fence */
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE / 16; step++) /* 16 rows a step */
@@ -485,11 +486,22 @@ template <int D> static weft_status fwd(const weft_call *call, const weft_attent
     return launch(call, "attention", fwd_kernel<D>, shape, task_of<D>(a, NULL));
 }
 
+/* Of shared memory; forward needs less. */
+template <int D> static size_t backward_bytes()
+{
+    return 2 * head_bytes<D>::OWN_ROWS + 4 * head_bytes<D>::TILE_ROWS;
+}
+
 template <int D> static weft_status bwd(const weft_call *call, const weft_attention *a, const float *delta)
 {
-    const launch_shape shape = {grid_for(a), BLOCK, 2 * head_bytes<D>::OWN_ROWS + 4 * head_bytes<D>::TILE_ROWS};
+    const launch_shape shape = {grid_for(a), BLOCK, backward_bytes<D>()};
     WEFT_TRY(launch(call, "attention", d_query_kernel<D>, shape, task_of<D>(a, delta)));
     return launch(call, "attention", d_key_kernel<D>, shape, task_of<D>(a, delta));
+}
+
+size_t weft_cuda_attention_mma_shared(int64_t head_dim)
+{
+    return head_dim == 64 ? backward_bytes<64>() : backward_bytes<128>();
 }
 
 weft_status weft_cuda_attention_mma_fwd(const weft_call *call, const weft_attention *a)
