@@ -562,7 +562,7 @@ def gated(x, g, weight=None, activation="swish", eps=1e-5):
 
 @dtypes
 @pytest.mark.parametrize("activation", ["swish", "silu", "sigmoid"])
-@pytest.mark.parametrize("shape", [(2, 5, 3, 8), (7, 8), (2, 2, 2, 2, 8), (8,)])
+@pytest.mark.parametrize("shape", [(2, 5, 3, 8), (7, 8), (2, 2, 2, 2, 8), (8,), (1, 4100, 8), (2, 0, 8)])
 def test_gated_norm(shape, activation, dtype, device):
     module = fla.FusedRMSNormGated(8, activation=activation, device=device, dtype=dtype)
     inputs = {"x": torch.randn(shape), "g": torch.randn(shape), "weight": 1 + 0.2 * torch.randn(8)}

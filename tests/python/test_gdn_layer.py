@@ -6,6 +6,7 @@ import pytest
 import torch
 import weft.torch as wt
 from compare import same
+from torch.utils.checkpoint import checkpoint
 
 HEADS = wt.GdnHeads(key_heads=2, value_heads=4, key_dim=8, value_dim=16)
 C = 24
@@ -134,6 +135,86 @@ def test_gradients_pass_a_cache_by():
     layer, cache = layer_of(), layer_of().new_cache(2)
     layer(torch.randn(2, 5, C), cache=cache).sum().backward()
     assert not cache.rule.requires_grad and all(p.grad is not None for p in layer.parameters())
+
+
+def test_bad_rows():
+    """A call with a cache has no padding: what is refused has changed nothing."""
+    layer, x = layer_of(), torch.randn(2, 5, C)
+    cache = layer.new_cache(3)
+    with torch.no_grad():
+        layer(torch.randn(3, 2, C), cache=cache)
+    before = wt.GdnCache(*(t.clone() for t in cache))
+    for text, rows in {
+        r"rows.1.: expected 0 to 2, got -1": torch.tensor([0, -1]),
+        r"rows.0.: expected 0 to 2, got 3": torch.tensor([3, 0]),
+        r"rows.1.: expected a row of its own, got 2": torch.tensor([2, 2], dtype=torch.int32),
+        r"rows: expected int32 or int64 .2., got torch.int64 .3.": torch.tensor([0, 1, 2]),
+        r"rows: expected int32 or int64 .2., got torch.bool": torch.tensor([True, True]),
+    }.items():
+        with torch.no_grad(), pytest.raises(ValueError, match=text):
+            layer(x, cache=cache, rows=rows)
+    with torch.no_grad(), pytest.raises(ValueError, match="cache: expected a row for each of 4 sequences, got 3"):
+        layer(torch.randn(4, 2, C), cache=cache)
+    same(list(cache), list(before), "the cache")
+
+
+def test_a_refused_step_changes_nothing():
+    """Neither of a cache's two tensors moves on without the other."""
+    layer, x = layer_of(), torch.randn(2, 1, C)
+    good = layer.new_cache(3)
+    caches = {
+        "cache.rule: expected torch.float32, got torch.bfloat16": good._replace(rule=good.rule.bfloat16()),
+        r"cache.rule: expected \[3, 4, 8, 16\] on cpu.* got \[2, 4, 8, 16\]": good._replace(rule=good.rule[:2]),
+    }
+    for text, cache in caches.items():
+        with pytest.raises(ValueError, match=text):
+            layer.step(x, cache)
+        assert not cache.conv.any() and not cache.rule.any()
+    with pytest.raises(ValueError, match="new_cache: dtype: expected torch.float32, got torch.bfloat16"):
+        layer.new_cache(3, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):  # where the layer runs in bfloat16
+        assert layer.step(x, layer.new_cache(3, torch.bfloat16)).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="new_cache: dtype: expected torch.float64, got torch.float32"):
+        layer.double().new_cache(3, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_new_cache_serves_the_layer(dtype):
+    layer, x = layer_of().to(dtype), torch.randn(2, 3, C).to(dtype)
+    for cache in (layer.new_cache(2), layer.new_cache(2, dtype)):
+        with torch.no_grad():
+            parts = [layer(x[:, :2], cache=cache), layer.step(x[:, 2:], cache)]
+            close(torch.cat(parts, 1).double(), layer(x).double(), "y", 16 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_cache_in_a_checkpoint(reentrant):
+    """Its second forward would go on from the states that the first has left."""
+    layer, x = layer_of(), torch.randn(2, 5, C, requires_grad=True)
+    cache = layer.new_cache(2)
+    y = checkpoint(lambda x: layer(x, cache=cache), x, use_reentrant=reentrant)
+    once = cache.rule.clone()
+    with pytest.raises(RuntimeError, match="cache: expected no activation checkpoint"):
+        y.sum().backward()
+    same(cache.rule, once, "the cache")
+
+
+@pytest.mark.parametrize("shape", [(2, 5000), (2, 0), (5,), (), (2, 2, 2, 2, 3)])
+def test_norm_of_any_rows(shape):
+    """The middle of three dimensions may be tokens: more than a tensor has heads, or none."""
+    norm = wt.GatedRMSNorm(8)
+    o, z = (torch.randn(*shape, 8, requires_grad=True) for _ in range(2))
+    y = norm(o, z)
+    assert y.shape == o.shape
+    d_y = torch.randn_like(y)
+    got = torch.autograd.grad(y, (o, z), d_y)
+    flat = [t.detach().reshape(-1, 8).requires_grad_() for t in (o, z)]
+    want = norm(*flat)
+    same(y.reshape(-1, 8), want, "y")
+    for a, b in zip(got, torch.autograd.grad(want, flat, d_y.reshape(-1, 8)), strict=True):
+        same(a.reshape(-1, 8), b, "gradients")
+    with pytest.raises(ValueError, match=r"gdn_norm: o and z: expected \[..., C\], the same of both"):
+        norm(o, z.new_zeros(7, 8))
 
 
 def test_bad_layers():

@@ -89,6 +89,21 @@ def test_a_draft_leaves_the_cache_alone(device):
     same(cache, first, "states of accepted tokens")
 
 
+def test_a_draft_is_no_new_version(device):
+    """A graph that has saved the cache can still be differentiated, as nothing was written."""
+    cases.need("gdn_rule_step", device)
+    parts = tokens(2, 2, device)
+    cache = cache_like(parts, 2)
+    weight = torch.ones((), device=device, requires_grad=True)
+    y = weight * cache
+    before = cache._version
+    wt.gdn_rule_step(*parts, state=cache, update=False)
+    assert cache._version == before
+    y.sum().backward()
+    wt.gdn_rule_step(*parts, state=cache)
+    assert cache._version > before
+
+
 def test_padding_and_lengths(device):
     """Requests with 0 to 3 tokens in one row, one of them padding."""
     cases.need("gdn_rule_step", device)

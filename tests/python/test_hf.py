@@ -217,6 +217,35 @@ def test_prompt_in_pieces(family, model, cut, records):
                     assert_close(getattr(one, name)[key], states[key], LOGITS)
 
 
+@pytest.mark.parametrize("family", GATED_DELTA_NET[:1])
+def test_gradients_of_a_prompt_in_pieces(family, model, monkeypatch):
+    """Backward still has the states that the cache has written over since, and they are those that the piece began with."""
+    ids = tokens()
+
+    def gradients():
+        kept = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=ids[:, :4], past_key_values=kept)
+        model.zero_grad()
+        pieces = [model(input_ids=piece, past_key_values=kept).logits for piece in (ids[:, 4:9], ids[:, 9:])]
+        torch.cat(pieces, 1).square().sum().backward()
+        return {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+
+    def assign(self, states, state_idx=0, **_):
+        self.recurrent_states[state_idx] = states
+        self.is_recurrent_states_initialized[state_idx] = True
+        return states
+
+    with monkeypatch.context() as patch:  # the model itself cannot differentiate what its cache has written over
+        patch.setattr(transformers.cache_utils.LinearAttentionLayer, "update_recurrent_state", assign)
+        want = gradients()
+    weft.hf.apply(model)
+    got = gradients()
+    assert got.keys() == want.keys()
+    far = {k: error(got[k], want[k]) for k in want if not error(got[k], want[k]) <= GRADIENTS}
+    assert not far
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 

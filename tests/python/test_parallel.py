@@ -87,6 +87,41 @@ def test_sum_gradients_in_the_order_of_ranks(tmp_path):
         assert not torch.equal(got[0], (everybody[2][0] + everybody[1][0]) + everybody[0][0])
 
 
+class FromElsewhere(nn.Parameter):
+    """A parameter whose memory for gradients is asked for."""
+
+    def get_main_grad(self):
+        return self.memory
+
+
+def protocols(rank: int, world: int):
+    """A parameter twice, one that no rank has a gradient of, memory that is asked for, main_grad in another placement."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    twice, of_nobody, of_one = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    twice.grad = torch.full((3,), 1.0 + rank)
+    if rank == 1:
+        of_one.grad = torch.zeros(3)
+    asked = FromElsewhere(torch.zeros(3))
+    asked.memory = torch.full((3,), 1.0 + rank)
+    wt.sum_gradients([twice, of_nobody, of_one, asked, twice])
+    assert of_nobody.grad is None and asked.grad is None and asked.main_grad is asked.memory
+    assert of_one.grad is not None, "a gradient of zeros is one"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "parts"))
+    whole = torch.arange(4.0)
+    p = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh["parts"], [Shard(0)]))
+    p.main_grad = DTensor.from_local(whole * 10 ** mesh.get_local_rank("replicas"), mesh["parts"], [Replicate()])
+    wt.sum_gradients([p], mesh.get_group("replicas"))
+    assert p.grad is None and p.main_grad.placements == p.placements
+    return [twice.grad, asked.memory, of_one.grad, p.main_grad.full_tensor()]
+
+
+def test_sum_gradients_of_every_protocol(tmp_path):
+    for got in spawn(protocols, 4, tmp_path):
+        same(got, [torch.full((3,), 10.0)] * 2 + [torch.zeros(3), 11 * torch.arange(4.0)], "sums")
+
+
 def test_sum_gradients_without_a_group():
     with pytest.raises(RuntimeError, match="sum_gradients: group: expected an initialised process group, got none"):
         wt.sum_gradients([nn.Parameter(torch.zeros(2))])

@@ -265,8 +265,6 @@ class FusedRMSNormGated(nn.Module):
             total = x.to(require.full(x)) + residual
         same = g.dtype == total.dtype and total.dtype == x.dtype
         rows = [t if same else t.to(require.full(t)) for t in (total, g)]
-        if x.dim() == 1 or x.dim() > 4:
-            rows = [t.reshape(-1, self.hidden_size) for t in rows]
         weight = None if self.weight is None else deposit(self.weight)
         y = gdn_norm(*rows, weight, self.eps, gate=_NORM_GATES[self.activation]).view(x.shape).to(x.dtype)
         if not prenorm:

@@ -121,6 +121,8 @@ def layer(sections: Callable[[Any, Tensor], wt.GdnSections], norm: str, out: str
             if decodes:
                 o, _ = wt.gdn_rule_step(front.query, front.key, front.value, front.beta, front.g, state=state)
             else:
+                if state is not None and torch.is_grad_enabled():
+                    state = state.clone()  # the cache writes its next state over this one, which backward still needs
                 o, state = wt.gdn_rule(
                     *(front.query, front.key, front.value, front.beta, front.g),
                     cu_seqlens=cu_seqlens,

@@ -5,11 +5,13 @@ collectives that have not arrived yet."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .grads import main_grad_of
 from .register import wide
 
 # The name of PyTorch 2.13, and the one before it.
@@ -37,44 +39,60 @@ def sum_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | None 
 
     The sum runs in the order of the ranks, whatever the backend and the topology are, so all ranks get the same bits,
     and get them again in the next run; 16-bit gradients are summed in fp32 and rounded once. All ranks pass the same
-    parameters in the same order. Of those that are DTensors, divided alike on all ranks of the group, the parts that
-    ranks have are added. A gradient that a rank does not have counts as zero. Call it when backward has ended."""
+    parameters in the same order; one that is passed twice counts once. Of those that are DTensors, divided alike on all
+    ranks of the group, the parts that ranks have are added: the group must be orthogonal to the mesh of the parameter:
+    its ranks have the same part. A gradient that a rank does not have counts as zero, and stays None where no rank has
+    one. Call it when backward has ended."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("sum_gradients: group: expected an initialised process group, got none")
     ranks = dist.get_world_size(group)
-    parameters = [p for p in parameters if p.requires_grad]
+    parameters = list({id(p): p for p in parameters if p.requires_grad}.values())
     if ranks == 1 or not parameters:
         return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    by_dtype: dict[torch.dtype, list[_Gradient]] = {}
     for p in parameters:
         gradient = _gradient(p)
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        by_dtype.setdefault(gradient.local.dtype, []).append(gradient)
     with torch.no_grad():
         for gradients in by_dtype.values():
             _sum(gradients, ranks, group)
 
 
-def _gradient(p: Tensor) -> Tensor:
-    """The memory that a rank has of a parameter's gradient."""
-    gradient = getattr(p, "main_grad", None)
-    if gradient is None:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        gradient = p.grad
+class _Gradient(NamedTuple):
+    param: Tensor
+    local: Tensor  # the memory that a rank has of it
+    missing: bool  # this rank has none: zeros, for the sum
+
+
+def _gradient(p: Tensor) -> _Gradient:
+    main = main_grad_of(p)
+    missing = main is None and p.grad is None
+    if missing:
+        p.grad = torch.zeros_like(p)
+    gradient = p.grad if main is None else main
     if not hasattr(gradient, "to_local"):
-        return gradient
+        return _Gradient(p, gradient, missing)
     if gradient.placements != p.placements:  # DTensor's operators return what costs them least
-        gradient = p.grad = gradient.redistribute(placements=p.placements)
-    return gradient.to_local()
+        if main is not None and hasattr(p, "get_main_grad"):
+            raise ValueError(
+                f"sum_gradients: get_main_grad: expected placements {p.placements}, those of the parameter, got"
+                f" {gradient.placements}"
+            )
+        gradient = gradient.redistribute(placements=p.placements)
+        setattr(p, "grad" if main is None else "main_grad", gradient)
+    return _Gradient(p, gradient.to_local(), missing)
 
 
-def _sum(gradients: list[Tensor], ranks: int, group) -> None:
+def _sum(gradients: list[_Gradient], ranks: int, group) -> None:
     """Each rank receives one slice of all gradients from everybody, adds them up in the order of ranks and hands the
-    result to all: the traffic of an all-reduce in a ring, and one order of summation."""
-    sizes = [g.numel() for g in gradients]
+    result to all: the traffic of an all-reduce in a ring, and one order of summation. Behind the gradients goes a number
+    for each, how many ranks have it, which those read that have not."""
+    locals_of = [g.local for g in gradients]
+    there = torch.tensor([float(not g.missing) for g in gradients]).to(locals_of[0])
+    sizes = [t.numel() for t in (*locals_of, there)]
     slice_size = -(-sum(sizes) // ranks)
-    mine = gradients[0].new_zeros(ranks * slice_size)
-    torch.cat([g.reshape(-1) for g in gradients], out=mine[: sum(sizes)])
+    mine = there.new_zeros(ranks * slice_size)
+    torch.cat([t.reshape(-1) for t in (*locals_of, there)], out=mine[: sum(sizes)])
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=group)
     first, *others = theirs.view(ranks, slice_size)
@@ -82,5 +100,10 @@ def _sum(gradients: list[Tensor], ranks: int, group) -> None:
     for other in others:
         total += other
     _all_gather(mine, total.to(mine.dtype), group=group)
-    for gradient, of_all in zip(gradients, mine[: sum(sizes)].split(sizes), strict=True):
-        gradient.copy_(of_all.view_as(gradient))
+    *sums, owners = mine[: sum(sizes)].split(sizes)
+    for local, of_all in zip(locals_of, sums, strict=True):
+        local.copy_(of_all.view_as(local))
+    if any(g.missing for g in gradients):
+        for gradient, count in zip(gradients, owners.tolist(), strict=True):
+            if gradient.missing and count == 0:
+                gradient.param.grad = None

@@ -309,6 +309,8 @@ def gdn_rule_step(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     map_of = choice("gdn_rule_step: head_map", head_map, HEAD_MAPS)
     wide = state.dtype != query.dtype
+    if not update and not torch.compiler.is_compiling():
+        tensors = (*tensors[:-1], state.data)  # nothing is written: no new version for a graph that has saved it
     results = torch.ops.weft.gdn_rule_step.default(
         *tensors, state_index, cu_seqlens, scale, map_of, update, token_states, wide
     )
@@ -327,15 +329,14 @@ def gdn_norm(
     main_grad: bool = False,
 ) -> Tensor:
     """The gated norm behind the rule: o / sqrt(mean(o^2) + eps) * weight * f(z) over the last dimension, with f(z) =
-    silu(z) or, with gate="sigmoid", sigmoid(z), in fp32 and rounded once. o and z are [B, S, H, C], [T, H, C] or [T, C]; z
-    may be a view of the projection. weight is [C]. main_grad as everywhere."""
-    if o.dim() not in (2, 3, 4) or z.dim() != o.dim():
+    silu(z) or, with gate="sigmoid", sigmoid(z), in fp32 and rounded once. o and z are rows [..., C], of a head or of anything
+    else; z may be a view of the projection. weight is [C]. main_grad as everywhere."""
+    if o.dim() < 1 or z.shape != o.shape:
         raise ValueError(
-            "gdn_norm: o and z: expected [B, S, H, C], [T, H, C] or [T, C], the same of both,"
-            f" got {list(o.shape)} and {list(z.shape)}"
+            f"gdn_norm: o and z: expected [..., C], the same of both, got {list(o.shape)} and {list(z.shape)}"
         )
     kind = choice("gdn_norm: gate", gate, OUTPUT_GATES)
-    y = operation("gdn_norm", main_grad)(_heads_of(o), _heads_of(z), weight, float(eps), kind)
+    y = operation("gdn_norm", main_grad)(_rows_of(o), _rows_of(z), weight, float(eps), kind)
     return y.view(o.shape)
 
 
@@ -401,11 +402,14 @@ def _batched(t: Tensor) -> Tensor:
     return t.view(1, *t.shape)
 
 
-def _heads_of(t: Tensor) -> Tensor:
-    """[T, C] and [T, H, C] as [1, T, H, C]."""
-    if t.dim() == 2:
-        t = t.unsqueeze(1)
-    return t if t.dim() == 4 else _batched(t)
+def _rows_of(t: Tensor) -> Tensor:
+    """[..., C] as [B, S, H, C]. Three dimensions are [B, S, 1, C]: the middle one may be tokens, of which there may be more
+    than heads, or none."""
+    if t.dim() > 4:
+        t = t.reshape(-1, t.shape[-1])
+    while t.dim() < 3:
+        t = _batched(t)
+    return t if t.dim() == 4 else t.unsqueeze(2)
 
 
 def _unbatched(results, lead: bool) -> list[Tensor | None]:

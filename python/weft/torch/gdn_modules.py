@@ -155,7 +155,7 @@ class GatedRMSNorm(nn.Module):
         return f"{self.channels}, eps={self.eps}, gate={self.gate!r}, affine={self.weight is not None}"
 
     def forward(self, o: Tensor, z: Tensor) -> Tensor:
-        """o and z are [B, S, H, C], [T, H, C] or [T, C]."""
+        """o and z are rows [..., C]."""
         return gdn_norm(o, z, self.weight, self.eps, gate=self.gate, main_grad=self.main_grad)
 
 
@@ -207,8 +207,14 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedRMSNorm(self.heads.value_dim, eps, gate=gate, **made)
         self.out_proj = nn.Linear(self.heads.value_heads * self.heads.value_dim, channels, bias=bias, **made)
 
-    def new_cache(self, rows: int, dtype: torch.dtype = torch.float32) -> GdnCache:
-        """A cache of so many rows, of zeros. dtype is that of the rule's states, torch.float32 or the layer's own."""
+    def new_cache(self, rows: int, dtype: torch.dtype | None = None) -> GdnCache:
+        """A cache of so many rows, of zeros. dtype is that of the rule's states, torch.float32 (float64 in a layer of
+        float64) unless told, or that in which the layer runs: its own, or autocast's."""
+        runs, device = self.in_proj.weight.dtype, self.in_proj.weight.device.type
+        dtype = _full(runs) if dtype is None else dtype
+        if runs != torch.float64 and torch.is_autocast_enabled(device):
+            runs = torch.get_autocast_dtype(device)
+        self._check_dtype("new_cache: dtype", dtype, runs)
         shape = (rows, self.heads.value_heads, self.heads.key_dim, self.heads.value_dim)
         return GdnCache(self.front.new_state(rows), self.in_proj.weight.new_zeros(shape, dtype=dtype))
 
@@ -220,14 +226,20 @@ class GatedDeltaNet(nn.Module):
         rows: Tensor | None = None,
     ) -> Tensor:
         """x [B, S, channels] -> [B, S, channels]; packed sequences are B = 1 and cu_seqlens. With a cache the sequences go on
-        from its rows (0, 1, .. unless told) and leave their states there; gradients do not pass through it."""
+        from its rows (0, 1, .. unless told) and leave their states there; gradients do not pass through it. Rows are
+        distinct and in range; padding is for `step`. On the CPU other rows are a ValueError, on a GPU their values are not
+        looked at and the caches of other requests may be lost. With gradients a call with a cache does not go inside an
+        activation checkpoint, whose second forward would go on from where the first has ended: a RuntimeError there."""
         if cache is None:
             front = self.front(self.in_proj(x), cu_seqlens)
             o, _ = gdn_rule(*_of_the_rule(front), cu_seqlens=cu_seqlens, head_map=self.front.options.head_map)
             return self._finish(o, front.gate)
-        if rows is None:
-            rows = torch.arange(len(x) if cu_seqlens is None else len(cu_seqlens) - 1, device=x.device)
-        conv, rule = cache.conv[rows], cache.rule[rows].to(_full(x))
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0:
+            raise RuntimeError(
+                "GatedDeltaNet: cache: expected no activation checkpoint round a call with a cache, got its second forward"
+            )
+        rows = self._check_rows(cache, rows, len(x) if cu_seqlens is None else len(cu_seqlens) - 1)
+        conv, rule = cache.conv[rows], cache.rule[rows].to(_full(x.dtype))
         front = self.front(self.in_proj(x), cu_seqlens, state=conv, final_state=True)
         o, final = gdn_rule(
             *_of_the_rule(front),
@@ -245,7 +257,11 @@ class GatedDeltaNet(nn.Module):
         """The next few tokens of each request, x [B, S, channels], or packed: the cache is updated in place, row -1 is padding
         and gives what the output projection makes of zeros. Without gradients."""
         with torch.no_grad():
-            front = self.front.step(self.in_proj(x), cache.conv, rows, cu_seqlens)
+            proj = self.in_proj(x)
+            # The cache of the convolution moves on first: what the rule would refuse is refused in front of it.
+            self._check_cache(cache)
+            self._check_dtype("cache.rule", cache.rule.dtype, proj.dtype)
+            front = self.front.step(proj, cache.conv, rows, cu_seqlens)
             o, _ = gdn_rule_step(
                 *_of_the_rule(front),
                 state=cache.rule,
@@ -255,6 +271,42 @@ class GatedDeltaNet(nn.Module):
             )
             return self._finish(o, front.gate)
 
+    def _check_cache(self, cache: GdnCache) -> None:
+        want = (len(cache.conv), self.heads.value_heads, self.heads.key_dim, self.heads.value_dim)
+        if tuple(cache.rule.shape) != want or cache.rule.device != cache.conv.device:
+            raise ValueError(
+                f"GatedDeltaNet: cache.rule: expected {list(want)} on {cache.conv.device}, as cache.conv has rows, got"
+                f" {list(cache.rule.shape)} on {cache.rule.device}"
+            )
+
+    @staticmethod
+    def _check_dtype(what: str, dtype: torch.dtype, runs: torch.dtype) -> None:
+        if dtype not in (_full(runs), runs):
+            names = " or ".join(dict.fromkeys((str(_full(runs)), str(runs))))
+            raise ValueError(f"GatedDeltaNet: {what}: expected {names}, got {dtype}")
+
+    def _check_rows(self, cache: GdnCache, rows: Tensor | None, sequences: int) -> Tensor:
+        """The rows of a call with a cache, one for each sequence; values are looked at where that waits for no device."""
+        self._check_cache(cache)
+        count = len(cache.conv)
+        if rows is None:
+            if sequences > count:
+                raise ValueError(f"GatedDeltaNet: cache: expected a row for each of {sequences} sequences, got {count}")
+            return torch.arange(sequences, device=cache.conv.device)
+        if rows.dtype not in (torch.int32, torch.int64) or tuple(rows.shape) != (sequences,):
+            raise ValueError(
+                f"GatedDeltaNet: rows: expected int32 or int64 [{sequences}], got {rows.dtype} {list(rows.shape)}"
+            )
+        if rows.device.type == "cpu" and not torch.compiler.is_compiling():
+            taken: set[int] = set()
+            for k, row in enumerate(rows.tolist()):
+                if not 0 <= row < count:
+                    raise ValueError(f"GatedDeltaNet: rows[{k}]: expected 0 to {count - 1}, got {row}")
+                if row in taken:
+                    raise ValueError(f"GatedDeltaNet: rows[{k}]: expected a row of its own, got {row} again")
+                taken.add(row)
+        return rows
+
     def _finish(self, o: Tensor, z: Tensor | None) -> Tensor:
         return self.out_proj(self.norm(o, z).flatten(-2))
 
@@ -263,5 +315,5 @@ def _of_the_rule(front: GdnPre) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     return front.query, front.key, front.value, front.beta, front.g
 
 
-def _full(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _full(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
