@@ -9,6 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from gpu_tasks import SUITES  # noqa: E402  (the path above comes first)
+
 ROOT = Path(__file__).resolve().parent.parent
 WORK = Path(sys.argv[1]).resolve()
 OUT, CALLS = WORK / "gpu.jsonl", WORK / "calls"
@@ -130,7 +133,7 @@ assert all(f"share {share}\n" in calls for share in (*shares, "1/1"))
 one = next(line for line in lines if line.get("file") == "test_ops.py")
 assert [one[k] for k in ("passed", "failed", "skipped", "on_gpu", "torch")] == [2, 0, 1, 1, "9.8.7"]
 assert results(lines, "train") == {"train": "skipped"} and results(lines, "ptx80") == {"ptx80": "not built"}
-assert results(lines, "bench").keys() == {"te", "te_cn", "small", "gdn", "fused", "all"}
+assert results(lines, "bench").keys() == set(SUITES)
 assert [line["part"] for line in lines[1:]].index("bench") > [line["part"] for line in lines[1:]].index("python")
 assert "test_good cuda\n" in calls
 whole = len(lines)

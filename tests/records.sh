@@ -61,9 +61,9 @@ cmp "$1/performance.md" "$tools/../docs/performance.md" ||
     { echo "docs/performance.md is older than a record: tools/gpu_table.py --write docs/performance.md" >&2; exit 1; }
 for record in "$tools"/../bench/baselines/*.jsonl; do
     drawn=$(basename "$record" .jsonl).svg
-    "$tools/plot_bench.py" "$record" --suite te --out "$1/$drawn"
+    "$tools/plot_bench.py" "$record" --suite fused --out "$1/$drawn"
     cmp "$1/$drawn" "$tools/../docs/$drawn" ||
-        { echo "docs/$drawn is older than its record: tools/plot_bench.py $record --suite te --out docs/$drawn" >&2; exit 1; }
+        { echo "docs/$drawn is older than its record: tools/plot_bench.py $record --suite fused --out docs/$drawn" >&2; exit 1; }
 done
 
 one=$("$tools/source_hash.py")

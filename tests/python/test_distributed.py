@@ -49,7 +49,9 @@ class Gpt(nn.Module):
         torch.manual_seed(5)
         self.embed = nn.Embedding(VOCAB, C)
         subs = [Attention(), Mlp(), Attention(), Mlp()]
-        self.stack = wt.HyperConnectionStack(subs, C, N, contract="learned", alpha_init=0.3, **options)
+        # From the identity a gradient of alpha is the rest of terms that cancel, and a bound by its own size says nothing.
+        options = {"contract": "learned", "alpha_init": 0.3, "first_mix": "uniform", **options}
+        self.stack = wt.HyperConnectionStack(subs, C, N, **options)
         self.logits = nn.Linear(C, VOCAB, bias=False)
 
     def forward(self, tokens):

@@ -80,6 +80,8 @@ def test_prefill_and_decoding(theirs, modeling):
     ours = converted(layer)
     x = torch.randn(2, 12, C)
     theirs_cache, cache = modeling.DynamicCache(config=config), ours.new_cache(5)
+    if not hasattr(theirs_cache, "get_recurrent_state"):
+        pytest.skip("the cache of transformers before 5.22 does not hand out its states")
     rows = torch.tensor([3, 1])
     with torch.no_grad():
         close(ours(x[:, :7], cache=cache, rows=rows), layer(x[:, :7], cache_params=theirs_cache), "prefill")
