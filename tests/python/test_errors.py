@@ -74,7 +74,7 @@ def test_wrong_shapes():
     )
     refuses(
         ValueError,
-        r"mhc_pre_fwd: alpha: dim 0 \(scales\): expected 2 to 3, got 4",
+        r"mhc_pre_fwd: alpha: dim 0: expected 3, or 2 without a residual mix, got 4",
         wt.pre,
         **{**case.tensors, "alpha": torch.randn(4)},
         **NUM,
