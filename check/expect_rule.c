@@ -172,7 +172,8 @@ void expect_gdn_rule_fwd(expect_call *call)
         }
 }
 
-/* As forward from a row of the cache. What padding leaves is zero; rows that nobody names keep what they have. */
+/* As forward from a row of the cache. Results of padding are zero; rows of the cache that no request names
+ * are unchanged. */
 void expect_gdn_rule_step(expect_call *call)
 {
     const weft_gdn_rule_step_args *a = call->args;

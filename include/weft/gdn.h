@@ -161,7 +161,7 @@ typedef struct weft_gdn_rule_fwd_args {
     double scale; /* usually 1/sqrt(Dk) */
     weft_gdn_head_map head_map;
     /* 0: token after token. Else in chunks of so many tokens, which is the same function: the reference computes it as it
-     * is told, to show that the two forms agree; other backends choose themselves, whatever it says. */
+     * is told, to show that the two forms agree; other backends ignore it. */
     int32_t chunk;
     weft_tensor query, key;  /* [B, S, H, Dk] */
     weft_tensor value;       /* [B, S, Hv, Dv] */
@@ -190,8 +190,8 @@ typedef struct weft_gdn_rule_bwd_args {
  * rows of a cache, as those of gdn_pre_step are. The state is carried in fp32 between the tokens of a call and rounded where it is
  * stored. A cache whose rows are [Hv, Dv, Dk] in memory is passed with those strides; the bits are the same.
  *     new_state receives the states after the last token, in the same rows; other rows keep what they have.
- *     token_state receives the state after every token: for speculative decoding, where only some of the tokens will be accepted. It
- * is memory [B, S, Hv, Dk, Dv], of which S and Hv are one dimension here. Without new_state the cache stays as it is, and the
+ *     token_state receives the state after every token: for speculative decoding, where only some of the tokens will be accepted. In
+ * memory it is [B, S, Hv, Dk, Dv]; S and Hv are one dimension of the tensor. Without new_state the cache stays as it is, and the
  * caller copies the accepted one into its row.
  * A request with index -1 is padding: its results are zero, token_state included, and no state is touched; and so it is on a
  * device with requests whose row the cache does not have or another one names too. On the host these are errors.

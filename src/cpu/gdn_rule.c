@@ -359,7 +359,7 @@ static void step_tile(const rule *j, int64_t h, int64_t t, int64_t count, const 
     }
 }
 
-/* A request and a head; behind the last request, a head of the tokens that belong to nobody. */
+/* An item is a head of a request; items past the last request write zeros for tokens behind the last offset. */
 static void step_item(void *context, int64_t item, int thread)
 {
     const rule *j = context;

@@ -128,7 +128,7 @@ def test_packed():
         before = cache.conv[0].clone()
         out = layer.step(next_tokens, cache, padded, torch.tensor([0, 1, 2, 3]))
     assert not out[:, 1].any() and out[:, 0].any()
-    same(cache.conv[0], before, "a row of nobody")
+    same(cache.conv[0], before, "a row of no request")
     cache.clear(torch.tensor([2]))
     assert not cache.conv[2].any() and not cache.rule[2].any() and cache.rule[3].any()
 

@@ -26,7 +26,7 @@ U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
 
 # Tokens on each rank. The convolution reads three rows back: pieces of one and two tokens hand on what they were given.
 DIVISIONS = {2: ((7, 9), (1, 15)), 4: ((5, 1, 2, 8), (4, 4, 4, 4))}
-# Offsets of packed sequences: one over all ranks, cuts between ranks, empty ones, tokens of nobody at the end.
+# Offsets of packed sequences: one over all ranks, cuts between ranks, empty ones, tokens behind the last offset.
 PACKED = ((0, 16), (0, 3, 3, 7, 12, 16), (0, 1, 6, 14), (0, 0, 5), (0, 16, 16))
 
 

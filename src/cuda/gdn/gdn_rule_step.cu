@@ -273,8 +273,8 @@ static __device__ __forceinline__ int64_t token_state_of(const step_params &a, c
 
 /* ---- kernels --------------------------------------------------------------------------------------------------------- */
 
-/* One warp to a request, a head and a slice of columns; behind the last request, to the tokens that belong to nobody. ANY: sizes up
- * to 32 P rows and strides as they come, element by element. */
+/* A warp has a head of a request and a slice of its columns; warps past the last request write zeros for tokens behind the last
+ * offset. ANY: any strides and up to 32 P rows, element by element. */
 template <class T, class S, int P, int J, bool ANY>
 static __global__ void __launch_bounds__(WARPS * 32, P < 8 && (sizeof(T) == 2 || P < 4) ? 2 : 1)
     step_kernel(const step_params a)

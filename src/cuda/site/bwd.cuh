@@ -44,8 +44,8 @@ static __device__ __forceinline__ void get_record(token_coefs<N, KIND> &k, const
     memcpy(&k, v, sizeof k);
 }
 
-/* Channels q and q + 1, q even, of W neighbouring channels of all streams of a token, in words as they lie in memory: in the (n,C)
- * layout a word is two channels of a stream, in (C,n) two streams of a channel. */
+/* `word` has W neighbouring channels of all streams of a token, in memory order: in the (n,C) layout a word is two channels of a
+ * stream, in (C,n) two streams of a channel. v gets channels q and q + 1; q is even. */
 template <class T, int N, int W, stream_layout L>
 static __device__ __forceinline__ void get_pair(float (&v)[N][2], const uint32_t (&word)[N * W / 2], int q)
 {

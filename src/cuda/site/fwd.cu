@@ -117,7 +117,7 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
                          .half = of_16_bits && is_dtype(&pre->u, act) && is_dtype(&pre->v, act) &&
                                  is_dtype(&pre->h, WEFT_F32) && is_dtype(&pre->ms, WEFT_F32) &&
                                  is_dtype(&pre->pre_in, WEFT_F32),
-                         .layout = of_16_bits && /* of others nobody asks */
+                         .layout = of_16_bits && /* otherwise rejected by `half` */
                                    streams_can_move(&pre->x, layout, addressed) && can_move(&pre->u) &&
                                    can_move(&pre->v) && can_move(&pre->sub_weight),
                          .unmixed = call->scales == 2 || (post && !weft_has(&post->res)),
