@@ -410,7 +410,8 @@ static weft_status run(const weft_call *call, const weft_gdn_pre_fwd_args *f, co
     j.o.gate_stream = head_streams(&j.p, &f->gate);
     int64_t channels = 2 * call->key_heads * call->key_dim + 2 * call->value_heads * call->value_dim;
     cpu_parallel(call, (j.p.s.tokens + TILE - 1) / TILE, j.p.s.tokens * channels, tile, &j);
-    if (weft_has(&f->final_state)) cpu_parallel(call, j.p.s.count, j.p.s.count * channels, final_state, &j);
+    if (weft_has(&f->final_state) && call->history)
+        cpu_parallel(call, j.p.s.count, j.p.s.count * channels, final_state, &j);
     return WEFT_OK;
 }
 
