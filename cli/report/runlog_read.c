@@ -89,12 +89,19 @@ static int note_longer(run_record *r, const char *steps)
     return set_option(r, RUN_LONGER, text);
 }
 
-/* What logs mean that are older than the choice. */
-static int add_first_mix(run_record *r)
+/* What logs mean that are older than a choice. */
+static int add_first_choices(run_record *r)
 {
+    static const struct {
+        const char *name, *value;
+    } choices[] = {{"mixer", "attention"}, {"key-heads", "0"}, {"conv-width", "0"}, {"first-mix", "uniform"}};
     const char *residual = run_record_option(r, "residual");
-    if (!residual || strncmp(residual, "mhc", 3) || run_record_option(r, "first-mix")) return 1;
-    return set_option(r, "first-mix", "uniform");
+    for (size_t i = 0; residual && i < sizeof choices / sizeof *choices; i++) {
+        const int has_none = !strcmp(choices[i].name, "first-mix") && strncmp(residual, "mhc", 3) != 0;
+        if (has_none || run_record_option(r, choices[i].name)) continue;
+        if (!set_option(r, choices[i].name, choices[i].value)) return 0;
+    }
+    return 1;
 }
 
 /* {"name":"value", ...} */
@@ -210,7 +217,7 @@ int run_record_parse(run_record *r, const char *text, size_t size)
     }
     free(key);
     free(value);
-    if (ok && !add_first_mix(r)) {
+    if (ok && !add_first_choices(r)) {
         snprintf(r->error, sizeof r->error, "out of memory");
         return 0;
     }

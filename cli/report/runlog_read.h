@@ -35,7 +35,8 @@ typedef struct run_option {
 #define RUN_LONGER "lengthened at"
 
 typedef struct run_record {
-    /* Each name once, with the value that was written last. A log of mhc that names no first-mix has the uniform one. */
+    /* Each name once, with the value that was written last. A log of mhc that names no first-mix has the uniform one, and
+     * one that names no mixer has attention. */
     run_option *options;
     int num_options;
     double *column[RUN_COLUMNS];

@@ -94,7 +94,7 @@ static const char *value_of(const checkpoint_file *c, const char *name)
 }
 
 /* What an older checkpoint has for an option, which may have gone by another name. Before there was a choice of the first mix mhc
- * began uniform. NULL: nothing. */
+ * began uniform, and before there was one of the mixer it was attention. NULL: nothing. */
 static const char *value_before(const checkpoint_file *c, const option *o)
 {
     static const struct {
@@ -102,6 +102,11 @@ static const char *value_before(const checkpoint_file *c, const option *o)
     } names[] = {{"recompute-group", "group"}, {"micro-batches", "micro"}, {"weight-decay", "decay"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!strcmp(o->name, names[i].now)) return value_of(c, names[i].before);
+    static const struct {
+        const char *name, *value;
+    } attention[] = {{"mixer", "attention"}, {"key-heads", "0"}, {"conv-width", "0"}};
+    for (size_t i = 0; i < sizeof attention / sizeof *attention; i++)
+        if (!strcmp(o->name, attention[i].name)) return attention[i].value;
     const char *residual = value_of(c, "residual");
     if (strcmp(o->name, "first-mix") || !residual) return NULL;
     return strncmp(residual, "mhc", 3) ? "identity" : "uniform";

@@ -4,9 +4,12 @@
 #include <stdio.h>
 #include <string.h>
 
+#include <weft/gdn.h>
+
 static const char *const residuals[] = {"residual", "hc", "mhc", "mhc_single_pass", "independent", NULL};
 static const char *const exits[] = {"auto", "mean", "learned", "mix", NULL};
 static const char *const first_mixes[] = {"uniform", "identity", NULL};
+static const char *const mixers[] = {"attention", "gdn", "hybrid", NULL};
 static const char *const presets[] = {"auto",
                                       "transformer_engine",
                                       "deepseek_v4",
@@ -113,8 +116,13 @@ void train_options_open(train_options *o, option table[MAX_TRAIN_OPTIONS])
         CHOICE(preset, "preset", presets,
                "numerics of mhc, mhc_single_pass and independent; auto: deepseek_v4, deepseek_v41 and hy_v4"),
         INT(streams, "streams", 0, WEFT_MAX_STREAMS, "residual streams; 0: 4, or 1 with the plain residual", 1),
+        CHOICE(
+            mixer, "mixer", mixers,
+            "what mixes tokens in a layer; gdn: Gated DeltaNet; hybrid: three layers of gdn for one of attention"),
         INT(layers, "layers", 1, WEFT_RECOMPUTE_MAX_LAYERS, "transformer layers", 1),
-        INT(heads, "heads", 1, 1024, "attention heads", 1),
+        INT(heads, "heads", 1, 1024, "heads of attention, value heads of gdn", 1),
+        INT(key_heads, "key-heads", 0, 1024, "key heads of gdn; 0: half of the heads", 1),
+        INT(conv_width, "conv-width", 0, WEFT_GDN_MAX_WIDTH, "taps of gdn's convolution; 0: 4", 1),
         INT(channels, "channels", 1, 1 << 20, "width of the model", 1),
         INT(hidden, "hidden", 0, 1 << 22, "width of the MLP; 0: 8/3 of the model's, to a multiple of 64", 1),
         INT(context, "context", 1, 1 << 20, "tokens (bytes) of a sequence", 1),
@@ -179,6 +187,9 @@ int train_options_model(const train_options *o, weft_model_config *c, char *erro
     c->streams = (int32_t)(o->streams ? o->streams : plain ? 1 : 4);
     c->layers = (int32_t)o->layers;
     c->heads = (int32_t)o->heads;
+    c->mixer = (weft_mixer)o->mixer;
+    c->key_heads = (int32_t)o->key_heads;
+    c->conv_width = (int32_t)o->conv_width;
     c->channels = o->channels;
     c->hidden = o->hidden ? o->hidden : (o->channels * 8 / 3 + 63) / 64 * 64;
     c->context = o->context;
@@ -207,6 +218,11 @@ int train_options_model(const train_options *o, weft_model_config *c, char *erro
     }
     if (independent && o->sinkhorn) {
         snprintf(error, size, "--sinkhorn: rejected with --residual independent, which has no residual mix");
+        return 0;
+    }
+    if (!o->mixer && (o->key_heads || o->conv_width)) {
+        snprintf(error, size, "--%s: rejected with --mixer attention, expected --mixer gdn or hybrid",
+                 o->key_heads ? "key-heads" : "conv-width");
         return 0;
     }
     if (o->warmup > o->steps) { /* a run that never reaches its rate */

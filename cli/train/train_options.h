@@ -23,7 +23,8 @@ typedef struct train_options {
     int64_t threads;
     /* the model */
     int residual, exit, preset; /* exit: 0 auto, then weft_exit + 1; preset: 0 auto, then weft_mhc_preset + 1 */
-    int64_t streams, layers, heads, channels, hidden, context, sinkhorn, group;
+    int mixer;                  /* weft_mixer */
+    int64_t streams, layers, heads, key_heads, conv_width, channels, hidden, context, sinkhorn, group;
     int bias, recompute, poison;
     double dropout, alpha;
     int first_mix;

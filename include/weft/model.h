@@ -11,8 +11,9 @@
  * streams are read and written once between two sub-layers. Losses and activations have the bits of site by site; gradients of
  * the streams are rounded once less on their way, which changes no bit where they are f32 on cpu.
  *
- * F is causal attention with rotary positions at even sites and a SwiGLU MLP at odd ones. Equations and gradients of the
- * parts that are not operators of weft/mhc.h: docs/math.md, [T1] to [T6].
+ * F mixes tokens at even sites and is a SwiGLU MLP at odd ones. What mixes tokens is causal attention with rotary positions, or a
+ * Gated DeltaNet layer (weft/gdn.h): proj v, gdn_pre, gdn_rule, gdn_norm with the gate z, and the map out. Equations and gradients of
+ * the parts that are not operators: docs/math.md, [T1] to [T6].
  *
  * The model owns no memory. Parameters are one array, described tensor by tensor by weft_model_param; gradients and the
  * state of an optimiser have the same layout. What a step needs is one block whose exact size weft_model_query tells.
@@ -59,6 +60,15 @@ typedef enum weft_first_mix {
     WEFT_FIRST_MIX_COUNT
 } weft_first_mix;
 
+/* What mixes tokens. A hybrid has three gdn layers for one of attention: every fourth layer, counted in the whole model, is the
+ * attention one. gdn layers have no positions. */
+typedef enum weft_mixer {
+    WEFT_MIXER_ATTENTION = 0, /* "attention" */
+    WEFT_MIXER_GDN,           /* "gdn": no layer of attention */
+    WEFT_MIXER_HYBRID,        /* "hybrid": at least four layers, where the part is a whole model or a block */
+    WEFT_MIXER_COUNT
+} weft_mixer;
+
 /* Which part of a model: all of it, a stage of a pipeline, or the block alone for callers with their own embedding and
  * head. A part has its parameters under the names they have in the whole. Between stages go streams [T, n, C], and their
  * gradients back: T n C elements a hop; with mhc_single_pass also the pre [T, n] that the last site predicted for the next
@@ -93,6 +103,10 @@ typedef struct weft_model_config {
     weft_mhc_numerics numerics;             /* mhc and mhc_single_pass; hc takes rms_eps */
     weft_first_mix first_mix;               /* mhc and mhc_single_pass; uniform with the others */
     int32_t separate; /* 1: mhc and mhc_single_pass run site by site as well, for measurements and tests */
+    /* gdn layers have `heads` value heads of channels / heads, and key heads of the same size. With attention the two are 0. */
+    weft_mixer mixer;
+    int32_t key_heads;  /* divides heads; 0: half of them, which makes a layer as large as one of attention */
+    int32_t conv_width; /* taps of the convolution, 1 to 8; 0: 4 */
 } weft_model_config;
 
 /* A small model of this kind, in as many bytes as config->struct_size says; fields can be changed afterwards:
@@ -108,6 +122,8 @@ WEFT_API const char *weft_exit_name(weft_exit exit);
 WEFT_API weft_exit weft_exit_find(const char *name);
 WEFT_API const char *weft_first_mix_name(weft_first_mix mix);
 WEFT_API weft_first_mix weft_first_mix_find(const char *name);
+WEFT_API const char *weft_mixer_name(weft_mixer mixer);
+WEFT_API weft_mixer weft_mixer_find(const char *name);
 
 /* ---- parameters ------------------------------------------------------------------------------------------------------- */
 
@@ -118,12 +134,15 @@ typedef enum weft_init {
     WEFT_INIT_NORMAL,   /* standard deviation 0.02 */
     WEFT_INIT_RESIDUAL, /* the same by sqrt(2 layers): what writes to the residual streams */
     WEFT_INIT_XAVIER,   /* uniform within sqrt(6 / (rows + columns)) */
-    WEFT_INIT_HC, /* pre: stream s mod n; post: 1; res: identity. The plain residual, to first order in alpha */
-    WEFT_INIT_MIX /* config.first_mix where it is not uniform */
+    WEFT_INIT_HC,    /* pre: stream s mod n; post: 1; res: identity. The plain residual, to first order in alpha */
+    WEFT_INIT_MIX,   /* config.first_mix where it is not uniform */
+    WEFT_INIT_TAPS,  /* uniform within 1/sqrt(columns) */
+    WEFT_INIT_DECAY, /* logarithm of a number that is uniform between 1 and 16 */
+    WEFT_INIT_STEP   /* softplus of it is between 0.001 and 0.1, uniform on a logarithmic scale */
 } weft_init;
 
 typedef struct weft_model_param {
-    char name[64]; /* "layers.0.attention.qkv.weight" */
+    char name[64]; /* "layers.0.attention.qkv.weight"; "layers.0.gdn.proj.weight" in a layer of gdn */
     int32_t ndim;
     int64_t shape[2];
     int64_t offset, count; /* elements, in the array of all parameters */
@@ -161,7 +180,7 @@ typedef struct weft_model {
     weft_recompute recompute;
     int32_t phase;
     weft_model_config config;
-    uint64_t reserved[31];
+    uint64_t reserved[29];
 } weft_model;
 
 WEFT_API weft_status weft_model_query(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
@@ -207,7 +226,7 @@ WEFT_API weft_status weft_model_backward(const weft_exec *exec, weft_model *mode
 WEFT_API weft_tensor weft_model_logits(const weft_model *model);
 
 /* The residual mix of a site of the last forward, in the backend's memory: [tokens, n, n], f32 beside bf16. Sites are numbered
- * through the layers of the stage, attention and MLP in turn, from 0 to 2 layers - 1. The indices are those of
+ * through the layers of the stage, mixer and MLP in turn, from 0 to 2 layers - 1. The indices are those of
  * config.numerics.apply; in hc, [i, o]. Absent for the plain residual, for independent, and for another site. */
 WEFT_API weft_tensor weft_model_mix(const weft_model *model, int32_t site);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The sub-layers: attention [T2] and the SwiGLU MLP [T3], and the linear maps they are made of [T1]. The bias of a
- * sub-layer's last map is left to the merge. */
+ * The sub-layers: attention [T2], gdn (gdn.c) and the SwiGLU MLP [T3], and the linear maps they are made of [T1]. The bias of
+ * a sub-layer's last map is left to the merge. */
 #include "model/model.h"
 
 weft_status linear_forward(run *r, const linear *l, const void *x, void *y)
@@ -88,10 +88,18 @@ typedef struct maps {
     linear in, out;
 } maps;
 
+static bool is_gdn_site(const run *r, int32_t index)
+{
+    return index % SITES == 0 && is_gdn(r->config, index / SITES);
+}
+
 static maps maps_of(const run *r, int32_t index)
 {
     const weft_model_config *c = r->config;
     int32_t layer = index / SITES;
+    if (is_gdn_site(r, index))
+        return (maps){{PROJ, PROJ_BIAS, layer, c->channels, mixer_columns(c, layer), 0},
+                      {OUT, PARAM_COUNT, layer, c->channels, c->channels, 0}};
     if (index % SITES == 0)
         return (maps){{QKV, QKV_BIAS, layer, c->channels, 3 * c->channels, 0},
                       {OUT, PARAM_COUNT, layer, c->channels, c->channels, 0}};
@@ -103,6 +111,7 @@ weft_status branch_forward(run *r, int32_t index, const void *v)
 {
     maps m = maps_of(r, index);
     site_memory s = site_at(r, index);
+    if (is_gdn_site(r, index)) return gdn_forward(r, index / SITES, &m.in, &m.out, &s, v);
     if (index % SITES == 0) {
         weft_attention a = attention_of(r, &s);
         WEFT_TRY(linear_forward(r, &m.in, v, s.qkv));
@@ -121,7 +130,9 @@ weft_status branch_backward(run *r, int32_t index, const void *v)
     maps m = maps_of(r, index);
     site_memory s = site_at(r, index);
     scratch *w = &r->scratch;
-    if (index % SITES == 0) {
+    if (is_gdn_site(r, index)) {
+        WEFT_TRY(gdn_backward(r, index / SITES, &m.out, &s));
+    } else if (index % SITES == 0) {
         weft_attention a = attention_of(r, &s);
         a.d_o = w->row_c, a.d_qkv = w->wide;
         WEFT_TRY(linear_d_input(r, &m.out, w->row_a, w->row_c));

@@ -17,6 +17,9 @@ static const char *const exits[WEFT_EXIT_COUNT] = {
 static const char *const first_mixes[WEFT_FIRST_MIX_COUNT] = {
     [WEFT_FIRST_MIX_UNIFORM] = "uniform", [WEFT_FIRST_MIX_IDENTITY] = "identity"};
 
+static const char *const mixers[WEFT_MIXER_COUNT] = {
+    [WEFT_MIXER_ATTENTION] = "attention", [WEFT_MIXER_GDN] = "gdn", [WEFT_MIXER_HYBRID] = "hybrid"};
+
 const char *weft_residual_name(weft_residual residual)
 {
     return residual >= 0 && residual < WEFT_RESIDUAL_COUNT ? residuals[residual] : NULL;
@@ -51,6 +54,18 @@ weft_first_mix weft_first_mix_find(const char *name)
     int i = 0;
     while (i < WEFT_FIRST_MIX_COUNT && (!name || strcmp(name, first_mixes[i]) != 0)) i++;
     return (weft_first_mix)i;
+}
+
+const char *weft_mixer_name(weft_mixer mixer)
+{
+    return mixer >= 0 && mixer < WEFT_MIXER_COUNT ? mixers[mixer] : NULL;
+}
+
+weft_mixer weft_mixer_find(const char *name)
+{
+    int i = 0;
+    while (i < WEFT_MIXER_COUNT && (!name || strcmp(name, mixers[i]) != 0)) i++;
+    return (weft_mixer)i;
 }
 
 static const weft_sizes config_sizes = {offsetof(weft_model_config, first_mix), sizeof(weft_model_config),
@@ -116,6 +131,9 @@ static weft_status check_ranges(const weft_model_config *c)
         {"poison", c->poison, 0, 1},
         {"first_mix", c->first_mix, 0, WEFT_FIRST_MIX_COUNT - 1},
         {"separate", c->separate, 0, 1},
+        {"mixer", c->mixer, 0, WEFT_MIXER_COUNT - 1},
+        {"key_heads", c->key_heads, 0, 1024},
+        {"conv_width", c->conv_width, 0, WEFT_GDN_MAX_WIDTH},
         {"group", c->group, 0, c->layers},
         {"sinkhorn_iters", c->numerics.sinkhorn_iters, 1, 10000},
     };
@@ -139,6 +157,36 @@ static weft_status check_reals(const weft_model_config *c)
     if (!(c->rope_base >= 1 && isfinite(c->rope_base)))
         return weft_fail(WEFT_ERR_ARGUMENT, "model: rope_base: expected a finite number of at least 1, got %g",
                          c->rope_base);
+    return WEFT_OK;
+}
+
+static weft_status check_mixer(const weft_model_config *c)
+{
+    const bool attention = c->mixer == WEFT_MIXER_ATTENTION;
+    if (attention && (c->key_heads || c->conv_width))
+        return weft_fail(WEFT_ERR_ARGUMENT, "model: %s: expected 0 with the mixer attention, got %d",
+                         c->key_heads ? "key_heads" : "conv_width",
+                         (int)(c->key_heads ? c->key_heads : c->conv_width));
+    if (attention) return WEFT_OK;
+    if (c->mixer == WEFT_MIXER_HYBRID && (c->stage == WEFT_STAGE_WHOLE || c->stage == WEFT_STAGE_BLOCK) &&
+        c->layers < HYBRID_PERIOD)
+        return weft_fail(
+            WEFT_ERR_ARGUMENT,
+            "model: layers: expected at least %d with the mixer hybrid, three of gdn and one of attention, got %d",
+            HYBRID_PERIOD, (int)c->layers);
+    if (!c->key_heads && c->heads % 2)
+        return weft_fail(
+            WEFT_ERR_ARGUMENT,
+            "model: heads: expected an even number with the mixer %s and half as many key heads, got %d",
+            mixers[c->mixer], (int)c->heads);
+    if (c->key_heads && c->heads % c->key_heads)
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "model: key_heads: expected a divisor of the %d heads with the mixer %s, got %d",
+                         (int)c->heads, mixers[c->mixer], (int)c->key_heads);
+    if (c->channels / c->heads > WEFT_GDN_MAX_DIM)
+        return weft_fail(WEFT_ERR_ARGUMENT,
+                         "model: heads: expected heads of at most %d channels with the mixer %s, got %lld",
+                         WEFT_GDN_MAX_DIM, mixers[c->mixer], (long long)(c->channels / c->heads));
     return WEFT_OK;
 }
 
@@ -168,6 +216,7 @@ weft_status config_take(const weft_model_config *given, weft_model_config *copy,
         return weft_fail(WEFT_ERR_ARGUMENT,
                          "model: heads: expected channels (%lld) to split into heads of an even size, got %d heads",
                          (long long)c->channels, (int)c->heads);
+    WEFT_TRY(check_mixer(c));
     bool plain = c->residual == WEFT_RESIDUAL_PLAIN, single = c->residual == WEFT_RESIDUAL_MHC_SINGLE_PASS;
     if (plain && c->streams != 1)
         return weft_fail(WEFT_ERR_ARGUMENT, "model: streams: expected 1 with the plain residual, got %d",

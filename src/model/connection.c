@@ -6,24 +6,24 @@
 
 typedef weft_status pass(run *r, int32_t index, const weft_recompute_site *at);
 
-static param connection_param(int32_t index, param of_attention)
+static param connection_param(int32_t index, param of_mixer)
 {
-    return (param)(of_attention + (index % SITES ? MLP_PHI - ATTENTION_PHI : 0));
+    return (param)(of_mixer + (index % SITES ? MLP_PHI - MIXER_PHI : 0));
 }
 
 static param norm_param(int32_t index)
 {
-    return index % SITES ? MLP_NORM : ATTENTION_NORM;
+    return index % SITES ? MLP_NORM : MIXER_NORM;
 }
 
-static weft_tensor connection_tensor(const run *r, int32_t index, param of_attention)
+static weft_tensor connection_tensor(const run *r, int32_t index, param of_mixer)
 {
-    return param_tensor(r, connection_param(index, of_attention), index / SITES);
+    return param_tensor(r, connection_param(index, of_mixer), index / SITES);
 }
 
-static weft_grad connection_grad(const run *r, int32_t index, param of_attention)
+static weft_grad connection_grad(const run *r, int32_t index, param of_mixer)
 {
-    return param_grad(r, connection_param(index, of_attention), index / SITES);
+    return param_grad(r, connection_param(index, of_mixer), index / SITES);
 }
 
 /* A matrix [rows, a * b] seen as [rows, a, b]. */
@@ -106,7 +106,7 @@ static weft_status hc_forward(run *r, int32_t index, const weft_recompute_site *
     site_memory s = site_at(r, index);
     weft_tensor u = rows_of(r, r->scratch.row_a);
     RUN_OP(r, mhc_project_fwd, .x = hc_streams(r, at->x.data),
-           .phi = split(connection_tensor(r, index, ATTENTION_PHI), 1),
+           .phi = split(connection_tensor(r, index, MIXER_PHI), 1),
            .h = weft_dense2(s.h, full_of(r), r->tokens * n, n + 2),
            .ms = weft_dense1(s.ms, full_of(r), r->tokens * n));
     RUN_NN(r, hc_gates_fwd,
@@ -115,8 +115,8 @@ static weft_status hc_forward(run *r, int32_t index, const weft_recompute_site *
                             .eps = c->numerics.rms_eps,
                             .h = s.h,
                             .ms = s.ms,
-                            .alpha = connection_tensor(r, index, ATTENTION_ALPHA).data,
-                            .beta = connection_tensor(r, index, ATTENTION_BETA).data,
+                            .alpha = connection_tensor(r, index, MIXER_ALPHA).data,
+                            .beta = connection_tensor(r, index, MIXER_BETA).data,
                             .pre = s.pre,
                             .post = s.post,
                             .res = s.res});
@@ -145,20 +145,20 @@ static weft_status hc_backward(run *r, int32_t index, const weft_recompute_site 
                             .eps = c->numerics.rms_eps,
                             .h = s.h,
                             .ms = s.ms,
-                            .alpha = connection_tensor(r, index, ATTENTION_ALPHA).data,
-                            .beta = connection_tensor(r, index, ATTENTION_BETA).data,
+                            .alpha = connection_tensor(r, index, MIXER_ALPHA).data,
+                            .beta = connection_tensor(r, index, MIXER_BETA).data,
                             .d_pre = w->d_pre[0],
                             .d_post = w->d_post[0],
                             .d_res = w->d_res[0],
                             .d_h = w->d_h,
                             .d_ms = w->d_ms,
-                            .d_alpha = connection_grad(r, index, ATTENTION_ALPHA).to.data,
-                            .d_beta = connection_grad(r, index, ATTENTION_BETA).to.data});
+                            .d_alpha = connection_grad(r, index, MIXER_ALPHA).to.data,
+                            .d_beta = connection_grad(r, index, MIXER_BETA).to.data});
     RUN_OP(r, mhc_project_bwd, .x = hc_streams(r, at->x.data),
-           .phi = split(connection_tensor(r, index, ATTENTION_PHI), 1),
+           .phi = split(connection_tensor(r, index, MIXER_PHI), 1),
            .d_h = weft_dense2(w->d_h, full_of(r), r->tokens * n, n + 2),
            .d_ms = weft_dense1(w->d_ms, full_of(r), r->tokens * n), .d_x = {hc_streams(r, w->d_x), 1},
-           .d_phi = split_grad(connection_grad(r, index, ATTENTION_PHI), 1));
+           .d_phi = split_grad(connection_grad(r, index, MIXER_PHI), 1));
     return WEFT_OK;
 }
 
@@ -210,9 +210,8 @@ static weft_status mhc_forward(run *r, int32_t index, const weft_recompute_site 
     int64_t n = c->streams;
     site_memory s = site_at(r, index);
     RUN_OP(r, mhc_pre_fwd, .numerics = c->numerics, .sub_eps = c->norm_eps, .x = at->x,
-           .phi = split(connection_tensor(r, index, ATTENTION_PHI), n),
-           .alpha = connection_tensor(r, index, ATTENTION_ALPHA),
-           .beta = connection_tensor(r, index, ATTENTION_BETA),
+           .phi = split(connection_tensor(r, index, MIXER_PHI), n),
+           .alpha = connection_tensor(r, index, MIXER_ALPHA), .beta = connection_tensor(r, index, MIXER_BETA),
            .pre_in = shifted(r) ? pre_of(r, index) : (weft_tensor){0},
            .sub_weight = param_tensor(r, norm_param(index), index / SITES), .h = per_token(r, s.h, gates_of(c)),
            .ms = weft_dense1(s.ms, full_of(r), r->tokens), .pre = per_token(r, s.pre, n),
@@ -226,17 +225,16 @@ static weft_status mhc_backward(run *r, int32_t index, const weft_recompute_site
     int64_t n = c->streams;
     site_memory s = site_at(r, index);
     scratch *w = &r->scratch;
-    RUN_OP(
-        r, mhc_pre_bwd, .numerics = c->numerics, .sub_eps = c->norm_eps, .x = at->x,
-        .phi = split(connection_tensor(r, index, ATTENTION_PHI), n),
-        .alpha = connection_tensor(r, index, ATTENTION_ALPHA), .beta = connection_tensor(r, index, ATTENTION_BETA),
-        .pre_in = shifted(r) ? pre_of(r, index) : (weft_tensor){0},
-        .sub_weight = param_tensor(r, norm_param(index), index / SITES), .h = per_token(r, s.h, gates_of(c)),
-        .ms = weft_dense1(s.ms, full_of(r), r->tokens), .d_v = rows_of(r, w->row_b), .d_pre = d_pre_out(r, index),
-        .d_post = d_post_of(r, index), .d_res = d_res_of(r, index), .d_x = {streams_of(r, w->d_x), 1},
-        .d_phi = split_grad(connection_grad(r, index, ATTENTION_PHI), n),
-        .d_alpha = connection_grad(r, index, ATTENTION_ALPHA), .d_beta = connection_grad(r, index, ATTENTION_BETA),
-        .d_pre_in = {d_pre_in(r, index), 0}, .d_sub_weight = param_grad(r, norm_param(index), index / SITES));
+    RUN_OP(r, mhc_pre_bwd, .numerics = c->numerics, .sub_eps = c->norm_eps, .x = at->x,
+           .phi = split(connection_tensor(r, index, MIXER_PHI), n),
+           .alpha = connection_tensor(r, index, MIXER_ALPHA), .beta = connection_tensor(r, index, MIXER_BETA),
+           .pre_in = shifted(r) ? pre_of(r, index) : (weft_tensor){0},
+           .sub_weight = param_tensor(r, norm_param(index), index / SITES), .h = per_token(r, s.h, gates_of(c)),
+           .ms = weft_dense1(s.ms, full_of(r), r->tokens), .d_v = rows_of(r, w->row_b),
+           .d_pre = d_pre_out(r, index), .d_post = d_post_of(r, index), .d_res = d_res_of(r, index),
+           .d_x = {streams_of(r, w->d_x), 1}, .d_phi = split_grad(connection_grad(r, index, MIXER_PHI), n),
+           .d_alpha = connection_grad(r, index, MIXER_ALPHA), .d_beta = connection_grad(r, index, MIXER_BETA),
+           .d_pre_in = {d_pre_in(r, index), 0}, .d_sub_weight = param_grad(r, norm_param(index), index / SITES));
     return WEFT_OK;
 }
 
@@ -378,15 +376,14 @@ static weft_status join_fwd(run *r, const merged *m, int32_t next, const weft_te
     const weft_model_config *c = r->config;
     int64_t n = c->streams;
     site_memory s = site_at(r, next);
-    RUN_OP(r, mhc_boundary_fwd, .numerics = c->numerics, .dropout = m->dropout, .sub_eps = c->norm_eps, .x = m->x,
-           .f = m->f, .bias = m->bias, .post = m->post, .res = m->res,
-           .phi = split(connection_tensor(r, next, ATTENTION_PHI), n),
-           .alpha = connection_tensor(r, next, ATTENTION_ALPHA), .beta = connection_tensor(r, next, ATTENTION_BETA),
-           .pre_in = shifted(r) ? pre_of(r, next) : (weft_tensor){0},
-           .sub_weight = param_tensor(r, norm_param(next), next / SITES), .y = *y,
-           .h = per_token(r, s.h, gates_of(c)), .ms = weft_dense1(s.ms, full_of(r), r->tokens),
-           .pre_out = per_token(r, s.pre, n), .post_out = per_token(r, s.post, n), .res_out = mix_of(r, s.res),
-           .v = *v);
+    RUN_OP(
+        r, mhc_boundary_fwd, .numerics = c->numerics, .dropout = m->dropout, .sub_eps = c->norm_eps, .x = m->x,
+        .f = m->f, .bias = m->bias, .post = m->post, .res = m->res,
+        .phi = split(connection_tensor(r, next, MIXER_PHI), n), .alpha = connection_tensor(r, next, MIXER_ALPHA),
+        .beta = connection_tensor(r, next, MIXER_BETA), .pre_in = shifted(r) ? pre_of(r, next) : (weft_tensor){0},
+        .sub_weight = param_tensor(r, norm_param(next), next / SITES), .y = *y, .h = per_token(r, s.h, gates_of(c)),
+        .ms = weft_dense1(s.ms, full_of(r), r->tokens), .pre_out = per_token(r, s.pre, n),
+        .post_out = per_token(r, s.post, n), .res_out = mix_of(r, s.res), .v = *v);
     return WEFT_OK;
 }
 
@@ -402,16 +399,16 @@ static weft_status join_bwd(run *r, const merged *m, const merged_grads *d, int3
     site_memory s = site_at(r, next);
     RUN_OP(r, mhc_boundary_bwd, .numerics = c->numerics, .dropout = m->dropout, .sub_eps = c->norm_eps, .x = m->x,
            .f = m->f, .bias = m->bias, .post = m->post, .res = m->res, .y = *y,
-           .phi = split(connection_tensor(r, next, ATTENTION_PHI), n),
+           .phi = split(connection_tensor(r, next, MIXER_PHI), n),
            .pre_in = shifted(r) ? pre_of(r, next) : (weft_tensor){0},
            .sub_weight = param_tensor(r, norm_param(next), next / SITES),
-           .alpha = connection_tensor(r, next, ATTENTION_ALPHA), .beta = connection_tensor(r, next, ATTENTION_BETA),
+           .alpha = connection_tensor(r, next, MIXER_ALPHA), .beta = connection_tensor(r, next, MIXER_BETA),
            .h = per_token(r, s.h, gates_of(c)), .ms = weft_dense1(s.ms, full_of(r), r->tokens),
            .d_y = streams_of(r, r->scratch.d_x), .d_v = rows_of(r, r->scratch.row_b),
            .d_pre_out = d_pre_out(r, next), .d_post_out = d_post_of(r, next), .d_res_out = d_res_of(r, next),
            .d_x = d->d_x, .d_f = d->d_f, .d_bias = d->d_bias, .d_post = d->d_post, .d_res = d->d_res,
-           .d_phi = split_grad(connection_grad(r, next, ATTENTION_PHI), n),
-           .d_alpha = connection_grad(r, next, ATTENTION_ALPHA), .d_beta = connection_grad(r, next, ATTENTION_BETA),
+           .d_phi = split_grad(connection_grad(r, next, MIXER_PHI), n),
+           .d_alpha = connection_grad(r, next, MIXER_ALPHA), .d_beta = connection_grad(r, next, MIXER_BETA),
            .d_pre_in = {d_pre_in(r, next), 0}, .d_sub_weight = param_grad(r, norm_param(next), next / SITES));
     return WEFT_OK;
 }

@@ -22,7 +22,7 @@ int64_t no_streams_count(const weft_model_config *c, int64_t tokens)
 void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int64_t length, whole *w)
 {
     bool learned = c->exit == WEFT_EXIT_LEARNED && contracts(c);
-    *w = (whole){.rope = full(arena, c, length * (c->channels / c->heads)),
+    *w = (whole){.rope = attends(c) ? full(arena, c, length * (c->channels / c->heads)) : NULL,
                  .ones = full(arena, c, c->streams),
                  .one_hot = full(arena, c, c->streams)};
     if (is_shifted(c) && hops_in(c)) w->mix_in = full(arena, c, tokens * c->streams);
@@ -42,7 +42,7 @@ void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, i
     w->exit_ms = learned ? full(arena, c, tokens) : NULL;
 }
 
-void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int32_t parity, site_memory *s)
+void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int32_t index, site_memory *s)
 {
     int64_t n = c->streams;
     bool streams = c->residual != WEFT_RESIDUAL_PLAIN, hc = c->residual == WEFT_RESIDUAL_HC;
@@ -54,17 +54,19 @@ void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, in
         s->post = full(arena, c, tokens * n);
         if (!is_independent(c)) s->res = full(arena, c, tokens * n * n);
     }
-    if (parity == 0) {
-        s->qkv = take(arena, c, tokens * 3 * c->channels);
+    if (index % SITES == 0) {
+        s->qkv = take(arena, c, tokens * mixer_columns(c, index / SITES));
         s->o = take(arena, c, tokens * c->channels);
-        s->lse = full(arena, c, tokens * c->heads);
+        if (!is_gdn(c, index / SITES)) s->lse = full(arena, c, tokens * c->heads);
     } else
         s->gate_up = take(arena, c, tokens * 2 * c->hidden);
 }
 
 void scratch_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, scratch *s)
 {
-    int64_t n = c->streams, wide = 3 * c->channels > 2 * c->hidden ? 3 * c->channels : 2 * c->hidden;
+    int64_t n = c->streams, wide = 2 * c->hidden;
+    if (attends(c) && 3 * c->channels > wide) wide = 3 * c->channels;
+    if (has_gdn(c) && gdn_sizes_of(c).proj > wide) wide = gdn_sizes_of(c).proj;
     bool streams = c->residual != WEFT_RESIDUAL_PLAIN, hc = c->residual == WEFT_RESIDUAL_HC;
     *s = (scratch){.d_x = take(arena, c, tokens * n * c->channels),
                    .row_a = take(arena, c, tokens * c->channels),
@@ -81,6 +83,15 @@ void scratch_take(weft_arena *arena, const weft_model_config *c, int64_t tokens,
             if (!is_independent(c)) s->d_res[i] = full(arena, c, tokens * n * n);
         }
         if (!joins(c)) s->d_post[1] = s->d_post[0], s->d_res[1] = s->d_res[0];
+    }
+    if (has_gdn(c)) {
+        const gdn_sizes z = gdn_sizes_of(c);
+        s->query = take(arena, c, tokens * z.keys), s->d_query = take(arena, c, tokens * z.keys);
+        s->key = take(arena, c, tokens * z.keys), s->d_key = take(arena, c, tokens * z.keys);
+        s->value = take(arena, c, tokens * c->channels), s->d_value = take(arena, c, tokens * c->channels);
+        s->beta = full(arena, c, tokens * z.heads), s->d_beta = full(arena, c, tokens * z.heads);
+        s->g = full(arena, c, tokens * z.heads), s->d_g = full(arena, c, tokens * z.heads);
+        s->d_o = take(arena, c, tokens * c->channels);
     }
     if (joins(c)) s->d_y = take(arena, c, tokens * n * c->channels);
     if (hc) {

@@ -52,21 +52,33 @@ const void *param_weight(const run *r, param p, int32_t layer)
 
 /* The block: recompute | whole | sites | scratch | workspace. */
 typedef struct layout {
-    size_t whole, sites, layer, scratch, workspace;
+    size_t whole, sites, layer[2], scratch, workspace; /* layer: of attention, of gdn */
 } layout;
+
+/* Bytes of what the first so many layers leave. */
+static size_t layers_bytes(const layout *l, const weft_model_config *c, int32_t layers)
+{
+    const int32_t of_gdn = count_gdn(c, layers);
+    return weft_bytes_plus(weft_bytes_times((size_t)(layers - of_gdn), l->layer[0]),
+                           weft_bytes_times((size_t)of_gdn, l->layer[1]));
+}
 
 static layout lay_out(const weft_model_config *c, int64_t tokens, int64_t length, size_t recompute)
 {
-    weft_arena a = {0}, b = {0}, d = {0};
+    weft_arena a = {0}, d = {0};
     whole w;
     site_memory s;
     scratch t;
     whole_take(&a, c, tokens, length, &w);
-    for (int32_t i = 0; i < SITES; i++) site_take(&b, c, tokens, i, &s);
     scratch_take(&d, c, tokens, &t);
-    layout l = {.whole = recompute, .layer = b.used};
+    layout l = {.whole = recompute};
+    for (int32_t layer = 0; layer < c->layers && layer < HYBRID_PERIOD; layer++) { /* in which each kind occurs */
+        weft_arena b = {0};
+        for (int32_t i = 0; i < SITES; i++) site_take(&b, c, tokens, SITES * layer + i, &s);
+        l.layer[is_gdn(c, layer)] = b.used;
+    }
     l.sites = weft_bytes_plus(l.whole, a.used);
-    l.scratch = weft_bytes_plus(l.sites, weft_bytes_times((size_t)c->layers, l.layer));
+    l.scratch = weft_bytes_plus(l.sites, layers_bytes(&l, c, c->layers));
     l.workspace = weft_bytes_plus(l.scratch, d.used);
     return l;
 }
@@ -79,9 +91,9 @@ static layout layout_of(const run *r)
 site_memory site_at(const run *r, int32_t index)
 {
     layout l = layout_of(r);
-    weft_arena arena = {r->model->memory, l.sites + (size_t)(index / SITES) * l.layer};
+    weft_arena arena = {r->model->memory, l.sites + layers_bytes(&l, r->config, index / SITES)};
     site_memory s;
-    for (int32_t i = 0; i <= index % SITES; i++) site_take(&arena, r->config, r->tokens, i, &s);
+    for (int32_t i = index / SITES * SITES; i <= index; i++) site_take(&arena, r->config, r->tokens, i, &s);
     return s;
 }
 
@@ -286,7 +298,7 @@ static weft_status forward(run *r)
     WEFT_TRY(weft_recompute_begin(&m->recompute));
     WEFT_TRY(weft_recompute_site_at(&m->recompute, 0, &at));
     if (is_narrow(c)) RUN_NN(r, narrow, r->whole.weights, r->args->parameters, param_elements(c));
-    RUN_NN(r, rope_table, r->whole.rope, m->length, c->channels / c->heads, c->rope_base);
+    if (attends(c)) RUN_NN(r, rope_table, r->whole.rope, m->length, c->channels / c->heads, c->rope_base);
     RUN_NN(r, fill, r->whole.ones, 1, c->streams);
     RUN_NN(r, fill, r->whole.one_hot, 0, c->streams);
     RUN_NN(r, fill, r->whole.one_hot, 1, 1);
@@ -374,8 +386,8 @@ static weft_status first_bad(run *r, char *name)
         for (size_t i = 0; i < 2; i++) {
             RUN_NN(r, first_bad, parts[i].data, parts[i].dtype, parts[i].count, &bad);
             if (bad < 0) continue;
-            snprintf(name, 64, "layers.%d.%s.%s", (int)(c->first_layer + index / SITES),
-                     index % SITES ? "mlp" : "attention", parts[i].what);
+            snprintf(name, 64, "layers.%d.%s.%s", (int)(c->first_layer + index / SITES), site_name(c, index),
+                     parts[i].what);
             return WEFT_OK;
         }
     }

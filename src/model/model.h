@@ -4,12 +4,13 @@
 #ifndef WEFT_MODEL_MODEL_H
 #define WEFT_MODEL_MODEL_H
 
+#include <weft/gdn.h>
 #include <weft/model.h>
 #include <weft/norm.h>
 
 #include "core/nn.h"
 
-enum { SITES = 2 }; /* per layer: attention, MLP */
+enum { SITES = 2 }; /* per layer: mixer, MLP */
 
 /* A configuration in the current layout, checked: the caller's, or a completed copy (config.c). */
 weft_status config_take(const weft_model_config *given, weft_model_config *copy, const weft_model_config **taken);
@@ -18,12 +19,18 @@ weft_status config_take(const weft_model_config *given, weft_model_config *copy,
 
 typedef enum param {
     EMBED,
-    ATTENTION_PHI, /* phi, alpha and beta of a site follow each other, and so at the MLP's site */
-    ATTENTION_ALPHA,
-    ATTENTION_BETA,
-    ATTENTION_NORM,
-    QKV,
+    MIXER_PHI, /* phi, alpha and beta of a site follow each other, and so at the MLP's site */
+    MIXER_ALPHA,
+    MIXER_BETA,
+    MIXER_NORM,
+    QKV, /* of attention */
     QKV_BIAS,
+    PROJ, /* of gdn, to GATED_NORM */
+    PROJ_BIAS,
+    TAPS,
+    DECAY,
+    STEP,
+    GATED_NORM,
     OUT,
     OUT_BIAS,
     MLP_PHI,
@@ -58,7 +65,65 @@ static inline bool contracts(const weft_model_config *c)
     return has_exit(c) || c->stage == WEFT_STAGE_BLOCK;
 }
 
-/* Elements from the start of the array; -1 where a model of this kind has no such parameter. */
+/* Does this layer of the stage mix tokens by the gated delta rule? */
+enum { HYBRID_PERIOD = 4 };
+static inline bool is_gdn(const weft_model_config *c, int32_t layer)
+{
+    bool attends = c->mixer == WEFT_MIXER_ATTENTION ||
+                   (c->mixer == WEFT_MIXER_HYBRID && (c->first_layer + layer) % HYBRID_PERIOD == HYBRID_PERIOD - 1);
+    return !attends;
+}
+
+/* How many of the first `layers` layers of the stage do. */
+static inline int32_t count_gdn(const weft_model_config *c, int32_t layers)
+{
+    const int32_t end = c->first_layer + layers;
+    if (c->mixer != WEFT_MIXER_HYBRID) return c->mixer == WEFT_MIXER_GDN ? layers : 0;
+    return layers - (end / HYBRID_PERIOD - c->first_layer / HYBRID_PERIOD);
+}
+
+static inline bool has_gdn(const weft_model_config *c)
+{
+    return count_gdn(c, c->layers) > 0;
+}
+
+static inline bool attends(const weft_model_config *c)
+{
+    return count_gdn(c, c->layers) < c->layers;
+}
+
+/* Sizes of a gdn layer. Value heads are heads, and all heads have channels / heads channels. */
+typedef struct gdn_sizes {
+    int64_t heads, key_heads, dim, taps;
+    int64_t keys, conv, proj; /* columns of the keys, of what passes the convolution, of the projection */
+} gdn_sizes;
+
+static inline gdn_sizes gdn_sizes_of(const weft_model_config *c)
+{
+    const int64_t dim = c->channels / c->heads, key_heads = c->key_heads ? c->key_heads : c->heads / 2;
+    const int64_t keys = key_heads * dim, conv = 2 * keys + c->channels;
+    return (gdn_sizes){.heads = c->heads,
+                       .key_heads = key_heads,
+                       .dim = dim,
+                       .taps = c->conv_width ? c->conv_width : 4,
+                       .keys = keys,
+                       .conv = conv,
+                       .proj = conv + c->channels + 2 * (int64_t)c->heads};
+}
+
+/* Columns of what the first map of a mixer gives. */
+static inline int64_t mixer_columns(const weft_model_config *c, int32_t layer)
+{
+    return is_gdn(c, layer) ? gdn_sizes_of(c).proj : 3 * c->channels;
+}
+
+/* "layers.3.gdn" is "layers.3." and this. */
+static inline const char *site_name(const weft_model_config *c, int32_t index)
+{
+    return index % SITES ? "mlp" : is_gdn(c, index / SITES) ? "gdn" : "attention";
+}
+
+/* Elements from the start of the array; -1 where the model, or this layer, has no such parameter. */
 int64_t param_offset(const weft_model_config *config, param p, int32_t layer);
 /* Shape of a parameter. */
 weft_tensor param_shape(const weft_model_config *config, param p);
@@ -128,7 +193,7 @@ void recompute_shape(const weft_recompute_desc *desc, weft_recompute *recompute)
 typedef struct site_memory {
     void *h, *ms, *pre, *post, *res; /* the connection */
     void *f;                         /* the sub-layer's output, without its bias */
-    void *qkv, *o, *lse;             /* attention */
+    void *qkv, *o, *lse;             /* attention; in a gdn layer qkv is the projection, and there is no lse */
     void *gate_up;                   /* MLP */
 } site_memory;
 
@@ -143,11 +208,13 @@ typedef struct whole {
 } whole;
 
 typedef struct scratch {
-    void *d_x;                             /* [T, n, C]: the gradient on its way back */
-    void *d_y;                             /* the same, one site further on: where sites are joined */
-    void *row_a, *row_b, *row_c;           /* [T, C] */
-    void *wide;                            /* [T, max(3C, 2F)] */
-    void *act, *d_act;                     /* [T, F] */
+    void *d_x;                            /* [T, n, C]: the gradient on its way back */
+    void *d_y;                            /* the same, one site further on: where sites are joined */
+    void *row_a, *row_b, *row_c;          /* [T, C] */
+    void *wide;                           /* [T, max(mixer_columns, 2F)] */
+    void *act, *d_act;                    /* [T, F] */
+    void *query, *key, *value, *beta, *g; /* gdn, made again in backward: what the rule reads */
+    void *d_query, *d_key, *d_value, *d_beta, *d_g, *d_o;
     void *d_pre[2], *d_post[2], *d_res[2]; /* the connection, by the parity of the site */
     void *d_h, *d_ms;                      /* hc */
 } scratch;
@@ -160,7 +227,7 @@ int64_t no_streams_count(const weft_model_config *c, int64_t tokens);
 
 /* Takes everything from an arena in a fixed order; a NULL base counts. */
 void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int64_t length, whole *w);
-void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int32_t parity, site_memory *s);
+void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int32_t index, site_memory *s);
 void scratch_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, scratch *s);
 
 /* ---- a pass ------------------------------------------------------------------------------------------------------------------ */
@@ -244,5 +311,11 @@ typedef struct linear {
 weft_status linear_forward(run *r, const linear *l, const void *x, void *y);
 weft_status linear_d_input(run *r, const linear *l, const void *d_y, void *d_x);
 weft_status linear_d_weight(run *r, const linear *l, const void *x, const void *d_y);
+
+/* The same for the mixer of a gdn layer (gdn.c), its two maps given; backward leaves the gradient of the projection in
+ * scratch.wide, and what its map has to do with it to the caller. */
+weft_status gdn_forward(run *r, int32_t layer, const linear *in, const linear *out, const site_memory *s,
+                        const void *v);
+weft_status gdn_backward(run *r, int32_t layer, const linear *out, const site_memory *s);
 
 #endif

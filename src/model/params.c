@@ -20,6 +20,11 @@ typedef enum size {
     STREAM_ROW,
     CHANNELS,
     QKV_ROWS,
+    PROJ_ROWS,
+    CONV_CHANNELS,
+    WIDTH,
+    HEADS,
+    HEAD_DIM,
     HIDDEN,
     HIDDEN2,
     VOCAB
@@ -27,38 +32,48 @@ typedef enum size {
 
 typedef enum need { ALWAYS, IF_BIAS, IF_STREAMS, IF_LEARNED, IF_ENTRY, IF_EXIT } need;
 
+/* Where a parameter is: outside the layers, in each of them at the site of the mixer or of the MLP, or in those with one mixer. */
+typedef enum place { OUTSIDE, AT_MIXER, AT_ATTENTION, AT_GDN, AT_MLP } place;
+
 typedef struct row {
-    const char *name;
+    const char *name; /* behind "layers.0.<site>." where it is in a layer */
     size dim[2];
     weft_init init;
     need need;
-    bool layered, matrix;
+    place place;
+    bool matrix;
 } row;
 
 #define CONNECTION(at, site)                                                                                       \
-    [at##_PHI] = {site ".connection.phi", {CONNECTION_ROWS, STREAM_ROW}, WEFT_INIT_XAVIER, IF_STREAMS, 1, 1},      \
-    [at##_ALPHA] = {site ".connection.alpha", {SCALES}, WEFT_INIT_ALPHA, IF_STREAMS, 1, 0},                        \
-    [at##_BETA] = {site ".connection.beta", {GATES}, WEFT_INIT_HC, IF_STREAMS, 1, 0}
+    [at##_PHI] = {"connection.phi", {CONNECTION_ROWS, STREAM_ROW}, WEFT_INIT_XAVIER, IF_STREAMS, site, 1},         \
+    [at##_ALPHA] = {"connection.alpha", {SCALES}, WEFT_INIT_ALPHA, IF_STREAMS, site, 0},                           \
+    [at##_BETA] = {"connection.beta", {GATES}, WEFT_INIT_HC, IF_STREAMS, site, 0}
 
 static const row rows[PARAM_COUNT] = {
-    [EMBED] = {"embed.weight", {VOCAB, CHANNELS}, WEFT_INIT_NORMAL, IF_ENTRY, 0, 0},
-    CONNECTION(ATTENTION, "attention"),
-    [ATTENTION_NORM] = {"attention.norm.weight", {CHANNELS}, WEFT_INIT_ONES, ALWAYS, 1, 0},
-    [QKV] = {"attention.qkv.weight", {QKV_ROWS, CHANNELS}, WEFT_INIT_NORMAL, ALWAYS, 1, 1},
-    [QKV_BIAS] = {"attention.qkv.bias", {QKV_ROWS}, WEFT_INIT_ZEROS, IF_BIAS, 1, 0},
-    [OUT] = {"attention.out.weight", {CHANNELS, CHANNELS}, WEFT_INIT_RESIDUAL, ALWAYS, 1, 1},
-    [OUT_BIAS] = {"attention.out.bias", {CHANNELS}, WEFT_INIT_ZEROS, IF_BIAS, 1, 0},
-    CONNECTION(MLP, "mlp"),
-    [MLP_NORM] = {"mlp.norm.weight", {CHANNELS}, WEFT_INIT_ONES, ALWAYS, 1, 0},
-    [GATE_UP] = {"mlp.gate_up.weight", {HIDDEN2, CHANNELS}, WEFT_INIT_NORMAL, ALWAYS, 1, 1},
-    [GATE_UP_BIAS] = {"mlp.gate_up.bias", {HIDDEN2}, WEFT_INIT_ZEROS, IF_BIAS, 1, 0},
-    [DOWN] = {"mlp.down.weight", {CHANNELS, HIDDEN}, WEFT_INIT_RESIDUAL, ALWAYS, 1, 1},
-    [DOWN_BIAS] = {"mlp.down.bias", {CHANNELS}, WEFT_INIT_ZEROS, IF_BIAS, 1, 0},
-    [EXIT_PHI] = {"exit.phi", {STREAMS, STREAM_ROW}, WEFT_INIT_XAVIER, IF_LEARNED, 0, 1},
-    [EXIT_ALPHA] = {"exit.alpha", {ONE}, WEFT_INIT_ONES, IF_LEARNED, 0, 0},
-    [EXIT_BETA] = {"exit.beta", {STREAMS}, WEFT_INIT_ZEROS, IF_LEARNED, 0, 0},
-    [NORM] = {"norm.weight", {CHANNELS}, WEFT_INIT_ONES, IF_EXIT, 0, 0},
-    [HEAD] = {"head.weight", {VOCAB, CHANNELS}, WEFT_INIT_NORMAL, IF_EXIT, 0, 0},
+    [EMBED] = {"embed.weight", {VOCAB, CHANNELS}, WEFT_INIT_NORMAL, IF_ENTRY, OUTSIDE, 0},
+    CONNECTION(MIXER, AT_MIXER),
+    [MIXER_NORM] = {"norm.weight", {CHANNELS}, WEFT_INIT_ONES, ALWAYS, AT_MIXER, 0},
+    [QKV] = {"qkv.weight", {QKV_ROWS, CHANNELS}, WEFT_INIT_NORMAL, ALWAYS, AT_ATTENTION, 1},
+    [QKV_BIAS] = {"qkv.bias", {QKV_ROWS}, WEFT_INIT_ZEROS, IF_BIAS, AT_ATTENTION, 0},
+    [PROJ] = {"proj.weight", {PROJ_ROWS, CHANNELS}, WEFT_INIT_NORMAL, ALWAYS, AT_GDN, 1},
+    [PROJ_BIAS] = {"proj.bias", {PROJ_ROWS}, WEFT_INIT_ZEROS, IF_BIAS, AT_GDN, 0},
+    [TAPS] = {"conv.weight", {CONV_CHANNELS, WIDTH}, WEFT_INIT_TAPS, ALWAYS, AT_GDN, 0},
+    [DECAY] = {"a_log", {HEADS}, WEFT_INIT_DECAY, ALWAYS, AT_GDN, 0},
+    [STEP] = {"dt_bias", {HEADS}, WEFT_INIT_STEP, ALWAYS, AT_GDN, 0},
+    [GATED_NORM] = {"gated_norm.weight", {HEAD_DIM}, WEFT_INIT_ONES, ALWAYS, AT_GDN, 0},
+    [OUT] = {"out.weight", {CHANNELS, CHANNELS}, WEFT_INIT_RESIDUAL, ALWAYS, AT_MIXER, 1},
+    [OUT_BIAS] = {"out.bias", {CHANNELS}, WEFT_INIT_ZEROS, IF_BIAS, AT_MIXER, 0},
+    CONNECTION(MLP, AT_MLP),
+    [MLP_NORM] = {"norm.weight", {CHANNELS}, WEFT_INIT_ONES, ALWAYS, AT_MLP, 0},
+    [GATE_UP] = {"gate_up.weight", {HIDDEN2, CHANNELS}, WEFT_INIT_NORMAL, ALWAYS, AT_MLP, 1},
+    [GATE_UP_BIAS] = {"gate_up.bias", {HIDDEN2}, WEFT_INIT_ZEROS, IF_BIAS, AT_MLP, 0},
+    [DOWN] = {"down.weight", {CHANNELS, HIDDEN}, WEFT_INIT_RESIDUAL, ALWAYS, AT_MLP, 1},
+    [DOWN_BIAS] = {"down.bias", {CHANNELS}, WEFT_INIT_ZEROS, IF_BIAS, AT_MLP, 0},
+    [EXIT_PHI] = {"exit.phi", {STREAMS, STREAM_ROW}, WEFT_INIT_XAVIER, IF_LEARNED, OUTSIDE, 1},
+    [EXIT_ALPHA] = {"exit.alpha", {ONE}, WEFT_INIT_ONES, IF_LEARNED, OUTSIDE, 0},
+    [EXIT_BETA] = {"exit.beta", {STREAMS}, WEFT_INIT_ZEROS, IF_LEARNED, OUTSIDE, 0},
+    [NORM] = {"norm.weight", {CHANNELS}, WEFT_INIT_ONES, IF_EXIT, OUTSIDE, 0},
+    [HEAD] = {"head.weight", {VOCAB, CHANNELS}, WEFT_INIT_NORMAL, IF_EXIT, OUTSIDE, 0},
 };
 
 static int64_t size_of_name(const weft_model_config *c, size s)
@@ -75,6 +90,11 @@ static int64_t size_of_name(const weft_model_config *c, size s)
     case STREAM_ROW: return hc ? c->channels : n * c->channels;
     case CHANNELS: return c->channels;
     case QKV_ROWS: return 3 * c->channels;
+    case PROJ_ROWS: return gdn_sizes_of(c).proj;
+    case CONV_CHANNELS: return gdn_sizes_of(c).conv;
+    case WIDTH: return gdn_sizes_of(c).taps;
+    case HEADS: return c->heads;
+    case HEAD_DIM: return c->channels / c->heads;
     case HIDDEN: return c->hidden;
     case HIDDEN2: return 2 * c->hidden;
     case VOCAB: return c->vocab;
@@ -82,7 +102,12 @@ static int64_t size_of_name(const weft_model_config *c, size s)
     return 0;
 }
 
-static bool has(const weft_model_config *c, param p)
+static bool is_layered(param p)
+{
+    return rows[p].place != OUTSIDE;
+}
+
+static bool has_need(const weft_model_config *c, param p)
 {
     switch (rows[p].need) {
     case ALWAYS: return true;
@@ -95,6 +120,14 @@ static bool has(const weft_model_config *c, param p)
     return false;
 }
 
+/* In a layer, or outside of them. */
+static bool has(const weft_model_config *c, param p, int32_t layer)
+{
+    if (rows[p].place == AT_ATTENTION && is_gdn(c, layer)) return false;
+    if (rows[p].place == AT_GDN && !is_gdn(c, layer)) return false;
+    return has_need(c, p);
+}
+
 static int64_t elements(const weft_model_config *c, param p)
 {
     /* The learned exit's phi spans all streams, whatever the kind of connection. */
@@ -102,19 +135,35 @@ static int64_t elements(const weft_model_config *c, param p)
     return size_of_name(c, rows[p].dim[0]) * size_of_name(c, rows[p].dim[1]);
 }
 
-static int64_t padded(const weft_model_config *c, param p)
+static int64_t padded(const weft_model_config *c, param p, int32_t layer)
 {
-    return has(c, p) ? (elements(c, p) + 15) / 16 * 16 : 0;
+    return has(c, p, layer) ? (elements(c, p) + 15) / 16 * 16 : 0;
+}
+
+/* Elements of the first so many layers. Those of one kind are of one size. */
+static int64_t layers_elements(const weft_model_config *c, int32_t layers)
+{
+    const int32_t of_gdn = count_gdn(c, layers);
+    int32_t counts[2] = {layers - of_gdn, of_gdn};
+    int64_t total = 0;
+    for (int32_t layer = 0; layer < layers && (counts[0] || counts[1]); layer++) {
+        int32_t *count = &counts[is_gdn(c, layer)]; /* the first of its kind stands for all */
+        for (int q = 0; q < PARAM_COUNT && *count; q++)
+            if (is_layered((param)q)) total += *count * padded(c, (param)q, layer);
+        *count = 0;
+    }
+    return total;
 }
 
 int64_t param_offset(const weft_model_config *c, param p, int32_t layer)
 {
-    int64_t offset = 0, one_layer = 0;
-    if (!has(c, p)) return -1;
-    for (int q = 0; q < PARAM_COUNT; q++) one_layer += rows[q].layered ? padded(c, (param)q) : 0;
-    for (int q = 0; q < (int)p; q++) offset += padded(c, (param)q);
-    if (rows[p].layered) return offset + layer * one_layer;
-    return p == EMBED ? 0 : offset + (c->layers - 1) * one_layer;
+    int64_t offset = 0;
+    if (!has(c, p, layer)) return -1;
+    /* Layered parameters are neighbours in the list. */
+    for (int q = 0; q < (int)p; q++)
+        if (is_layered((param)q) == is_layered(p)) offset += padded(c, (param)q, layer);
+    if (is_layered(p)) return offset + padded(c, EMBED, 0) + layers_elements(c, layer);
+    return p == EMBED ? 0 : offset + layers_elements(c, c->layers);
 }
 
 weft_tensor param_shape(const weft_model_config *c, param p)
@@ -127,8 +176,9 @@ weft_tensor param_shape(const weft_model_config *c, param p)
 
 int64_t param_elements(const weft_model_config *c)
 {
-    int64_t total = 0;
-    for (int p = 0; p < PARAM_COUNT; p++) total += padded(c, (param)p) * (rows[p].layered ? c->layers : 1);
+    int64_t total = layers_elements(c, c->layers);
+    for (int p = 0; p < PARAM_COUNT; p++)
+        if (!is_layered((param)p)) total += padded(c, (param)p, 0);
     return total;
 }
 
@@ -137,8 +187,14 @@ weft_status weft_model_param_count(const weft_model_config *config, int32_t *ten
     weft_model_config copy;
     WEFT_TRY(config_take(config, &copy, &config));
     int32_t count = 0;
+    const int32_t of_gdn = count_gdn(config, config->layers);
+    const int32_t layers[] = {[OUTSIDE] = 1,
+                              [AT_MIXER] = config->layers,
+                              [AT_ATTENTION] = config->layers - of_gdn,
+                              [AT_GDN] = of_gdn,
+                              [AT_MLP] = config->layers};
     for (int p = 0; p < PARAM_COUNT; p++)
-        if (has(config, (param)p)) count += rows[p].layered ? config->layers : 1;
+        if (has_need(config, (param)p)) count += layers[rows[p].place];
     if (tensors) *tensors = count;
     if (total) *total = param_elements(config);
     return WEFT_OK;
@@ -148,8 +204,8 @@ weft_status weft_model_param_count(const weft_model_config *config, int32_t *ten
 static bool find(const weft_model_config *c, int32_t index, param *found, int32_t *layer)
 {
     for (int p = 0; p < PARAM_COUNT;) {
-        if (!rows[p].layered) {
-            if (has(c, (param)p) && index-- == 0) {
+        if (!is_layered((param)p)) {
+            if (has(c, (param)p, 0) && index-- == 0) {
                 *found = (param)p;
                 *layer = -1;
                 return true;
@@ -158,10 +214,10 @@ static bool find(const weft_model_config *c, int32_t index, param *found, int32_
             continue;
         }
         int end = p;
-        while (end < PARAM_COUNT && rows[end].layered) end++;
+        while (end < PARAM_COUNT && is_layered((param)end)) end++;
         for (*layer = 0; *layer < c->layers; (*layer)++)
             for (int q = p; q < end; q++)
-                if (has(c, (param)q) && index-- == 0) {
+                if (has(c, (param)q, *layer) && index-- == 0) {
                     *found = (param)q;
                     return true;
                 }
@@ -195,7 +251,8 @@ weft_status weft_model_param_at(const weft_model_config *config, int32_t index, 
     if (layer < 0)
         snprintf(to->name, sizeof to->name, "%s", rows[p].name);
     else
-        snprintf(to->name, sizeof to->name, "layers.%d.%s", (int)(config->first_layer + layer), rows[p].name);
+        snprintf(to->name, sizeof to->name, "layers.%d.%s.%s", (int)(config->first_layer + layer),
+                 site_name(config, SITES * layer + (rows[p].place == AT_MLP)), rows[p].name);
     return WEFT_OK;
 }
 
@@ -249,6 +306,13 @@ static double first_value(const weft_model_config *c, const weft_model_param *p,
     case WEFT_INIT_XAVIER:
         draw(seed, index, i, u);
         return (2 * u[0] - 1) * sqrt(6.0 / (double)(p->shape[0] + p->shape[1]));
+    case WEFT_INIT_TAPS: draw(seed, index, i, u); return (2 * u[0] - 1) / sqrt((double)p->shape[1]);
+    case WEFT_INIT_DECAY: draw(seed, index, i, u); return log(1 + 15 * u[0]);
+    case WEFT_INIT_STEP: {
+        draw(seed, index, i, u);
+        const double step = exp(log(0.001) + u[0] * log(100));
+        return step + log(-expm1(-step)); /* softplus backwards */
+    }
     case WEFT_INIT_NORMAL:
     case WEFT_INIT_RESIDUAL:
         draw(seed, index, i, u);

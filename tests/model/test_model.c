@@ -71,6 +71,34 @@ static void every_parameter_learns(void **state)
     }
 }
 
+/* Layers of two kinds: every tensor has a name and a place of its own, and the array ends with the last one. */
+static void parameters_lie_side_by_side(void **state)
+{
+    (void)state;
+    for (int k = 0; k < GPT_VARIANTS; k++)
+        for (int stage = 0; stage < WEFT_STAGE_COUNT; stage++) {
+            weft_model_config c = gpt_variant_config(&gpt_variants[k], WEFT_F32);
+            int32_t tensors;
+            int64_t total, end = 0;
+            c.stage = (weft_stage)stage, c.layers = 9, c.group = 0;
+            if (stage == WEFT_STAGE_MIDDLE || stage == WEFT_STAGE_LAST) c.first_layer = 6;
+            assert_int_equal(weft_model_param_count(&c, &tensors, &total), WEFT_OK);
+            for (int32_t t = 0; t < tensors; t++) {
+                weft_model_param p, again;
+                assert_int_equal(weft_model_param_at(&c, t, &p), WEFT_OK);
+                assert_int_equal(p.offset, end);
+                end = (p.offset + p.count + 15) / 16 * 16;
+                assert_true(gpt_find(&c, p.name, &again) && again.offset == p.offset);
+                /* layers 3, 7 and 11 of a hybrid attend */
+                const bool attends = c.mixer == WEFT_MIXER_ATTENTION ||
+                                     (c.mixer == WEFT_MIXER_HYBRID && (c.first_layer + p.layer) % 4 == 3);
+                if (p.layer >= 0 && !strstr(p.name, ".mlp."))
+                    assert_non_null(strstr(p.name, attends ? ".attention." : ".gdn."));
+            }
+            assert_int_equal(end, total);
+        }
+}
+
 static void cpu_follows_the_reference(void **state)
 {
     weft_blas blas;
@@ -341,13 +369,14 @@ static void stages_are_the_whole(void **state)
         weft_stage stage;
         int32_t first, layers;
     } cuts[] = {{WEFT_STAGE_FIRST, 0, 2}, {WEFT_STAGE_MIDDLE, 2, 1}, {WEFT_STAGE_LAST, 3, 2}};
-    for (int k = 0; k < WEFT_RESIDUAL_COUNT; k++) {
+    for (int kind = 0; kind < WEFT_RESIDUAL_COUNT * WEFT_MIXER_COUNT; kind++) {
+        const int k = kind % WEFT_RESIDUAL_COUNT;
         weft_model_config c = gpt_config((weft_residual)k, WEFT_F32);
         gpt all, part[3];
         float *hop[2], *d_hop[2], *mix[2], *d_mix[2];
         const bool single = k == WEFT_RESIDUAL_MHC_SINGLE_PASS;
         double loss = 0;
-        c.layers = 5, c.dropout = 0.2, c.bias = 1;
+        c.layers = 5, c.dropout = 0.2, c.bias = 1, c.mixer = (weft_mixer)(kind / WEFT_RESIDUAL_COUNT);
         c.recompute = k != WEFT_RESIDUAL_PLAIN;
         gpt_open(&all, &c, 2, 8, 0.1);
         double want = gpt_step(&all) * 16;
@@ -520,6 +549,7 @@ static void recompute_changes_no_bit(void **state)
             weft_model_config c = gpt_config((weft_residual)k, dtype);
             size_t bytes = weft_dtype_size(dtype);
             gpt kept;
+            c.mixer = (weft_mixer)((k + (dtype == WEFT_F64)) % WEFT_MIXER_COUNT);
             c.layers = 5, c.dropout = 0.3, c.bias = 1, c.channels = 36;
             gpt_open(&kept, &c, 2, 8, 0.1);
             double want = gpt_step(&kept);
@@ -640,7 +670,30 @@ static void bad_configurations(void **state)
     BAD(WEFT_RESIDUAL_HC, "first_mix: expected uniform with hc, got identity",
         c.first_mix = WEFT_FIRST_MIX_IDENTITY);
     BAD(WEFT_RESIDUAL_PLAIN, "first_mix", c.first_mix = WEFT_FIRST_MIX_IDENTITY);
+    BAD(WEFT_RESIDUAL_MHC, "mixer", c.mixer = WEFT_MIXER_COUNT);
+    BAD(WEFT_RESIDUAL_MHC, "key_heads: expected 0 with the mixer attention, got 2", c.key_heads = 2);
+    BAD(WEFT_RESIDUAL_MHC, "conv_width: expected 0 with the mixer attention, got 4", c.conv_width = 4);
+    BAD(WEFT_RESIDUAL_MHC, "conv_width: expected 0 to 8", c.mixer = WEFT_MIXER_GDN, c.conv_width = 9);
+    BAD(WEFT_RESIDUAL_MHC, "key_heads", c.mixer = WEFT_MIXER_GDN, c.key_heads = -1);
+    BAD(WEFT_RESIDUAL_MHC, "key_heads: expected a divisor of the 4 heads", c.mixer = WEFT_MIXER_GDN,
+        c.key_heads = 3);
+    BAD(WEFT_RESIDUAL_MHC, "key_heads: expected a divisor of the 4 heads", c.mixer = WEFT_MIXER_GDN,
+        c.key_heads = 8);
+    BAD(WEFT_RESIDUAL_MHC, "heads: expected an even number", c.mixer = WEFT_MIXER_GDN, c.heads = 1);
+    BAD(WEFT_RESIDUAL_MHC, "heads: expected heads of at most 1024 channels", c.mixer = WEFT_MIXER_GDN,
+        c.channels = 8192);
+    BAD(WEFT_RESIDUAL_MHC, "layers: expected at least 4", c.mixer = WEFT_MIXER_HYBRID, c.layers = 3);
+    BAD(WEFT_RESIDUAL_PLAIN, "layers: expected at least 4", c.mixer = WEFT_MIXER_HYBRID, c.layers = 1,
+        c.stage = WEFT_STAGE_BLOCK);
 #undef BAD
+    c = good[WEFT_RESIDUAL_MHC], c.mixer = WEFT_MIXER_HYBRID, c.layers = 1, c.stage = WEFT_STAGE_FIRST;
+    assert_int_equal(weft_model_check(&c), WEFT_OK); /* a stage may be as short as any */
+    c = good[WEFT_RESIDUAL_MHC], c.mixer = WEFT_MIXER_GDN, c.heads = c.key_heads = 1;
+    assert_int_equal(weft_model_check(&c), WEFT_OK);
+    assert_int_equal(weft_mixer_find("hybrid"), WEFT_MIXER_HYBRID);
+    assert_int_equal(weft_mixer_find("rnn"), WEFT_MIXER_COUNT);
+    assert_string_equal(weft_mixer_name(WEFT_MIXER_GDN), "gdn");
+    assert_null(weft_mixer_name(WEFT_MIXER_COUNT));
     weft_model_bytes bytes;
     weft_exec exec = WEFT_STRUCT(weft_exec, .backend = WEFT_BACKEND_REF);
     assert_int_equal(weft_model_query(&exec, &good[0], 1, 4, &bytes), WEFT_ERR_UNSUPPORTED); /* f32 on ref */
@@ -857,6 +910,7 @@ int main(void)
         cmocka_unit_test(cpu_follows_the_reference),
         cmocka_unit_test(threads_change_nothing),
         cmocka_unit_test(begins_as_the_plain_residual),
+        cmocka_unit_test(parameters_lie_side_by_side),
         cmocka_unit_test(first_mixes),
         cmocka_unit_test(gains_tell_the_kinds_apart),
         cmocka_unit_test(mixes_have_the_gains),

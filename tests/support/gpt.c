@@ -219,21 +219,28 @@ double gpt_step(gpt *g)
 }
 
 const gpt_variant gpt_variants[GPT_VARIANTS] = {
-    {"residual", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 0, 0, 0, 0},
-    {"residual, bias, dropout", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 1, 0.3, 0, 0},
-    {"hc", WEFT_RESIDUAL_HC, WEFT_EXIT_MEAN, 0, 0, 0, 0},
-    {"hc, learned exit, bias, dropout", WEFT_RESIDUAL_HC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1},
-    {"mhc", WEFT_RESIDUAL_MHC, WEFT_EXIT_MEAN, 0, 0, 0, 0},
-    {"mhc, learned exit, bias, dropout", WEFT_RESIDUAL_MHC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1},
-    {"mhc_single_pass", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 0, 0, 0, 0},
-    {"mhc_single_pass, bias, dropout", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 1, 0.3, 1, 0},
-    {"independent", WEFT_RESIDUAL_INDEPENDENT, WEFT_EXIT_MEAN, 0, 0, 0, 0},
-    {"independent, learned exit, bias, dropout", WEFT_RESIDUAL_INDEPENDENT, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1},
+    {"residual", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 0, 0, 0, 0, WEFT_MIXER_ATTENTION},
+    {"residual, bias, dropout", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 1, 0.3, 0, 0, WEFT_MIXER_ATTENTION},
+    {"hc", WEFT_RESIDUAL_HC, WEFT_EXIT_MEAN, 0, 0, 0, 0, WEFT_MIXER_ATTENTION},
+    {"hc, learned exit, bias, dropout", WEFT_RESIDUAL_HC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1, WEFT_MIXER_ATTENTION},
+    {"mhc", WEFT_RESIDUAL_MHC, WEFT_EXIT_MEAN, 0, 0, 0, 0, WEFT_MIXER_ATTENTION},
+    {"mhc, learned exit, bias, dropout", WEFT_RESIDUAL_MHC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1, WEFT_MIXER_ATTENTION},
+    {"mhc_single_pass", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 0, 0, 0, 0, WEFT_MIXER_ATTENTION},
+    {"mhc_single_pass, bias, dropout", WEFT_RESIDUAL_MHC_SINGLE_PASS, WEFT_EXIT_MIX, 1, 0.3, 1, 0,
+     WEFT_MIXER_ATTENTION},
+    {"independent", WEFT_RESIDUAL_INDEPENDENT, WEFT_EXIT_MEAN, 0, 0, 0, 0, WEFT_MIXER_ATTENTION},
+    {"independent, learned exit, bias, dropout", WEFT_RESIDUAL_INDEPENDENT, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1,
+     WEFT_MIXER_ATTENTION},
+    {"gdn", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 0, 0, 0, 0, WEFT_MIXER_GDN},
+    {"gdn, mhc, learned exit, bias, dropout", WEFT_RESIDUAL_MHC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1, WEFT_MIXER_GDN},
+    {"hybrid, mhc, bias", WEFT_RESIDUAL_MHC, WEFT_EXIT_MEAN, 1, 0, 1, 3, WEFT_MIXER_HYBRID},
 };
 
 weft_model_config gpt_variant_config(const gpt_variant *v, weft_dtype dtype)
 {
     weft_model_config c = gpt_config(v->residual, dtype);
     c.exit = v->exit, c.bias = v->bias, c.dropout = v->dropout, c.recompute = v->recompute, c.group = v->group;
+    c.mixer = v->mixer;
+    if (c.mixer == WEFT_MIXER_HYBRID) c.layers = 4, c.key_heads = 2, c.conv_width = 3;
     return c;
 }

@@ -35,9 +35,10 @@ typedef struct gpt_variant {
     int bias;
     double dropout;
     int recompute, group;
+    weft_mixer mixer; /* a hybrid has four layers */
 } gpt_variant;
 
-enum { GPT_VARIANTS = 10 };
+enum { GPT_VARIANTS = 13 };
 extern const gpt_variant gpt_variants[GPT_VARIANTS];
 weft_model_config gpt_variant_config(const gpt_variant *v, weft_dtype dtype);
 
