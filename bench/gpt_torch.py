@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 NORM_EPS, MASK = 1e-6, (1 << 64) - 1
+CHUNK = 64  # tokens of the delta rule that are computed together
 
 
 def rmsnorm(x, weight, eps=NORM_EPS):
@@ -83,6 +84,58 @@ class Attention(nn.Module):
         return self.out(o.transpose(1, 2).reshape(b, t, c))
 
 
+def delta_rule(q, k, v, beta, g):
+    """S <- exp(g) S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q, in fp32. q, k, v [B, H, T, D]; beta, g [B, H, T]."""
+    state, outputs = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), []
+    for at in range(0, q.shape[2], CHUNK):
+        qc, kc, vc, bc, gc = (x[:, :, at : at + CHUNK] for x in (q, k, v, beta, g))
+        total = gc.cumsum(-1)
+        lower = torch.ones(gc.shape[-1], gc.shape[-1], dtype=torch.bool, device=q.device).tril()
+        decay = torch.exp((total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf))
+        seen = torch.exp(total)[..., None]
+        change = bc[..., None] * (vc - seen * (kc @ state))
+        mixed = (bc[..., None] * (kc @ kc.transpose(-1, -2)) * decay).tril(-1)
+        change = torch.linalg.solve_triangular(mixed, change, upper=False, unitriangular=True)
+        outputs.append(seen * (qc @ state) + (qc @ kc.transpose(-1, -2) * decay) @ change)
+        left = torch.exp(total[..., -1:] - total)[..., None]
+        state = seen[..., -1:, :] * state + (left * kc).transpose(-1, -2) @ change
+    return torch.cat(outputs, 2)
+
+
+class Taps(nn.Module):
+    def __init__(self, channels, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, width))
+
+    def forward(self, x):
+        """[B, T, C], each channel with its own taps over the past."""
+        width = self.weight.shape[1]
+        weight = self.weight[:, None].to(x.dtype)
+        return F.conv1d(F.pad(x.transpose(1, 2), (width - 1, 0)), weight, groups=x.shape[-1]).transpose(1, 2)
+
+
+class DeltaNet(nn.Module):
+    def __init__(self, channels, heads, key_heads, width):
+        super().__init__()
+        self.heads, self.key_heads, self.dim = heads, key_heads, channels // heads
+        self.sections = [key_heads * self.dim] * 2 + [channels] * 2 + [heads] * 2
+        self.proj = nn.Linear(channels, sum(self.sections), bias=False)
+        self.conv = Taps(sum(self.sections[:3]), width)
+        self.a_log, self.dt_bias = nn.Parameter(torch.empty(heads)), nn.Parameter(torch.empty(heads))
+        self.gated_norm, self.out = Norm(self.dim), nn.Linear(channels, channels, bias=False)
+
+    def run(self, v):
+        q, k, x, z, b, a = self.proj(v).split(self.sections, -1)
+        q, k, x = F.silu(self.conv(torch.cat([q, k, x], -1)).float()).split(self.sections[:3], -1)
+        q, k, x, z = (y.unflatten(-1, (-1, self.dim)).transpose(1, 2).float() for y in (q, k, x, z))
+        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+        q, k = (y.repeat_interleave(self.heads // self.key_heads, 1) for y in (q * self.dim**-0.5, k))
+        beta = torch.sigmoid(b.float()).transpose(1, 2)
+        g = (-torch.exp(self.a_log) * F.softplus(a.float() + self.dt_bias)).transpose(1, 2)
+        o = self.gated_norm(delta_rule(q, k, x, beta, g)) * F.silu(z)
+        return self.out(o.transpose(1, 2).flatten(-2).to(v.dtype))
+
+
 class MLP(nn.Module):
     def __init__(self, channels, hidden):
         super().__init__()
@@ -94,13 +147,21 @@ class MLP(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, kind, layers, channels, heads, hidden, streams, vocab=256):
+    def __init__(
+        self, kind, layers, channels, heads, hidden, streams, vocab=256, mixer="attention", key_heads=0, conv_width=0
+    ):
         super().__init__()
         self.kind, self.streams = kind, streams
         self.embed, self.head = nn.Embedding(vocab, channels), nn.Linear(channels, vocab, bias=False)
         self.norm, self.layers = Norm(channels), nn.ModuleList()
-        for _ in range(layers):
-            layer = nn.ModuleDict({"attention": Attention(channels, heads), "mlp": MLP(channels, hidden)})
+        for i in range(layers):
+            attends = mixer == "attention" or (mixer == "hybrid" and i % 4 == 3)
+            site = (
+                Attention(channels, heads)
+                if attends
+                else DeltaNet(channels, heads, key_heads or heads // 2, conv_width or 4)
+            )
+            layer = nn.ModuleDict({"attention" if attends else "gdn": site, "mlp": MLP(channels, hidden)})
             for site in layer.values():
                 site.norm = Norm(channels)
                 if kind != "residual":
@@ -200,7 +261,8 @@ class Trainer:
         self.device, self.dtype = torch.device(device), dtype
         self.model, self.windows, self.steps, self.batch = model, windows, steps, batch
         self.rate, self.rate_end, self.clip, self.step = rate, rate_end, clip, 0
-        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and n not in ("embed.weight", "head.weight")]
+        plain = ("embed.weight", "head.weight", "conv.weight")  # the ends of names that are not decayed
+        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and not n.endswith(plain)]
         known = {id(p) for p in matrices}
         groups = [
             {"params": matrices, "weight_decay": decay},
