@@ -225,6 +225,31 @@ WEFT_API weft_status weft_model_backward(const weft_exec *exec, weft_model *mode
  * it. */
 WEFT_API weft_tensor weft_model_logits(const weft_model *model);
 
+/* What a model remembers of one sequence between calls, in the caller's memory: for a gdn layer the last rows in front of its
+ * convolution and the matrices of the rule, whose size is constant, and for a layer of attention the projections of up to
+ * `capacity` tokens. Read-only except for the functions below. */
+typedef struct weft_model_state {
+    int64_t capacity; /* 0 where no layer attends */
+    int64_t position; /* tokens so far; -1 after a step that failed on its way */
+    char *memory;
+    size_t bytes;
+    weft_model_config config;
+    uint64_t reserved[8];
+} weft_model_state;
+
+/* capacity: 1 to the context; where no layer attends it is not looked at, and a sequence has no longest length. */
+WEFT_API weft_status weft_model_state_query(const weft_exec *exec, const weft_model_config *config,
+                                            int64_t capacity, size_t *bytes);
+/* A state of no tokens; memory is as for weft_model_bind, and bytes what the query says. A sequence is begun anew by binding
+ * again. */
+WEFT_API weft_status weft_model_state_bind(const weft_exec *exec, const weft_model_config *config, int64_t capacity,
+                                           void *memory, size_t bytes, weft_model_state *state);
+/* Forward over the next tokens of the state's sequence, as many as the model's length; the model is bound with one sequence.
+ * Results are those of a forward over the whole sequence, rounded on other ways: products of fewer rows, and on cuda the
+ * rule token after token where forward has chunks. There is no loss and no dropout: targets and loss are NULL, training is 0. */
+WEFT_API weft_status weft_model_step(const weft_exec *exec, weft_model *model, weft_model_state *state,
+                                     const weft_model_args *args);
+
 /* The residual mix of a site of the last forward, in the backend's memory: [tokens, n, n], f32 beside bf16. Sites are numbered
  * through the layers of the stage, mixer and MLP in turn, from 0 to 2 layers - 1. The indices are those of
  * config.numerics.apply; in hc, [i, o]. Absent for the plain residual, for independent, and for another site. */

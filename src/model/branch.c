@@ -112,6 +112,7 @@ weft_status branch_forward(run *r, int32_t index, const void *v)
     maps m = maps_of(r, index);
     site_memory s = site_at(r, index);
     if (is_gdn_site(r, index)) return gdn_forward(r, index / SITES, &m.in, &m.out, &s, v);
+    if (r->state && index % SITES == 0) return attention_step(r, index / SITES, &m.in, &m.out, &s, v);
     if (index % SITES == 0) {
         weft_attention a = attention_of(r, &s);
         WEFT_TRY(linear_forward(r, &m.in, v, s.qkv));

@@ -76,14 +76,34 @@ static weft_status run_norm(run *r, const mixer *m)
     return WEFT_OK;
 }
 
+/* Front and rule of the next tokens, from the state and back into it. */
+static weft_status run_step(run *r, const mixer *m, int32_t layer)
+{
+    const gdn_sizes z = gdn_sizes_of(r->config);
+    const state_memory s = state_at(r, layer);
+    const int64_t shape[] = {1, z.heads, z.dim, z.dim};
+    const weft_tensor rows = weft_dense3(s.taps, r->config->dtype, 1, z.conv, z.history);
+    const weft_tensor rule = weft_dense(s.rule, weft_nn_full(r->config->dtype), 4, shape);
+    RUN_OP(r, gdn_pre_step, .options = m->options, .q = m->in.q, .k = m->in.k, .v = m->in.v, .b = m->in.b,
+           .a = m->in.a, .weight = m->taps, .a_log = m->a_log, .dt_bias = m->dt_bias, .state = rows,
+           .query = m->query, .key = m->key, .value = m->value, .beta = m->beta, .g = m->g, .new_state = rows);
+    RUN_OP(r, gdn_rule_step, .scale = m->scale, .query = m->query, .key = m->key, .value = m->value,
+           .beta = m->beta, .g = m->g, .state = rule, .o = m->o, .new_state = rule);
+    return WEFT_OK;
+}
+
 weft_status gdn_forward(run *r, int32_t layer, const linear *in, const linear *out, const site_memory *s,
                         const void *v)
 {
     const mixer m = mixer_of(r, layer, s);
     WEFT_TRY(linear_forward(r, in, v, s->qkv));
-    WEFT_TRY(run_front(r, &m));
-    RUN_OP(r, gdn_rule_fwd, .scale = m.scale, .query = m.query, .key = m.key, .value = m.value, .beta = m.beta,
-           .g = m.g, .o = m.o);
+    if (r->state)
+        WEFT_TRY(run_step(r, &m, layer));
+    else {
+        WEFT_TRY(run_front(r, &m));
+        RUN_OP(r, gdn_rule_fwd, .scale = m.scale, .query = m.query, .key = m.key, .value = m.value, .beta = m.beta,
+               .g = m.g, .o = m.o);
+    }
     WEFT_TRY(run_norm(r, &m));
     return linear_forward(r, out, m.y.data, s->f);
 }

@@ -99,3 +99,28 @@ void scratch_take(weft_arena *arena, const weft_model_config *c, int64_t tokens,
         s->d_ms = full(arena, c, tokens * n);
     }
 }
+
+void state_take(weft_arena *arena, const weft_model_config *c, int64_t capacity, int32_t layer, state_memory *s)
+{
+    const bool attention = attends(c);
+    const int64_t dim = c->channels / c->heads;
+    *s = (state_memory){0};
+    for (int32_t k = 0; k < c->layers; k++) {
+        void *parts[2] = {NULL};
+        if (is_gdn(c, k)) {
+            const gdn_sizes z = gdn_sizes_of(c);
+            parts[0] = take(arena, c, z.conv * z.history);
+            parts[1] = full(arena, c, z.heads * dim * dim);
+        } else
+            parts[0] = take(arena, c, capacity * 3 * c->channels);
+        if (k != layer) continue;
+        s->taps = s->qkv = parts[0];
+        s->rule = parts[1];
+    }
+    if (attention) {
+        s->rope = full(arena, c, capacity * dim);
+        s->o = take(arena, c, capacity * c->channels);
+        s->lse = full(arena, c, capacity * c->heads);
+    }
+    s->end = weft_arena_take(arena, 0);
+}

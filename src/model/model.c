@@ -298,7 +298,10 @@ static weft_status forward(run *r)
     WEFT_TRY(weft_recompute_begin(&m->recompute));
     WEFT_TRY(weft_recompute_site_at(&m->recompute, 0, &at));
     if (is_narrow(c)) RUN_NN(r, narrow, r->whole.weights, r->args->parameters, param_elements(c));
-    if (attends(c)) RUN_NN(r, rope_table, r->whole.rope, m->length, c->channels / c->heads, c->rope_base);
+    if (r->state)
+        WEFT_TRY(state_begin(r));
+    else if (attends(c))
+        RUN_NN(r, rope_table, r->whole.rope, m->length, c->channels / c->heads, c->rope_base);
     RUN_NN(r, fill, r->whole.ones, 1, c->streams);
     RUN_NN(r, fill, r->whole.one_hot, 0, c->streams);
     RUN_NN(r, fill, r->whole.one_hot, 1, 1);
@@ -434,6 +437,11 @@ static weft_status shape_model(const weft_exec *exec, const weft_model_config *c
     WEFT_TRY(backward(&r));
     WEFT_TRY(gain(&r, NULL));
     WEFT_TRY(first_bad(&r, NULL));
+    if (sequences == 1) { /* a step */
+        weft_model_state empty = {.capacity = length};
+        r.state = &empty;
+        WEFT_TRY(forward(&r));
+    }
     m->bytes.workspace = r.need > r.nn.need ? r.need : r.nn.need;
     m->bytes.total = weft_bytes_plus(l.workspace, m->bytes.workspace);
     return m->bytes.total > WEFT_MOST_BYTES ? too_large() : WEFT_OK;
@@ -496,6 +504,9 @@ static weft_status check_arrays(const run *r, const char *call, bool forward)
         {{"d_mix_out", a->d_mix_out, !forward && mix_out ? mix : 0, full, false, NULL}, !forward && mix_out},
         {{"d_mix_in", a->d_mix_in, !forward && mix_in ? mix : 0, full, true, "d_mix_out"}, !forward && mix_in},
         {{"the model's memory", r->model->memory, (int64_t)r->model->bytes.total, 1, true, NULL}, true},
+        {{"the state's memory", r->state ? r->state->memory : NULL, r->state ? (int64_t)r->state->bytes : 0, 1,
+          true, NULL},
+         r->state != NULL},
     };
     enum { COUNT = sizeof parts / sizeof *parts };
     weft_array arrays[COUNT];
@@ -525,12 +536,15 @@ static weft_status check_tokens(const run *r, const char *call)
     return WEFT_OK;
 }
 
-/* A pass whose args lie in `copy` where their layout is not the current one. */
-static weft_status enter_pass(run *r, bool forward, const weft_exec *exec, weft_model *model,
+typedef enum pass { FORWARD, BACKWARD, ONE_STEP } pass;
+
+/* A pass whose args lie in `copy` where their layout is not the current one. state: of a step. */
+static weft_status enter_pass(run *r, pass which, const weft_exec *exec, weft_model *model, weft_model_state *state,
                               const weft_model_args *given, weft_model_args *copy)
 {
     static const weft_sizes sizes = {offsetof(weft_model_args, mix_in), sizeof(weft_model_args), "WEFT_ARGS"};
-    const char *call = forward ? "model_forward" : "model_backward";
+    static const char *const calls[] = {"model_forward", "model_backward", "model_step"};
+    const char *call = calls[which];
     const void *taken;
     weft_clear_error();
     if (!model || !given || !model->memory)
@@ -546,7 +560,17 @@ static weft_status enter_pass(run *r, bool forward, const weft_exec *exec, weft_
                          (long long)args->token_base);
     if (args->training != 0 && args->training != 1)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: training: expected 0 or 1, got %d", call, (int)args->training);
-    WEFT_TRY(check_arrays(r, call, forward));
+    r->state = state;
+    if (which == ONE_STEP) {
+        if (args->targets || args->loss || args->training)
+            return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s: expected %s, a step has no loss and no dropout", call,
+                             args->targets ? "targets"
+                             : args->loss  ? "loss"
+                                           : "training",
+                             args->targets || args->loss ? "NULL" : "0");
+        WEFT_TRY(state_check(state, model));
+    }
+    WEFT_TRY(check_arrays(r, call, which != BACKWARD));
     return check_tokens(r, call);
 }
 
@@ -554,7 +578,7 @@ weft_status weft_model_forward(const weft_exec *exec, weft_model *model, const w
 {
     run r;
     weft_model_args copy;
-    WEFT_TRY(enter_pass(&r, true, exec, model, args, &copy));
+    WEFT_TRY(enter_pass(&r, FORWARD, exec, model, NULL, args, &copy));
     model->phase = BOUND;
     WEFT_TRY(forward(&r));
     model->phase = r.args->targets || !has_exit(r.config) ? FORWARD_DONE : LOGITS_ONLY;
@@ -565,12 +589,30 @@ weft_status weft_model_backward(const weft_exec *exec, weft_model *model, const 
 {
     run r;
     weft_model_args copy;
-    WEFT_TRY(enter_pass(&r, false, exec, model, args, &copy));
+    WEFT_TRY(enter_pass(&r, BACKWARD, exec, model, NULL, args, &copy));
     if (model->phase != FORWARD_DONE)
         return weft_fail(WEFT_ERR_STATE, "model_backward: expected a forward with targets before it, got %s",
                          model->phase == LOGITS_ONLY ? "one without" : "none");
     model->phase = BOUND;
     return backward(&r);
+}
+
+weft_status weft_model_step(const weft_exec *exec, weft_model *model, weft_model_state *state,
+                            const weft_model_args *args)
+{
+    run r;
+    weft_model_args copy;
+    if (!state || !state->memory) {
+        weft_clear_error();
+        return weft_fail(WEFT_ERR_ARGUMENT, "model_step: state: expected a bound state, got NULL");
+    }
+    WEFT_TRY(enter_pass(&r, ONE_STEP, exec, model, state, args, &copy));
+    const int64_t position = state->position;
+    model->phase = BOUND;
+    weft_status status = forward(&r);
+    state->position = status == WEFT_OK ? position + r.tokens : -1;
+    if (status == WEFT_OK) model->phase = LOGITS_ONLY;
+    return status;
 }
 
 weft_tensor weft_model_logits(const weft_model *model)

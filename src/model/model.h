@@ -94,18 +94,20 @@ static inline bool attends(const weft_model_config *c)
 
 /* Sizes of a gdn layer. Value heads are heads, and all heads have channels / heads channels. */
 typedef struct gdn_sizes {
-    int64_t heads, key_heads, dim, taps;
+    int64_t heads, key_heads, dim, taps, history; /* history: slots of the convolution's state */
     int64_t keys, conv, proj; /* columns of the keys, of what passes the convolution, of the projection */
 } gdn_sizes;
 
 static inline gdn_sizes gdn_sizes_of(const weft_model_config *c)
 {
     const int64_t dim = c->channels / c->heads, key_heads = c->key_heads ? c->key_heads : c->heads / 2;
+    const int64_t taps = c->conv_width ? c->conv_width : 4;
     const int64_t keys = key_heads * dim, conv = 2 * keys + c->channels;
     return (gdn_sizes){.heads = c->heads,
                        .key_heads = key_heads,
                        .dim = dim,
-                       .taps = c->conv_width ? c->conv_width : 4,
+                       .taps = taps,
+                       .history = taps > 1 ? taps - 1 : 1,
                        .keys = keys,
                        .conv = conv,
                        .proj = conv + c->channels + 2 * (int64_t)c->heads};
@@ -225,10 +227,20 @@ enum { NO_STREAMS_UNIT = 8 };
 /* In elements of the full dtype. */
 int64_t no_streams_count(const weft_model_config *c, int64_t tokens);
 
+/* What a state remembers of a layer, and what the layers of attention share. */
+typedef struct state_memory {
+    void *taps, *rule;    /* gdn: rows in front of the convolution; [Hv, Dk, Dv], full */
+    void *qkv;            /* attention: [capacity, 3C] after rotation */
+    void *rope, *o, *lse; /* of the whole state, for capacity tokens */
+    void *end;            /* of all of it: room for attention */
+} state_memory;
+
 /* Takes everything from an arena in a fixed order; a NULL base counts. */
 void whole_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int64_t length, whole *w);
 void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, int32_t index, site_memory *s);
 void scratch_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, scratch *s);
+/* As seen by one layer; all of it is taken. */
+void state_take(weft_arena *arena, const weft_model_config *c, int64_t capacity, int32_t layer, state_memory *s);
 
 /* ---- a pass ------------------------------------------------------------------------------------------------------------------ */
 
@@ -238,6 +250,7 @@ typedef struct run {
     weft_model *model;
     const weft_model_config *config;
     const weft_model_args *args;
+    weft_model_state *state; /* of a step; NULL in other passes */
     int64_t tokens;
     whole whole;
     scratch scratch;
@@ -297,6 +310,11 @@ weft_status exit_forward(run *r, const weft_tensor *x);
 /* row_a holds the gradient of the exit's output; d_x becomes that of the streams. */
 weft_status exit_backward(run *r, const weft_tensor *x);
 
+/* Steps (state.c): what is remembered of a layer, without memory in a query; what an empty state begins with. */
+state_memory state_at(const run *r, int32_t layer);
+weft_status state_begin(run *r);
+weft_status state_check(const weft_model_state *state, const weft_model *model);
+
 /* The sub-layers (branch.c): v to f, and the gradient of f (row_a) to that of v (row_b). */
 weft_status branch_forward(run *r, int32_t index, const void *v);
 weft_status branch_backward(run *r, int32_t index, const void *v);
@@ -317,5 +335,8 @@ weft_status linear_d_weight(run *r, const linear *l, const void *x, const void *
 weft_status gdn_forward(run *r, int32_t layer, const linear *in, const linear *out, const site_memory *s,
                         const void *v);
 weft_status gdn_backward(run *r, int32_t layer, const linear *out, const site_memory *s);
+/* Attention of a step (state.c). */
+weft_status attention_step(run *r, int32_t layer, const linear *in, const linear *out, const site_memory *s,
+                           const void *v);
 
 #endif

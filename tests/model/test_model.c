@@ -592,6 +592,169 @@ static void memory_is_what_the_query_says(void **state)
     }
 }
 
+/* ---- a sequence as it grows ------------------------------------------------------------------------------------------------ */
+
+/* Logits of the steps of one sequence, cut into pieces of these lengths, over and over. */
+static void run_steps(const gpt *g, const int64_t *pieces, int count, double *logits)
+{
+    const int64_t length = g->model.length, vocab = g->config.vocab;
+    weft_model_state state;
+    size_t bytes;
+    if (weft_model_state_query(&g->exec, &g->config, length, &bytes) != WEFT_OK) fail_msg("%s", weft_last_error());
+    char *block = must_alloc(bytes + 2 * GUARD), *memory = block + GUARD;
+    guard_fill(block, bytes + 2 * GUARD); /* begins with what was there */
+    assert_int_equal(weft_model_state_bind(&g->exec, &g->config, length, memory, bytes, &state), WEFT_OK);
+    for (int64_t at = 0, k = 0; at < length; k++) {
+        int64_t piece = pieces[k % count] < length - at ? pieces[k % count] : length - at;
+        weft_model_bytes need;
+        weft_model m;
+        assert_int_equal(weft_model_query(&g->exec, &g->config, 1, piece, &need), WEFT_OK);
+        char *room = must_alloc(need.total + GUARD);
+        guard_fill(room, need.total + GUARD);
+        assert_int_equal(weft_model_bind(&g->exec, &g->config, 1, piece, room, need.total, &m), WEFT_OK);
+        weft_model_args args = {
+            .struct_size = sizeof args, .blas = g->blas, .parameters = g->parameters, .tokens = g->tokens + at};
+        if (weft_model_step(&g->exec, &m, &state, &args) != WEFT_OK) fail_msg("%s", weft_last_error());
+        assert_int_equal(state.position, at + piece);
+        const weft_tensor to = weft_model_logits(&m);
+        for (int64_t i = 0; i < piece * vocab; i++)
+            logits[at * vocab + i] =
+                g->config.dtype == WEFT_F64 ? ((double *)to.data)[i] : (double)((float *)to.data)[i];
+        for (size_t i = 0; i < GUARD; i++)
+            assert_int_equal((unsigned char)room[need.total + i], guard_pattern[(need.total + i) & 1]);
+        free(room);
+        at += piece;
+    }
+    for (size_t i = 0; i < GUARD; i++) {
+        assert_int_equal((unsigned char)block[i], guard_pattern[i & 1]);
+        assert_int_equal((unsigned char)memory[bytes + i], guard_pattern[(GUARD + bytes + i) & 1]);
+    }
+    free(block);
+}
+
+/* Steps give the logits of the whole. The reference rounds to double on its way, some hundred times. */
+static void steps_are_the_whole(void **state)
+{
+    (void)state;
+    enum { LENGTH = 37 };
+    static const int64_t cuts[][3] = {{1, 1, 1}, {5, 1, 9}, {LENGTH, 1, 1}, {2, 64, 1}};
+    for (int k = 0; k < GPT_VARIANTS; k++)
+        for (int wide = 0; wide < 2; wide++) {
+            weft_model_config c = gpt_variant_config(&gpt_variants[k], wide ? WEFT_F64 : WEFT_F32);
+            const double limit = wide ? 1e-12 : 1e-5;
+            double got[LENGTH * 11], worst = 0;
+            gpt g;
+            c.context = LENGTH;
+            gpt_open(&g, &c, 1, LENGTH, 0.1);
+            g.training = 0;
+            gpt_loss(&g);
+            const weft_tensor want = weft_model_logits(&g.model);
+            for (int cut = 0; cut < 4; cut++) {
+                run_steps(&g, cuts[cut], 3, got);
+                for (int i = 0; i < LENGTH * 11; i++) {
+                    double w = wide ? ((double *)want.data)[i] : (double)((float *)want.data)[i];
+                    worst = value_worst(worst, fabs(got[i] - w));
+                }
+            }
+            if (!(worst < limit)) fail_msg("%s: logits differ by %.2e", gpt_variants[k].name, worst);
+            gpt_close(&g);
+        }
+}
+
+/* gdn layers remember as much of a long sequence as of a short one. */
+static void a_state_is_of_constant_size(void **state)
+{
+    (void)state;
+    weft_exec exec = on_cpu(0, 1);
+    size_t bytes[2];
+    for (int mixer = 0; mixer < WEFT_MIXER_COUNT; mixer++) {
+        weft_model_config c = gpt_config(WEFT_RESIDUAL_MHC, WEFT_F32);
+        c.layers = 4, c.mixer = (weft_mixer)mixer, c.context = 1 << 20;
+        for (int i = 0; i < 2; i++)
+            assert_int_equal(weft_model_state_query(&exec, &c, i ? 1 << 20 : 64, &bytes[i]), WEFT_OK);
+        if (mixer == WEFT_MIXER_GDN) {
+            /* heads 2 of 6, one of keys: 4 (24 channels of the convolution by 3, 2 matrices of 6 x 6), each from 64 bytes on */
+            assert_int_equal(bytes[0], 4 * (320 + 320));
+            assert_int_equal(bytes[0], bytes[1]);
+        } else
+            assert_true(bytes[1] > bytes[0]);
+    }
+}
+
+static void bad_steps(void **state)
+{
+    (void)state;
+    weft_model_config c = gpt_config(WEFT_RESIDUAL_MHC, WEFT_F32);
+    weft_model_state s, good;
+    size_t bytes;
+    gpt g;
+    c.layers = 4, c.mixer = WEFT_MIXER_HYBRID;
+    gpt_open(&g, &c, 1, 4, 0);
+    weft_exec *exec = &g.exec;
+    assert_int_equal(weft_model_state_query(exec, &c, 6, &bytes), WEFT_OK);
+    char *memory = must_alloc(bytes + 64), *const odd = memory + 4;
+    assert_int_equal(weft_model_state_bind(exec, &c, 6, memory, bytes, &good), WEFT_OK);
+#define REFUSED(status, word, call)                                                                                \
+    do {                                                                                                           \
+        assert_int_equal(call, status);                                                                            \
+        if (!strstr(weft_last_error(), word)) fail_msg("%s: %s", word, weft_last_error());                         \
+    } while (0)
+    REFUSED(WEFT_ERR_ARGUMENT, "capacity: expected 1 to the context of 8, got 9",
+            weft_model_state_query(exec, &c, 9, &bytes));
+    REFUSED(WEFT_ERR_ARGUMENT, "capacity", weft_model_state_query(exec, &c, 0, &bytes));
+    REFUSED(WEFT_ERR_WORKSPACE, "memory", weft_model_state_bind(exec, &c, 6, memory, bytes - 1, &s));
+    REFUSED(WEFT_ERR_WORKSPACE, "memory", weft_model_state_bind(exec, &c, 6, NULL, bytes, &s));
+    REFUSED(WEFT_ERR_ARGUMENT, "memory", weft_model_state_bind(exec, &c, 6, odd, bytes, &s));
+    weft_model_args args = {.struct_size = sizeof args, .parameters = g.parameters, .tokens = g.tokens}, bad;
+    memset(memory, 7, bytes);
+    static const struct {
+        const char *word;
+        size_t offset;
+    } fields[] = {{"layers of 4, got 5", offsetof(weft_model_config, layers)},
+                  {"heads of 2, got 3", offsetof(weft_model_config, heads)},
+                  {"mixer of 2, got 3", offsetof(weft_model_config, mixer)},
+                  {"conv_width of 4, got 1", offsetof(weft_model_config, conv_width)}};
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        int32_t field;
+        s = good;
+        memcpy(&field, (char *)&s.config + fields[i].offset, sizeof field);
+        field++;
+        memcpy((char *)&s.config + fields[i].offset, &field, sizeof field);
+        REFUSED(WEFT_ERR_ARGUMENT, fields[i].word, weft_model_step(exec, &g.model, &s, &args));
+    }
+    s = good, s.position = 3;
+    REFUSED(WEFT_ERR_ARGUMENT, "room for 4 more tokens, got a capacity of 6 with 3 in it",
+            weft_model_step(exec, &g.model, &s, &args));
+    s = good, s.position = -1;
+    REFUSED(WEFT_ERR_STATE, "did not fail", weft_model_step(exec, &g.model, &s, &args));
+    s = good;
+    bad = args, bad.targets = g.targets;
+    REFUSED(WEFT_ERR_ARGUMENT, "targets", weft_model_step(exec, &g.model, &s, &bad));
+    bad = args, bad.training = 1;
+    REFUSED(WEFT_ERR_ARGUMENT, "training", weft_model_step(exec, &g.model, &s, &bad));
+    bad = args, bad.parameters = memory;
+    REFUSED(WEFT_ERR_OVERLAP, "the state's memory", weft_model_step(exec, &g.model, &s, &bad));
+    g.tokens[1] = 11;
+    REFUSED(WEFT_ERR_ARGUMENT, "tokens[1]", weft_model_step(exec, &g.model, &s, &args));
+    g.tokens[1] = 1;
+    REFUSED(WEFT_ERR_ARGUMENT, "state", weft_model_step(exec, &g.model, NULL, &args));
+    for (size_t i = 0; i < bytes; i++) assert_int_equal(memory[i], 7); /* nothing was written */
+    assert_int_equal(s.position, 0);
+    assert_int_equal(weft_model_step(exec, &g.model, &s, &args), WEFT_OK);
+    assert_int_equal(weft_model_backward(exec, &g.model, &args), WEFT_ERR_ARGUMENT); /* no targets */
+    bad = args, bad.targets = g.targets, bad.gradients = g.gradients;
+    REFUSED(WEFT_ERR_STATE, "one without", weft_model_backward(exec, &g.model, &bad));
+#undef REFUSED
+    gpt_close(&g);
+
+    gpt_open(&g, &c, 2, 4, 0);
+    s = good, args.parameters = g.parameters, args.tokens = g.tokens;
+    assert_int_equal(weft_model_step(&g.exec, &g.model, &s, &args), WEFT_ERR_ARGUMENT);
+    assert_non_null(strstr(weft_last_error(), "bound with 1 sequence, got 2"));
+    gpt_close(&g);
+    free(memory);
+}
+
 /* ---- order and bad input --------------------------------------------------------------------------------------------------------- */
 
 static void calls_out_of_order(void **state)
@@ -919,6 +1082,9 @@ int main(void)
         cmocka_unit_test(joined_is_site_by_site),
         cmocka_unit_test(recompute_changes_no_bit),
         cmocka_unit_test(memory_is_what_the_query_says),
+        cmocka_unit_test(steps_are_the_whole),
+        cmocka_unit_test(a_state_is_of_constant_size),
+        cmocka_unit_test(bad_steps),
         cmocka_unit_test(calls_out_of_order),
         cmocka_unit_test(bad_configurations),
         cmocka_unit_test(bad_values_are_named),
