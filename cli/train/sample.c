@@ -13,7 +13,7 @@
 typedef struct sampler {
     const char *from, *prompt;
     int64_t count, top, seed, threads;
-    int backend;
+    int backend, whole;
     double temperature;
 } sampler;
 
@@ -44,31 +44,90 @@ static int64_t longest(const sampler *o, int64_t context)
     return tokens < context ? tokens : context;
 }
 
-/* Without a cache of keys: each byte is a forward over the bytes before it. Small models can afford it. */
-static int generate(trainer *t, const sampler *o)
+/* The last bytes of a text, as far as a model looks back on them. */
+typedef struct window {
+    int32_t *tokens;
+    int64_t length, known;
+    int64_t bytes; /* of the whole text */
+} window;
+
+static void push(window *w, int32_t token)
 {
-    int64_t length = t->length, vocab = t->config.vocab, known = 0;
-    int32_t *tokens = t->host_batch.tokens;
+    if (w->known == w->length) memmove(w->tokens, w->tokens + 1, (size_t)(--w->known) * sizeof *w->tokens);
+    w->tokens[w->known++] = token;
+    w->bytes++;
+}
+
+/* Does what the trainer remembers reach to the end of the text? Layers of gdn have no end; attention has the context, and past
+ * it each byte is a forward over the window. */
+static int remembers(const trainer *t, const window *w)
+{
+    return t->state.memory && (t->config.mixer == WEFT_MIXER_GDN || w->bytes <= t->state.capacity);
+}
+
+/* Without a state each byte is a forward over the bytes before it. Small models can afford it. */
+static int write_text(trainer *t, const sampler *o, window *w, const int32_t *prompt, int64_t length)
+{
+    const int64_t vocab = t->config.vocab;
     float logits[256]; /* a byte each */
-    const char *start = o->prompt[0] ? o->prompt : "\n";
-    for (const char *p = start; *p; p++) {
-        if (known == length) memmove(tokens, tokens + 1, (size_t)(--known) * sizeof *tokens);
-        tokens[known++] = (unsigned char)*p;
-    }
+    int32_t next = 0;
+    for (int64_t i = 0; i < length; i++) push(w, prompt[i]);
     fputs(o->prompt, stdout);
     for (int64_t i = 0; i < o->count; i++) {
-        if (!trainer_predict(t, known, logits)) {
+        const int32_t *fresh = i ? &next : prompt;
+        if (!(remembers(t, w) ? trainer_go_on(t, fresh, i ? 1 : length, logits)
+                              : trainer_predict(t, w->tokens, w->known, logits))) {
             fprintf(stderr, "weft sample: %s\n", t->error);
             return EXIT_FAILED;
         }
         double draw = (double)random_uniform(random_seed((uint64_t)o->seed, "sample"), (uint64_t)i);
-        int next = choose(logits, vocab, o, draw);
+        next = choose(logits, vocab, o, draw);
         fputc(next, stdout);
-        if (known == length) memmove(tokens, tokens + 1, (size_t)(--known) * sizeof *tokens);
-        tokens[known++] = next;
+        push(w, next);
     }
     fputc('\n', stdout);
     return fflush(stdout) ? EXIT_FAILED : EXIT_PASSED;
+}
+
+static int generate(trainer *t, const sampler *o, int64_t back)
+{
+    const char *start = o->prompt[0] ? o->prompt : "\n";
+    const size_t length = strlen(start);
+    int32_t *prompt = malloc(length * sizeof *prompt);
+    window w = {.tokens = malloc((size_t)back * sizeof *w.tokens), .length = back};
+    int code = EXIT_UNUSABLE;
+    for (size_t i = 0; prompt && i < length; i++) prompt[i] = (unsigned char)start[i];
+    if (prompt && w.tokens)
+        code = write_text(t, o, &w, prompt, (int64_t)length);
+    else
+        fprintf(stderr, "weft sample: out of memory\n");
+    free(prompt);
+    free(w.tokens);
+    return code;
+}
+
+/* Without attention the context is no more than what was learnt at once, and the whole of a text is looked back on. */
+static void look_far(const sampler *o, weft_model_config *config)
+{
+    const int64_t most = 1 << 24, text = (int64_t)strlen(o->prompt) + 1 + o->count;
+    if (config->mixer == WEFT_MIXER_GDN && config->context < text) config->context = text < most ? text : most;
+}
+
+/* A model that remembers what it has read, where it does and was not told otherwise. */
+static int open_model(trainer *t, const sampler *o, const train_options *run, const weft_model_config *config,
+                      const ranks *alone, char *error, size_t size)
+{
+    enum { PIECE = 64 }; /* of a text that is remembered: nothing else needs room */
+    const int64_t back = longest(o, config->context);
+    const int state = config->mixer != WEFT_MIXER_ATTENTION && !o->whole;
+    const int64_t room = state && config->mixer == WEFT_MIXER_GDN && back > PIECE ? PIECE : back;
+    if (o->whole && config->mixer == WEFT_MIXER_ATTENTION) {
+        snprintf(error, size, "--whole: rejected with a model of attention alone, which has no state");
+        return 0;
+    }
+    if (trainer_open(t, run, config, NULL, alone, 1, room) && (!state || trainer_remember(t, back))) return 1;
+    snprintf(error, size, "%s", t->error);
+    return 0;
 }
 
 int command_sample(int argc, char **argv)
@@ -109,6 +168,11 @@ int command_sample(int argc, char **argv)
          .help = "of the choice",
          .min = 0,
          .max = INT64_MAX},
+        {.name = "whole",
+         .kind = OPTION_FLAG,
+         .to = &o.whole,
+         .help =
+             "compute each byte from those before it, where gdn layers go on from a state (a test of the state)"},
         {.name = "backend",
          .kind = OPTION_CHOICE,
          .to = &o.backend,
@@ -140,15 +204,13 @@ int command_sample(int argc, char **argv)
     run.threads = o.threads, run.backend = o.backend, run.dtype = DTYPE_AUTO;
     ok = ok && train_options_model(&run, &config, error, sizeof error) &&
          checkpoint_fits(&model, path, &config, error, sizeof error);
-    if (ok && !trainer_open(&t, &run, &config, NULL, &alone, 1, longest(&o, config.context))) {
-        snprintf(error, sizeof error, "%s", t.error);
-        ok = 0;
-    }
-    ok = ok && checkpoint_load(&t, &model, path, error, sizeof error);
+    if (ok) look_far(&o, &config);
+    ok = ok && open_model(&t, &o, &run, &config, &alone, error, sizeof error) &&
+         checkpoint_load(&t, &model, path, error, sizeof error);
     if (ok) checkpoint_warn("sample", &model, path);
     checkpoint_file_close(&model);
     if (!ok) fprintf(stderr, "weft sample: %s\n", error);
-    code = ok ? generate(&t, &o) : EXIT_UNUSABLE;
+    code = ok ? generate(&t, &o, longest(&o, config.context)) : EXIT_UNUSABLE;
     trainer_close(&t);
     free(texts);
     return code;

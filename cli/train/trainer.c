@@ -240,13 +240,19 @@ int trainer_open(trainer *t, const train_options *options, const weft_model_conf
            first_values(t);
 }
 
+static void release(const trainer *t, char *memory)
+{
+    if (memory && on_cuda(t)) {
+        (void)device_wait();
+        device_free(memory);
+    } else
+        free(memory);
+}
+
 void trainer_close(trainer *t)
 {
-    if (t->block && on_cuda(t)) {
-        (void)device_wait();
-        device_free(t->block);
-    } else
-        free(t->block);
+    release(t, t->block);
+    release(t, t->state.memory);
     device_pinned_free(t->host_block);
     nccl_close(&t->nccl);
     free(t->host_sums);
@@ -488,17 +494,53 @@ static void shorten(trainer *t, int64_t count)
         (void)weft_model_bind(&t->exec, &t->config, 1, t->length, t->memory, t->memory_bytes, &t->model);
 }
 
-int trainer_predict(trainer *t, int64_t count, float *to)
+/* The last row of logits of the pass that has been. */
+static int last_logits(trainer *t, int64_t count, float *to)
 {
     size_t bytes = (size_t)t->config.vocab * sizeof *to;
-    shorten(t, count);
-    weft_model_args args = args_of(t, 0);
-    args.targets = NULL, args.loss = NULL;
-    /* Causal: what follows has no influence, but it must be a token. */
-    for (int64_t i = count; i < t->model.length; i++) t->host_batch.tokens[i] = 0;
-    if (!send_batch(t) || !must(t, weft_model_forward(&t->exec, &t->model, &args))) return 0;
     const float *logits = (const float *)weft_model_logits(&t->model).data + (count - 1) * t->config.vocab;
     if (on_cuda(t)) return well(t, device_get(to, logits, bytes));
     memcpy(to, logits, bytes);
     return 1;
+}
+
+int trainer_predict(trainer *t, const int32_t *tokens, int64_t count, float *to)
+{
+    shorten(t, count);
+    weft_model_args args = args_of(t, 0);
+    args.targets = NULL, args.loss = NULL;
+    memcpy(t->host_batch.tokens, tokens, (size_t)count * sizeof *tokens);
+    /* Causal: what follows has no influence, but it must be a token. */
+    for (int64_t i = count; i < t->model.length; i++) t->host_batch.tokens[i] = 0;
+    return send_batch(t) && must(t, weft_model_forward(&t->exec, &t->model, &args)) && last_logits(t, count, to);
+}
+
+int trainer_remember(trainer *t, int64_t capacity)
+{
+    size_t bytes;
+    if (!must(t, weft_model_state_query(&t->exec, &t->config, capacity, &bytes))) return 0;
+    char *memory = on_cuda(t) ? device_alloc(bytes) : aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    if (!memory)
+        return fail(t, "out of memory: %.1f MiB are needed for what is remembered", (double)bytes * 0x1p-20);
+    if (must(t, weft_model_state_bind(&t->exec, &t->config, capacity, memory, bytes, &t->state))) return 1;
+    release(t, memory);
+    return 0;
+}
+
+int trainer_go_on(trainer *t, const int32_t *tokens, int64_t count, float *to)
+{
+    enum { MOST = 64 };
+    int64_t piece = 0;
+    for (; count > 0; tokens += piece, count -= piece) {
+        /* Pieces of few different lengths, as above. */
+        for (piece = MOST; piece > count || piece > t->length;) piece /= 2;
+        if (piece != t->model.length &&
+            !must(t, weft_model_bind(&t->exec, &t->config, 1, piece, t->memory, t->memory_bytes, &t->model)))
+            return 0;
+        weft_model_args args = args_of(t, 0);
+        args.targets = NULL, args.loss = NULL;
+        memcpy(t->host_batch.tokens, tokens, (size_t)piece * sizeof *tokens);
+        if (!send_batch(t) || !must(t, weft_model_step(&t->exec, &t->model, &t->state, &args))) return 0;
+    }
+    return piece > 0 && last_logits(t, piece, to);
 }

@@ -51,7 +51,8 @@ typedef struct trainer {
     float *parameters, *gradients, *first, *second; /* second: AdamW; first is also Muon's moment */
     void *memory;                                   /* of the model */
     size_t memory_bytes;
-    int64_t length; /* of the longest sequence that it has room for */
+    int64_t length;         /* of the longest sequence that it has room for */
+    weft_model_state state; /* of trainer_go_on; memory NULL without one */
     trainer_batch batch, host_batch;
     trainer_figures figures, host_figures;
     size_t batch_bytes, figures_bytes;
@@ -79,9 +80,12 @@ int trainer_step(trainer *t, step_figures *figures);
 int trainer_validate(trainer *t, double *loss);
 /* The residual mix of a site, its mean over the tokens of the last forward: n * n numbers, [in, out]. */
 int trainer_mix(trainer *t, int32_t site, double *mix);
-/* Logits after the last of the first `count` tokens of host_batch.tokens. The cost follows the count, not the length that
- * the trainer was opened with. */
-int trainer_predict(trainer *t, int64_t count, float *logits);
+/* Logits after the last of `count` tokens. The cost follows the count, not the length that the trainer was opened with. */
+int trainer_predict(trainer *t, const int32_t *tokens, int64_t count, float *logits);
+/* A state for trainer_go_on, with room for so many tokens in layers that attend. */
+int trainer_remember(trainer *t, int64_t capacity);
+/* Logits after tokens that follow those of the calls before. */
+int trainer_go_on(trainer *t, const int32_t *tokens, int64_t count, float *logits);
 
 /* An array of the trainer's as the host can read it: itself, or a copy, which trainer_unmap writes back where it has been
  * changed. NULL where there is no memory. */
