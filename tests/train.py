@@ -1066,6 +1066,14 @@ def bad_options():
         (["--exit", "mix"], "exit"),
         (["--residual", "mhc_single_pass", "--exit", "mean"], "exit"),
         (["--heads", 3], "heads"),
+        (["--mixer", "rnn"], "--mixer: expected one of attention, gdn, hybrid, got 'rnn'"),
+        (["--mixer", "hybrid", "--layers", 3], "layers: expected at least 4 with the mixer hybrid"),
+        (["--mixer", "hybrid", "--layers", 1], "layers: expected at least 4 with the mixer hybrid"),
+        (["--mixer", "gdn", "--heads", 1], "heads: expected an even number with the mixer gdn"),
+        (["--mixer", "gdn", "--key-heads", 3], "key_heads: expected a divisor of the 4 heads"),
+        (["--mixer", "gdn", "--conv-width", 9], "--conv-width: expected 0 to 8, got '9'"),
+        (["--key-heads", 2], "--key-heads: rejected with --mixer attention"),
+        (["--conv-width", 4], "--conv-width: rejected with --mixer attention"),
         (["--warmup", 300], "warmup"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--config", "nowhere.conf"], "nowhere.conf"),
@@ -1294,6 +1302,67 @@ def first_mixes():
             )  # fmt: skip
         code, _, err = weft("train", "--threads", 1, "--quiet", "--resume", "--out", out)
         say(f"{kind}: goes on as {want}", code == 0 and says(out, 4) == want, err)
+
+
+def mixers():
+    """A run keeps its mixer, resumes to the same bits, and a sample from a state is that of the whole computation."""
+
+    def says(out, step):
+        data = checkpoint(out, step)["model.safetensors"]
+        return json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])["__metadata__"].get("option.mixer")
+
+    text = ["--data", "text.txt", "--quiet", "--threads", 1]
+    sizes = {"gdn": [], "hybrid": ["--layers", 4, "--conv-width", 3, "--key-heads", 2]}
+    for mixer, options in sizes.items():
+        options = ["--mixer", mixer, *options, "--rate", 3e-3]
+        code, _, err = train(f"mixer-{mixer}", *options, "--steps", 60, "--save-every", 25)
+        lines = figures(f"mixer-{mixer}") if code == 0 else [{"loss": 0}]
+        learns = code == 0 and lines[-1]["loss"] < lines[0]["loss"] - 2
+        say(f"{mixer} learns", learns and says(f"mixer-{mixer}", 60) == mixer, f"{err} {lines[0]} {lines[-1]}")
+        (WORK / f"mixer-again-{mixer}").mkdir()
+        shutil.copytree(WORK / f"mixer-{mixer}/step-00000025", WORK / f"mixer-again-{mixer}/step-00000025")
+        train(f"mixer-again-{mixer}", *options, "--steps", 60, "--resume", "--recompute", "--poison")
+        say(f"{mixer} goes on to the same bits", same_checkpoint(f"mixer-{mixer}", f"mixer-again-{mixer}", 60))
+        # 140 bytes are more than a hybrid's context, and more than one piece of a prompt is remembered in.
+        for prompt, heat in (("the ", 0), ("the stream, " * 7, 0), ("", 0.8), ("a gain of one " * 3, 1)):
+            asked = ["sample", "--from", f"mixer-{mixer}", "--prompt", prompt, "--temperature", heat, "--threads", 1]
+            code, out, err = weft(*asked, "--count", 140)
+            whole = weft(*asked, "--count", 140, "--whole")
+            ok = code == 0 and len(out.encode()) > 140 and whole[:2] == (0, out)
+            say(f"a sample of {mixer} from {len(prompt)} bytes at {heat}", ok, f"{err}{whole[2]} {out!r} {whole[1]!r}")
+        for other in ("attention", "gdn", "hybrid"):
+            if other != mixer:
+                refused(
+                    f"{mixer} as {other}", f"--mixer {other}, but the run was begun with {mixer}", 2, *text, "--resume",
+                    "--out", f"mixer-{mixer}", "--mixer", other,
+                )  # fmt: skip
+        path = WORK / f"mixer-{mixer}/step-00000060/model.safetensors"
+        whole = path.read_bytes()
+        path.write_bytes(
+            rewritten(whole, {"option.mixer": "attention", "option.key-heads": "0", "option.conv-width": "0"})
+        )
+        code, _, err = weft("sample", "--from", f"mixer-{mixer}")
+        say(f"a checkpoint of {mixer} that says attention", code == 2 and "tensor" in err, err)
+        path.write_bytes(whole)
+    refused(
+        "other key heads", "--key-heads 1, but the run was begun with 2", 2, *text, "--resume", "--out", "mixer-hybrid",
+        "--key-heads", 1,
+    )  # fmt: skip
+    train("mixer-older", "--steps", 2)
+    for path in (WORK / "mixer-older/step-00000002").iterdir():
+        metadata = {"option.mixer": None, "option.key-heads": None, "option.conv-width": None, "option.steps": "4"}
+        path.write_bytes(rewritten(path.read_bytes(), metadata))
+    refused(
+        "an older run as gdn", "--mixer gdn, but the run was begun with attention", 2, *text, "--resume", "--out",
+        "mixer-older", "--mixer", "gdn",
+    )  # fmt: skip
+    code, _, err = weft("train", "--threads", 1, "--quiet", "--resume", "--out", "mixer-older")
+    say("an older run goes on with attention", code == 0 and says("mixer-older", 4) == "attention", err)
+    code, _, err = weft("sample", "--from", "mixer-older", "--whole")
+    say("a sample of attention has no state", code == 2 and "--whole: rejected" in err, err)
+    code, _, err = weft("report", "--runs", "mixer-gdn", "mixer-hybrid", "--out", "mixers.html")
+    page = (WORK / "mixers.html").read_text() if code == 0 else ""
+    say("a report tells mixers apart", "mhc, mixer gdn" in page and "mhc, mixer hybrid" in page, err)
 
 
 def former_names():
@@ -1703,6 +1772,7 @@ ALONE = (
     flipped_bits,
     older_format,
     first_mixes,
+    mixers,
     one_folder,
     changing_text,
     former_names,

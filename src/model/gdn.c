@@ -30,10 +30,9 @@ static weft_tensor of_gates(const run *r, void *data)
 
 static weft_gdn_sections split(const run *r, void *rows)
 {
-    static char nothing;
     const gdn_sizes z = gdn_sizes_of(r->config);
     weft_tensor proj =
-        weft_dense3(rows ? rows : &nothing, r->config->dtype, r->model->sequences, r->model->length, z.proj);
+        weft_dense3(rows ? rows : r->model, r->config->dtype, r->model->sequences, r->model->length, z.proj);
     weft_gdn_sections s = weft_gdn_split(&proj, z.key_heads, z.dim, z.heads, z.dim);
     weft_tensor *const sections[] = {&s.q, &s.k, &s.v, &s.z, &s.b, &s.a};
     for (int i = 0; i < 6 && !rows; i++) sections[i]->data = NULL; /* a query */
