@@ -107,6 +107,7 @@ typedef struct weft_model_config {
     weft_mixer mixer;
     int32_t key_heads;  /* divides heads; 0: half of them, which makes a layer as large as one of attention */
     int32_t conv_width; /* taps of the convolution, 1 to 8; 0: 4 */
+    int32_t reserved;   /* zero */
 } weft_model_config;
 
 /* A small model of this kind, in as many bytes as config->struct_size says; fields can be changed afterwards:

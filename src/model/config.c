@@ -134,6 +134,7 @@ static weft_status check_ranges(const weft_model_config *c)
         {"mixer", c->mixer, 0, WEFT_MIXER_COUNT - 1},
         {"key_heads", c->key_heads, 0, 1024},
         {"conv_width", c->conv_width, 0, WEFT_GDN_MAX_WIDTH},
+        {"reserved", c->reserved, 0, 0},
         {"group", c->group, 0, c->layers},
         {"sinkhorn_iters", c->numerics.sinkhorn_iters, 1, 10000},
     };

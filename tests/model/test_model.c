@@ -833,6 +833,7 @@ static void bad_configurations(void **state)
     BAD(WEFT_RESIDUAL_HC, "first_mix: expected uniform with hc, got identity",
         c.first_mix = WEFT_FIRST_MIX_IDENTITY);
     BAD(WEFT_RESIDUAL_PLAIN, "first_mix", c.first_mix = WEFT_FIRST_MIX_IDENTITY);
+    BAD(WEFT_RESIDUAL_MHC, "reserved", c.reserved = 1);
     BAD(WEFT_RESIDUAL_MHC, "mixer", c.mixer = WEFT_MIXER_COUNT);
     BAD(WEFT_RESIDUAL_MHC, "key_heads: expected 0 with the mixer attention, got 2", c.key_heads = 2);
     BAD(WEFT_RESIDUAL_MHC, "conv_width: expected 0 with the mixer attention, got 4", c.conv_width = 4);
