@@ -95,10 +95,11 @@ static int add_first_choices(run_record *r)
     static const struct {
         const char *name, *value;
     } choices[] = {{"mixer", "attention"}, {"key-heads", "0"}, {"conv-width", "0"}, {"first-mix", "uniform"}};
-    const char *residual = run_record_option(r, "residual");
-    for (size_t i = 0; residual && i < sizeof choices / sizeof *choices; i++) {
-        const int has_none = !strcmp(choices[i].name, "first-mix") && strncmp(residual, "mhc", 3) != 0;
-        if (has_none || run_record_option(r, choices[i].name)) continue;
+    const char *residual = run_record_option(r, "residual"); /* until an option is added */
+    if (!residual) return 1;
+    const int mixes = !strncmp(residual, "mhc", 3);
+    for (size_t i = 0; i < sizeof choices / sizeof *choices; i++) {
+        if (run_record_option(r, choices[i].name) || (!mixes && !strcmp(choices[i].name, "first-mix"))) continue;
         if (!set_option(r, choices[i].name, choices[i].value)) return 0;
     }
     return 1;
