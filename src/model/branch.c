@@ -4,6 +4,11 @@
  * a sub-layer's last map is left to the merge. */
 #include "model/model.h"
 
+static int64_t row_of(const linear *l)
+{
+    return l->row ? l->row : l->to;
+}
+
 weft_status linear_forward(run *r, const linear *l, const void *x, void *y)
 {
     RUN_NN(r, matmul,
@@ -14,7 +19,7 @@ weft_status linear_forward(run *r, const linear *l, const void *x, void *y)
                           .b_transposed = 1,
                           .c = y,
                           .c_full = l->to_full,
-                          .ldc = l->to,
+                          .ldc = row_of(l),
                           .m = r->tokens,
                           .n = l->to,
                           .k = l->from,
@@ -28,7 +33,7 @@ weft_status linear_d_input(run *r, const linear *l, const void *d_y, void *d_x)
 {
     RUN_NN(r, matmul,
            &(weft_matmul){.a = d_y,
-                          .lda = l->to,
+                          .lda = row_of(l),
                           .b = param_weight(r, l->weight, l->layer),
                           .ldb = l->from,
                           .c = d_x,
@@ -44,7 +49,7 @@ weft_status linear_d_weight(run *r, const linear *l, const void *x, const void *
 {
     RUN_NN(r, matmul,
            &(weft_matmul){.a = d_y,
-                          .lda = l->to,
+                          .lda = row_of(l),
                           .a_transposed = 1,
                           .b = x,
                           .ldb = l->from,
@@ -98,13 +103,13 @@ static maps maps_of(const run *r, int32_t index)
     const weft_model_config *c = r->config;
     int32_t layer = index / SITES;
     if (is_gdn_site(r, index))
-        return (maps){{PROJ, PROJ_BIAS, layer, c->channels, mixer_columns(c, layer), 0},
-                      {OUT, PARAM_COUNT, layer, c->channels, c->channels, 0}};
+        return (maps){{PROJ, PROJ_BIAS, layer, c->channels, gdn_sizes_of(c).proj, 0, mixer_row(c, layer)},
+                      {OUT, PARAM_COUNT, layer, c->channels, c->channels, 0, 0}};
     if (index % SITES == 0)
-        return (maps){{QKV, QKV_BIAS, layer, c->channels, 3 * c->channels, 0},
-                      {OUT, PARAM_COUNT, layer, c->channels, c->channels, 0}};
-    return (maps){{GATE_UP, GATE_UP_BIAS, layer, c->channels, 2 * c->hidden, 0},
-                  {DOWN, PARAM_COUNT, layer, c->hidden, c->channels, 0}};
+        return (maps){{QKV, QKV_BIAS, layer, c->channels, 3 * c->channels, 0, 0},
+                      {OUT, PARAM_COUNT, layer, c->channels, c->channels, 0, 0}};
+    return (maps){{GATE_UP, GATE_UP_BIAS, layer, c->channels, 2 * c->hidden, 0, 0},
+                  {DOWN, PARAM_COUNT, layer, c->hidden, c->channels, 0, 0}};
 }
 
 weft_status branch_forward(run *r, int32_t index, const void *v)

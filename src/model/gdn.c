@@ -33,6 +33,7 @@ static weft_gdn_sections split(const run *r, void *rows)
     const gdn_sizes z = gdn_sizes_of(r->config);
     weft_tensor proj =
         weft_dense3(rows ? rows : r->model, r->config->dtype, r->model->sequences, r->model->length, z.proj);
+    proj.stride[1] = z.row, proj.stride[0] = z.row * r->model->length;
     weft_gdn_sections s = weft_gdn_split(&proj, z.key_heads, z.dim, z.heads, z.dim);
     weft_tensor *const sections[] = {&s.q, &s.k, &s.v, &s.z, &s.b, &s.a};
     for (int i = 0; i < 6 && !rows; i++) sections[i]->data = NULL; /* a query */

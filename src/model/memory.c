@@ -55,7 +55,7 @@ void site_take(weft_arena *arena, const weft_model_config *c, int64_t tokens, in
         if (!is_independent(c)) s->res = full(arena, c, tokens * n * n);
     }
     if (index % SITES == 0) {
-        s->qkv = take(arena, c, tokens * mixer_columns(c, index / SITES));
+        s->qkv = take(arena, c, tokens * mixer_row(c, index / SITES));
         s->o = take(arena, c, tokens * c->channels);
         if (!is_gdn(c, index / SITES)) s->lse = full(arena, c, tokens * c->heads);
     } else
@@ -66,7 +66,7 @@ void scratch_take(weft_arena *arena, const weft_model_config *c, int64_t tokens,
 {
     int64_t n = c->streams, wide = 2 * c->hidden;
     if (attends(c) && 3 * c->channels > wide) wide = 3 * c->channels;
-    if (has_gdn(c) && gdn_sizes_of(c).proj > wide) wide = gdn_sizes_of(c).proj;
+    if (has_gdn(c) && gdn_sizes_of(c).row > wide) wide = gdn_sizes_of(c).row;
     bool streams = c->residual != WEFT_RESIDUAL_PLAIN, hc = c->residual == WEFT_RESIDUAL_HC;
     *s = (scratch){.d_x = take(arena, c, tokens * n * c->channels),
                    .row_a = take(arena, c, tokens * c->channels),

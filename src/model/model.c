@@ -132,7 +132,7 @@ static weft_status open_run(run *r, const char *call, const weft_exec *exec, wef
 
 static linear head_of(const run *r)
 {
-    return (linear){HEAD, PARAM_COUNT, 0, r->config->channels, r->config->vocab, 1};
+    return (linear){HEAD, PARAM_COUNT, 0, r->config->channels, r->config->vocab, 1, 0};
 }
 
 static weft_status copy(run *r, void *to, const void *from, int64_t streams)

@@ -96,13 +96,19 @@ static inline bool attends(const weft_model_config *c)
 typedef struct gdn_sizes {
     int64_t heads, key_heads, dim, taps, history; /* history: slots of the convolution's state */
     int64_t keys, conv, proj; /* columns of the keys, of what passes the convolution, of the projection */
+    int64_t row;              /* from row to row of the projection */
 } gdn_sizes;
+
+/* Rows of the projection begin at whole vectors of 8, so that kernels and products may read vectors. Biases are added to rows
+ * that are dense. */
+enum { GDN_ROW_UNIT = 8 };
 
 static inline gdn_sizes gdn_sizes_of(const weft_model_config *c)
 {
     const int64_t dim = c->channels / c->heads, key_heads = c->key_heads ? c->key_heads : c->heads / 2;
     const int64_t taps = c->conv_width ? c->conv_width : 4;
     const int64_t keys = key_heads * dim, conv = 2 * keys + c->channels;
+    const int64_t proj = conv + c->channels + 2 * (int64_t)c->heads;
     return (gdn_sizes){.heads = c->heads,
                        .key_heads = key_heads,
                        .dim = dim,
@@ -110,13 +116,14 @@ static inline gdn_sizes gdn_sizes_of(const weft_model_config *c)
                        .history = taps > 1 ? taps - 1 : 1,
                        .keys = keys,
                        .conv = conv,
-                       .proj = conv + c->channels + 2 * (int64_t)c->heads};
+                       .proj = proj,
+                       .row = c->bias ? proj : (proj + GDN_ROW_UNIT - 1) / GDN_ROW_UNIT * GDN_ROW_UNIT};
 }
 
-/* Columns of what the first map of a mixer gives. */
-static inline int64_t mixer_columns(const weft_model_config *c, int32_t layer)
+/* Elements of a row of what the first map of a mixer gives. */
+static inline int64_t mixer_row(const weft_model_config *c, int32_t layer)
 {
-    return is_gdn(c, layer) ? gdn_sizes_of(c).proj : 3 * c->channels;
+    return is_gdn(c, layer) ? gdn_sizes_of(c).row : 3 * c->channels;
 }
 
 /* "layers.3.gdn" is "layers.3." and this. */
@@ -213,7 +220,7 @@ typedef struct scratch {
     void *d_x;                            /* [T, n, C]: the gradient on its way back */
     void *d_y;                            /* the same, one site further on: where sites are joined */
     void *row_a, *row_b, *row_c;          /* [T, C] */
-    void *wide;                           /* [T, max(mixer_columns, 2F)] */
+    void *wide;                           /* [T, max(mixer_row, 2F)] */
     void *act, *d_act;                    /* [T, F] */
     void *query, *key, *value, *beta, *g; /* gdn, made again in backward: what the rule reads */
     void *d_query, *d_key, *d_value, *d_beta, *d_g, *d_o;
@@ -319,12 +326,13 @@ weft_status state_check(const weft_model_state *state, const weft_model *model);
 weft_status branch_forward(run *r, int32_t index, const void *v);
 weft_status branch_backward(run *r, int32_t index, const void *v);
 
-/* rows [T, from] times a weight [to, from], plus its bias where there is one, and the gradients of all three. */
+/* Rows [T, from] times a weight [to, from], plus its bias where there is one, and the gradients of all three. */
 typedef struct linear {
     param weight, bias; /* PARAM_COUNT: no bias */
     int32_t layer;
     int64_t from, to;
     int32_t to_full; /* y is full */
+    int64_t row;     /* of y, from row to row; 0: to. Without a bias */
 } linear;
 weft_status linear_forward(run *r, const linear *l, const void *x, void *y);
 weft_status linear_d_input(run *r, const linear *l, const void *d_y, void *d_x);

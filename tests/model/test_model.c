@@ -28,7 +28,7 @@ static void gradients_are_exact(void **state)
             double largest = 1e-8;
             for (int64_t i = 0; i < p.count; i++) largest = fmax(largest, fabs(gpt_gradient(&g, p.offset + i)));
             for (int64_t i = 0; i<p.count; i += p.count> 24 ? p.count / 6 : 1) {
-                const double step = 1e-5;
+                const double step = 3e-6;
                 double at = gpt_parameter(&g, p.offset + i), loss[2];
                 for (int side = 0; side < 2; side++) {
                     gpt_set_parameter(&g, p.offset + i, at + (side ? step : -step));

@@ -233,7 +233,7 @@ const gpt_variant gpt_variants[GPT_VARIANTS] = {
      WEFT_MIXER_ATTENTION},
     {"gdn", WEFT_RESIDUAL_PLAIN, WEFT_EXIT_MEAN, 0, 0, 0, 0, WEFT_MIXER_GDN},
     {"gdn, mhc, learned exit, bias, dropout", WEFT_RESIDUAL_MHC, WEFT_EXIT_LEARNED, 1, 0.3, 1, 1, WEFT_MIXER_GDN},
-    {"hybrid, mhc, bias", WEFT_RESIDUAL_MHC, WEFT_EXIT_MEAN, 1, 0, 1, 3, WEFT_MIXER_HYBRID},
+    {"hybrid, mhc", WEFT_RESIDUAL_MHC, WEFT_EXIT_MEAN, 0, 0, 1, 3, WEFT_MIXER_HYBRID},
 };
 
 weft_model_config gpt_variant_config(const gpt_variant *v, weft_dtype dtype)
