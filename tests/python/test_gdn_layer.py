@@ -2,6 +2,9 @@
 """GatedDeltaNet: against the layer of transformers' Qwen3-Next in a tiny random configuration, decoding with a cache, packed
 sequences."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 import weft.torch as wt
@@ -228,3 +231,28 @@ def test_bad_layers():
     }.items():
         with pytest.raises(ValueError, match=text):
             make()
+
+
+def test_layer_of_the_c_model():
+    """The layer that `bench/train_torch.py` trains beside `weft train --mixer gdn`, with the same parameters."""
+    path = Path(__file__).resolve().parents[2] / "bench/gpt_torch.py"
+    spec = importlib.util.spec_from_file_location("gpt_torch", path)
+    plain = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plain)
+    torch.manual_seed(3)
+    theirs = plain.DeltaNet(24, 4, 2, 3)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ours = wt.GatedDeltaNet(24, wt.GdnHeads(key_heads=2, value_heads=4, key_dim=6, value_dim=6), 3)
+    names = {"in_proj.weight": "proj.weight", "front.conv_weight": "conv.weight", "front.a_log": "a_log"}
+    names |= {"front.dt_bias": "dt_bias", "norm.weight": "gated_norm.weight", "out_proj.weight": "out.weight"}
+    ours.load_state_dict({mine: theirs.state_dict()[its] for mine, its in names.items()})
+    x, up = torch.randn(2, 2, 150, 24)  # more than two chunks
+    results = []
+    for layer, parameters in ((ours, names), (theirs, names.values())):
+        leaf = x.clone().requires_grad_()
+        out = layer(leaf) if layer is ours else layer.run(leaf)
+        of = dict(layer.named_parameters())
+        results.append([out, *torch.autograd.grad(out, [leaf, *(of[name] for name in parameters)], up)])
+    for name, mine, its in zip(("out", "x", *names), *results, strict=True):
+        close(mine, its, name)
