@@ -110,6 +110,8 @@ static const option *nearest(const option *options, const char *word, size_t len
     const option *best = NULL;
     size_t least = 3;
     for (const option *o = options; o->name; o++) {
+        size_t other = strlen(o->name);
+        if (other > length + 2 || length > other + 2) continue; /* so many letters away at least */
         size_t d = distance(word, length, o->name);
         if (d >= least || d >= length) continue;
         best = o;
