@@ -38,7 +38,7 @@ typedef struct option {
     int local;                  /* of this process only: others of the same run may have another value */
 } option;
 
-/* Fills the variables that the options name. -1: go on; otherwise the exit code: --help was asked for and printed,
+/* Fills the variables that the options name. -1: continue; otherwise the exit code: --help was asked for and printed,
  * or something was wrong and is on stderr. The table ends with an entry without a name. */
 int options_parse(int argc, char **argv, const option *options);
 /* The same; given[i] becomes 1 where option i is on the command line. */

@@ -8,7 +8,7 @@
 
 #include "report/kinds.h"
 
-/* One sentence, escaped for HTML: how much a signal can grow and who has the lower loss, as far as the runs tell. */
+/* One sentence, escaped for HTML: how much a signal can grow and which kind has the lower loss, as far as the runs tell. */
 void headline(const report *r, FILE *to);
 /* The options that all runs share, the seeds, and how many runs there are. */
 void headline_options(const report *r, FILE *to);

@@ -2,7 +2,7 @@
  *
  * Processes that train one model must have the same options, text, checkpoint, backend and version: sizes that differ would
  * overrun buffers of a sum, numbers of steps that differ would leave one process waiting, and texts that differ would train
- * without a word. So they compare notes before any buffer is exchanged, and none goes on alone. */
+ * without a word. So they compare notes before any buffer is exchanged, and none continues alone. */
 #ifndef WEFT_CLI_AGREE_H
 #define WEFT_CLI_AGREE_H
 
@@ -18,7 +18,7 @@ typedef struct agree_fact {
 /* What a process sends. The layout is the same in every version of the program and depends on no option, so that processes of
  * different versions can still compare. Zero-initialised: nothing to say. */
 typedef struct agree_notes {
-    char error[AGREE_ERROR]; /* why this process cannot go on; "" where it can */
+    char error[AGREE_ERROR]; /* why this process cannot continue; "" where it can */
     agree_fact facts[AGREE_FACTS];
 } agree_notes;
 

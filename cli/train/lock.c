@@ -10,7 +10,7 @@
 
 #include "common/files.h"
 
-/* fcntl and not flock: it reaches over NFS, and it can tell who has the lock. */
+/* fcntl and not flock: it reaches over NFS, and it reports the process that has the lock. */
 static int try_lock(int file, pid_t *holder)
 {
     enum { TRIES = 100 };

@@ -32,7 +32,7 @@ int ranks_share(const ranks *r, void *data, int bytes);
 int ranks_gather(const ranks *r, const void *mine, void *all, int bytes);
 /* 1 where every process says so. */
 int ranks_all(const ranks *r, int mine);
-/* Ends all processes where one cannot go on. */
+/* Ends all processes where one cannot continue. */
 void ranks_abort(const ranks *r, int code);
 
 #endif

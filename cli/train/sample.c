@@ -139,7 +139,7 @@ int command_sample(int argc, char **argv)
          .to = &o.from,
          .value = "DIR",
          .help = "a run, or one of its checkpoints"},
-        {.name = "prompt", .kind = OPTION_TEXT, .to = &o.prompt, .value = "TEXT", .help = "what to go on from"},
+        {.name = "prompt", .kind = OPTION_TEXT, .to = &o.prompt, .value = "TEXT", .help = "text to continue"},
         {.name = "count",
          .kind = OPTION_INT,
          .to = &o.count,

@@ -101,7 +101,7 @@ static int prepare(session *s)
     if (!checkpoint_find(o->out, s->saved, s->error, sizeof s->error)) return 0;
     if (s->saved[0] && !o->resume) {
         snprintf(s->error, sizeof s->error,
-                 "%s holds a run already; --resume goes on with it, another --out begins one", o->out);
+                 "%s holds a run already; --resume continues it, another --out begins one", o->out);
         return 0;
     }
     if (s->saved[0] &&
@@ -222,7 +222,7 @@ static void introduce(const session *s)
                                                     : "BLAS was found (Debian: libopenblas0)");
     if (s->ranks.count > 1) printf("%d processes\n", s->ranks.count);
     if (t->nccl.library) printf("gradients summed by NCCL\n");
-    if (s->saved[0]) printf("goes on after step %lld of %s\n", (long long)t->step, s->saved);
+    if (s->saved[0]) printf("continues after step %lld of %s\n", (long long)t->step, s->saved);
     if (is_longer(s))
         printf("%lld steps instead of %lld; the rate is that of a run begun with %lld\n",
                (long long)s->options.steps, (long long)s->begun_with, (long long)s->options.steps);
