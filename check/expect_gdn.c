@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * In front of the gated delta rule, forward, decoding and backward. First-order bounds along the equations of
- * docs/math.md: each step passes on what its inputs may be off and adds its own roundings. */
+ * docs/reference/math.md: each step passes on what its inputs may be off and adds its own roundings. */
 #include "check/expect_gdn.h"
 
 #include <string.h>

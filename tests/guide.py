@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""tests/guide.py <work folder> [--format] [--python PYTHON] [--cuda OFF|OBJECT|ON]: docs/adding-an-op.md, to the letter.
+"""tests/guide.py <work folder> [--format] [--python PYTHON] [--cuda OFF|OBJECT|ON]: docs/internals/adding-an-op.md, to the letter.
 
 Lays the blocks of the guide into a copy of the tree, builds the copy and runs what the guide says to run. A block goes where
 the line above it says:
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-GUIDE = ROOT / "docs" / "adding-an-op.md"
+GUIDE = ROOT / "docs" / "internals" / "adding-an-op.md"
 
 BLOCK = re.compile(r"^(?P<fence>`{3,})(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=fence)$", re.M | re.S)
 CAPTION = re.compile(

@@ -38,7 +38,7 @@ fi
 "$tools/gpu_table.py" "$record" >"$1/tables.md"
 for line in '| tokens x channels | `mhc_post` fwd | `mhc_project` fwd | `rmsnorm` fwd |' \
     '| 2048 x 4096 | 12.5 (97 %) | 12.5 (2 %) | 12.5 (140 %) |' '| `rmsnorm` | 5.0 | 70 % | 124 | 70 % |' \
-    'From 100 us on, runs behind the first twenty took more than 2 % longer, in microseconds: `rmsnorm` bwd at 64 x 128 130.' \
+    'From 100 us on, runs after the first twenty took more than 2 % longer, in microseconds: `rmsnorm` bwd at 64 x 128 130.' \
     'Compute capability 9.0; driver 1.2; CUDA 3.4; weft 0.1.0, `make gpu-record`, 2026-01-01.'; do
     grep -qxF -- "$line" "$1/tables.md" || { echo "gpu_table.py lacks: $line" >&2; exit 1; }
 done
@@ -62,8 +62,8 @@ cmp "$1/performance.md" "$tools/../docs/performance.md" ||
 for record in "$tools"/../bench/baselines/*.jsonl; do
     drawn=$(basename "$record" .jsonl).svg
     "$tools/plot_bench.py" "$record" --suite fused --out "$1/$drawn"
-    cmp "$1/$drawn" "$tools/../docs/$drawn" ||
-        { echo "docs/$drawn is older than its record: tools/plot_bench.py $record --suite fused --out docs/$drawn" >&2; exit 1; }
+    cmp "$1/$drawn" "$tools/../docs/figures/$drawn" ||
+        { echo "docs/figures/$drawn is older than its record: tools/plot_bench.py $record --suite fused --out docs/figures/$drawn" >&2; exit 1; }
 done
 
 one=$("$tools/source_hash.py")

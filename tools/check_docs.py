@@ -3,13 +3,15 @@
 """Checks that the documents speak of things that exist.
 
 - A path of the repository named in `backticks` or as the target of a link exists. <stem> and * match anything, and
-  a name with "foo" in it is an example.
-- In docs/math.md a tag such as [M1] stands in a heading, and its section names an implementing file under src/.
-- A tag cited in a header or source exists in docs/math.md.
+  a name with "foo" in it is an example. A link to a heading leads to one.
+- Every document of docs/ is one link away from docs/index.md or README.md, and every figure is in a document.
+- docs/questions.md has ten questions or more, and each answer links to the page that has it in full.
+- In docs/reference/math.md a tag such as [M1] stands in a heading, and its section names an implementing file under src/.
+- A tag cited in a header or source exists in docs/reference/math.md.
 - A source whose opening comment cites a tag is named in the section of the first one it cites, and a source under src/
   with the name of an operator cites one: from an equation to its code in every backend, and back.
-- Every operator of src/core/ops.def is named in docs/math.md.
-- The table of docs/design.md about what is remembered names the files under src/ with static variables, and no others.
+- Every operator of src/core/ops.def is named in docs/reference/math.md.
+- The table of docs/internals/design.md about what is remembered names the files under src/ with static variables, and no others.
 """
 
 import re
@@ -17,7 +19,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MATH = ROOT / "docs" / "math.md"
+DOCS = ROOT / "docs"
+MATH = DOCS / "reference" / "math.md"
 
 TAG = re.compile(r"\[([A-Z][0-9]+)\]")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -26,6 +29,9 @@ FENCE = re.compile(r"^(`{3,})[^\n`]*\n.*?^\1$", re.M | re.S)
 # A variable that keeps its value between calls: no constant, no function.
 STATIC = re.compile(r"^[ \t]*static (?!inline\b|__)(?![^;=\n]*\bconst)(?![^;=\n]*\()[^;=\n]*[;=]", re.M)
 PATH = re.compile(r"^[\w.*<>{},+-]+(/[\w.*<>{},+-]+)*/?$")
+
+# Characters that a heading loses in its anchor; spaces become dashes.
+NOT_IN_ANCHOR = re.compile(r"[^\w\- ]")
 
 failures = []
 
@@ -86,9 +92,51 @@ def check_paths(document):
             if bases and not any(exists(base, variant) for base in bases):
                 fail(document, text, match.start(), f"{variant} does not exist")
     for match in LINK.finditer(text):
-        target = match.group(1).split("#")[0]
-        if target and not re.match(r"^[a-z]+:", target) and not (document.parent / target).exists():
+        target, _, anchor = match.group(1).partition("#")
+        if re.match(r"^[a-z]+:", target):
+            continue
+        to = document.parent / target if target else document
+        if not to.exists():
             fail(document, text, match.start(), f"link to {target}, which does not exist")
+        elif anchor and to.suffix == ".md" and anchor not in anchors(to):
+            fail(document, text, match.start(), f"{target or document.name} has no heading #{anchor}")
+
+
+def anchors(document):
+    """What links to the headings of a document end with."""
+    headings = re.findall(r"^#+ (.*?)\s*$", blank_fences(document.read_text(encoding="utf-8")), re.M)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "") for heading in headings)
+    return {NOT_IN_ANCHOR.sub("", heading.lower()).replace(" ", "-") for heading in plain}
+
+
+def links_of(document):
+    """The files that a document links to."""
+    targets = (link.split("#")[0] for link in LINK.findall(blank_fences(document.read_text(encoding="utf-8"))))
+    return {(document.parent / target).resolve() for target in targets if target and not re.match(r"^[a-z]+:", target)}
+
+
+def check_reach(documents):
+    index = DOCS / "index.md"
+    text = index.read_text(encoding="utf-8")
+    near = links_of(index) | links_of(ROOT / "README.md") | {index}
+    for document in documents:
+        if document.is_relative_to(DOCS) and document not in near:
+            fail(index, text, 0, f"nothing here or in README.md links to {document.relative_to(ROOT)}")
+    used = set().union(*(links_of(document) for document in documents))
+    for figure in sorted(DOCS.rglob("*.svg")):
+        if figure not in used:
+            fail(index, text, 0, f"no document shows {figure.relative_to(ROOT)}")
+
+
+def check_questions():
+    path = DOCS / "questions.md"
+    text = path.read_text(encoding="utf-8")
+    asked = list(re.finditer(r"^## (.*)\n((?:(?!^## ).*\n?)*)", text, re.M))
+    if len(asked) < 10:
+        fail(path, text, 0, f"expected ten questions or more, got {len(asked)}")
+    for question in asked:
+        if not question[1].endswith("?") or not LINK.search(question[2]):
+            fail(path, text, question.start(), f"{question[1]!r}: expected a question, and a link in its answer")
 
 
 def check_math():
@@ -121,7 +169,12 @@ def check_math():
         for comment in re.finditer(r"/\*.*?\*/|//[^\n]*", source, re.S):
             for tag in TAG.finditer(comment.group()):
                 if tag.group(1) not in tags:
-                    fail(path, source, comment.start() + tag.start(), f"{tag.group()} is not a heading of docs/math.md")
+                    fail(
+                        path,
+                        source,
+                        comment.start() + tag.start(),
+                        f"{tag.group()} is not a heading of docs/reference/math.md",
+                    )
 
     operators = re.findall(r"^WEFT_OP\((\w+)\)", (ROOT / "src/core/ops.def").read_text(encoding="utf-8"), re.M)
     stems = sorted({re.sub(r"_(fwd|bwd)$", "", name) for name in operators})
@@ -130,9 +183,14 @@ def check_math():
         opening = re.match(r"/\*.*?\*/", source, re.S)
         cited = TAG.findall(opening.group()) if opening else []
         if cited and cited[0] in tags and path not in named_in[cited[0]]:
-            fail(path, source, 0, f"not named in the section [{cited[0]}] of docs/math.md, which it cites first")
+            fail(
+                path,
+                source,
+                0,
+                f"not named in the section [{cited[0]}] of docs/reference/math.md, which it cites first",
+            )
         if not cited and path.stem in stems:
-            fail(path, source, 0, "the opening comment of an operator cites no tag of docs/math.md")
+            fail(path, source, 0, "the opening comment of an operator cites no tag of docs/reference/math.md")
     for stem in stems:
         if not re.search(rf"\b{stem}\b", text):
             fail(MATH, text, 0, f"the operator {stem} is not named")
@@ -140,7 +198,7 @@ def check_math():
 
 
 def check_remembered():
-    design = ROOT / "docs" / "design.md"
+    design = ROOT / "docs" / "internals" / "design.md"
     text = design.read_text(encoding="utf-8")
     start = text.find("| remembered | where |")
     if start < 0:
@@ -160,17 +218,19 @@ def check_remembered():
 
 
 def main():
-    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
     for document in documents:
         if document.is_file():
             check_paths(document)
         else:
             failures.append(f"{document.relative_to(ROOT)} is missing")
+    check_reach(documents)
+    check_questions()
     tags = 0
     if MATH.is_file():
         tags = check_math()
     else:
-        failures.append("docs/math.md is missing")
+        failures.append("docs/reference/math.md is missing")
     check_remembered()
     print(*failures, sep="\n", end="\n" if failures else "")
     print(f"docs: {len(documents)} documents, {tags} tags, {len(failures)} problems")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of README.md and docs/concepts.md.
+"""Draws the pictures of README.md and the concepts and internals in docs/.
 
-    tools/draw.py            writes docs/streams.svg and docs/peers.svg
+    tools/draw.py            writes the files of DRAWINGS in docs/figures
     tools/draw.py --check    fails where a file differs from what would be written
 
 The bars of peers.svg are the rows of the table "Beside TransformerEngine" in docs/performance.md. Plain Python; colours follow
@@ -10,23 +10,26 @@ the reader's light or dark page.
 """
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+FIGURES = DOCS / "figures"
 
 STYLE = """
 text{font:14px system-ui,-apple-system,'Segoe UI',sans-serif;fill:#1f2733}
 .small{font-size:12px}.dim{fill:#5b6675}.strong{font-weight:600}.mono{font-family:ui-monospace,Menlo,Consolas,monospace}
 .box{fill:#f3f5f8;stroke:#8a95a5}.wire{fill:none;stroke:#5b6675;stroke-width:1.5}.tip{fill:#5b6675}
 .s0{stroke:#2f6fde}.s1{stroke:#c2571a}.s2{stroke:#1f8a5f}.s3{stroke:#8b5fbf}.stream{fill:none;stroke-width:4}
+.axis{stroke:#c3cad4;stroke-width:1}
 .cell{fill:#2f6fde}.bar{fill:#2f6fde}.peer{fill:#9aa5b4}.least{stroke:#1f2733;stroke-width:1.5;stroke-dasharray:3 3}
 @media (prefers-color-scheme:dark){
 text{fill:#e6eaf0}.dim{fill:#a3adbb}.box{fill:#232a34;stroke:#76818f}.wire{stroke:#a3adbb}.tip{fill:#a3adbb}
 .s0{stroke:#6ea0ff}.s1{stroke:#f0965a}.s2{stroke:#55c495}.s3{stroke:#b893ea}.cell,.bar{fill:#6ea0ff}.peer{fill:#6b7686}
-.least{stroke:#e6eaf0}}
+.axis{stroke:#414b59}.least{stroke:#e6eaf0}}
 """
 
 
@@ -135,19 +138,157 @@ def peers():
     return page(800, 242, "Time between two sub-layers beside TransformerEngine", parts)
 
 
+def matrix_product(a, b):
+    return [[sum(x * y for x, y in zip(row, column, strict=True)) for column in zip(*b, strict=True)] for row in a]
+
+
+def gain():
+    """The largest row sum of a product of residual mixes, by the number of sub-layers."""
+    left, right, top, bottom, layers = 90, 770, 70, 300, 48
+    kinds = [
+        ("unconstrained: rows sum to 1.2", "s1", [[1.1, 0.1], [0.1, 1.1]]),
+        ("doubly stochastic: rows and columns sum to 1", "s0", [[0.9, 0.1], [0.1, 0.9]]),
+    ]
+    parts = [text(30, 28, "How much a signal can grow through the residual mixes", "strong")]
+    parts.append(text(30, 46, "largest row sum of the product, logarithmic", "small dim"))
+    for exponent in range(5):
+        y = bottom - (bottom - top) * exponent / 4
+        parts.append(f'<path class="axis" d="M{left} {y:g} H{right}"/>')
+        parts.append(text(left - 10, y + 4, f"{10**exponent}", "small dim", "end"))
+    for layer in range(0, layers + 1, 12):
+        x = left + (right - left) * layer / layers
+        parts.append(text(x, bottom + 20, f"{layer}", "small dim", "middle"))
+    parts.append(text(right, bottom + 38, "sub-layers", "small dim", "end"))
+    for name, kind, mix in kinds:
+        product, points = [[1.0, 0.0], [0.0, 1.0]], []
+        for layer in range(layers + 1):
+            largest = max(sum(map(abs, row)) for row in product)
+            y = bottom - (bottom - top) * math.log10(largest) / 4
+            points.append(f"{left + (right - left) * layer / layers:.1f} {y:.1f}")
+            product = matrix_product(product, mix)
+        parts.append(f'<path class="stream {kind}" d="M{" L".join(points)}"/>')
+        grows = kind == "s1"
+        parts.append(text(right - (250 if grows else 0), 110 if grows else bottom - 10, name, "small strong", "end"))
+    return page(800, 350, "Growth of a signal through residual mixes", parts)
+
+
+def labelled(x, y, width, name, line="", height=50):
+    """A box with its name and a line below."""
+    middle = x + width / 2
+    parts = [box(x, y, width, height), text(middle, y + 22 + (0 if line else 8), name, "strong", "middle")]
+    return [*parts, text(middle, y + 39, line, "small dim", "middle")] if line else parts
+
+
+def delta():
+    """A Gated DeltaNet layer, and one step of its rule."""
+    parts = [text(30, 28, "A Gated DeltaNet layer", "strong")]
+    chain = [
+        ("projection", "q k v z b a", 30),
+        ("gdn_pre", "conv, silu, norm, gates", 190),
+        ("gdn_rule", "state of Dk x Dv", 410),
+        ("gdn_norm", "RMSNorm, gate z", 570),
+        ("projection", "back to C", 730),
+    ]
+    width = {190: 170}
+    for k, (name, line, x) in enumerate(chain):
+        parts += labelled(x, 50, width.get(x, 120), name, line)
+        if k:
+            before = chain[k - 1][2]
+            parts.append(arrow(before + width.get(before, 120), 75, x, 75, 12))
+    parts += [
+        text(385, 42, "q k v", "small dim mono", "middle"),
+        text(385, 116, "g beta", "small dim mono", "middle"),
+        text(30, 158, "One token of the rule, for one head", "strong"),
+    ]
+    steps = [
+        ("forget", "S = exp(g) S", 30),
+        ("predict", "S^T k", 240),
+        ("compare", "d = beta (v - S^T k)", 450),
+        ("correct", "S = S + k d^T", 660),
+    ]
+    for k, (name, line, x) in enumerate(steps):
+        parts += labelled(x, 176, 170, name, line)
+        if k:
+            parts.append(arrow(x - 40, 201, x, 201, 10))
+    parts += [
+        *labelled(660, 256, 170, "read", "o = S^T q"),
+        '<path class="wire" d="M745 226 V248"/><path class="tip" d="M741 248 L745 256 L749 248 Z"/>',
+        '<path class="wire" d="M660 281 H115 V234"/><path class="tip" d="M111 234 L115 226 L119 234 Z"/>',
+        text(
+            388,
+            274,
+            "the state goes on to the next token; its size does not depend on the length",
+            "small dim",
+            "middle",
+        ),
+    ]
+    return page(880, 320, "A Gated DeltaNet layer and one step of its rule", parts)
+
+
+def pipeline():
+    """The forward kernel of a site: which warps do what with a tile of eight tokens."""
+    parts = [
+        text(30, 28, "One block of the fused site kernel, forward", "strong"),
+        text(
+            30,
+            46,
+            "its channels of eight tokens at a time; the blocks of a cluster share the channels of a token",
+            "small dim",
+        ),
+        *labelled(30, 80, 130, "global memory", "x, f, psi"),
+        *labelled(210, 80, 130, "producer warp", "TMA loads"),
+        *labelled(390, 80, 150, "shared memory", "ring of tiles"),
+        *labelled(590, 80, 130, "mix warps", "y = post + mix"),
+        *labelled(770, 80, 100, "memory", "y"),
+        *labelled(390, 190, 150, "MMA warps", "psi y and y^2"),
+        *labelled(590, 190, 130, "reduction warp", "sums of the block"),
+        *labelled(770, 190, 100, "owner", "sums, gates"),
+        *labelled(770, 300, 100, "Sinkhorn", "in batches"),
+        *labelled(390, 300, 150, "mix warps", "u = pre y, then norm"),
+        *labelled(210, 300, 130, "global memory", "u, v"),
+        arrow(160, 105, 210, 105, 12),
+        arrow(340, 105, 390, 105, 12),
+        arrow(540, 98, 590, 98, 12),
+        arrow(720, 105, 770, 105, 12),
+        arrow(540, 215, 590, 215, 12),
+        arrow(720, 215, 770, 215, 12),
+        '<path class="wire" d="M590 118 C560 118 560 118 548 118"/><path class="tip" d="M548 114 L540 118 L548 122 Z"/>',
+        '<path class="wire" d="M465 130 V182"/><path class="tip" d="M461 182 L465 190 L469 182 Z"/>',
+        '<path class="wire" d="M820 240 V292"/><path class="tip" d="M816 292 L820 300 L824 292 Z"/>',
+        '<path class="wire" d="M790 240 C790 275 700 318 548 318"/><path class="tip" d="M548 314 L540 318 L548 322 Z"/>',
+        '<path class="wire" d="M390 325 H348"/><path class="tip" d="M348 321 L340 325 L348 329 Z"/>',
+        '<path class="wire" d="M405 130 C360 160 360 270 402 294"/><path class="tip" d="M398 290 L407 299 L405 288 Z"/>',
+        text(476, 164, "y, rounded", "small dim"),
+        text(745, 182, "st.async", "small dim mono", "middle"),
+        text(832, 272, "logits", "small dim"),
+        text(650, 286, "pre, to all blocks", "small dim", "middle"),
+        text(300, 220, "some tiles later", "small dim", "middle"),
+    ]
+    return page(900, 370, "Pipeline of the fused site kernel", parts)
+
+
+DRAWINGS = {
+    "streams.svg": streams,
+    "peers.svg": peers,
+    "gain.svg": gain,
+    "delta.svg": delta,
+    "pipeline.svg": pipeline,
+}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="fail where a file is not up to date")
     check = parser.parse_args().check
     stale = []
-    for name, drawing in (("streams.svg", streams()), ("peers.svg", peers())):
-        path = DOCS / name
+    for name, draw in DRAWINGS.items():
+        path, drawing = FIGURES / name, draw()
         if check and (not path.exists() or path.read_text(encoding="utf-8") != drawing):
             stale.append(name)
         elif not check:
             path.write_text(drawing, encoding="utf-8")
     for name in stale:
-        print(f"docs/{name} is not what tools/draw.py writes; run tools/draw.py")
+        print(f"docs/figures/{name} is not what tools/draw.py writes; run tools/draw.py")
     return 1 if stale else 0
 
 

@@ -3,7 +3,8 @@
 """Tables of a GPU's record in markdown: what was tested, then microseconds and per cent of the copy bandwidth.
 
     tools/gpu_table.py [bench/baselines/<gpu>.jsonl ...]             prints them; all records by default
-    tools/gpu_table.py --write docs/performance.md [RECORD ...]      puts them between the two marker comments there
+    tools/gpu_table.py --write docs/performance.md [RECORD ...]      puts them between the two marker comments there, and
+                                                                     the table of paths between two others
 
 A suite of several shapes has a row for each shape and a column for each operator and pass; a suite of one shape has a row
 for each operator. Exit status: 0 done, 2 it could not be done.
@@ -19,6 +20,7 @@ from gpu_record import BASELINES  # noqa: E402
 from gpu_tasks import SUITES  # noqa: E402
 
 BEGIN, END = "<!-- gpu tables: begin, written by tools/gpu_table.py -->", "<!-- gpu tables: end -->"
+BEGIN_PATHS, END_PATHS = "<!-- gpu paths: begin, written by tools/gpu_table.py -->", "<!-- gpu paths: end -->"
 NOTHING = "There is no record yet: `make gpu-record` on a machine with a GPU makes one."
 
 
@@ -124,7 +126,7 @@ def in_the_long_run(rows):
     ]
     return (
         [
-            "From 100 us on, runs behind the first twenty took more than 2 % longer, in microseconds: "
+            "From 100 us on, runs after the first twenty took more than 2 % longer, in microseconds: "
             + "; ".join(slower)
             + ".",
             "",
@@ -218,13 +220,49 @@ def of_record(path):
     return lines
 
 
-def between_markers(document, lines):
-    """The document with these lines between its markers."""
-    text = document.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise Unusable(f"{document} must have, once and in this order: {BEGIN} and {END}")
-    before, rest = text.split(BEGIN)
-    return "\n".join([before + BEGIN, "", *lines, END + rest.split(END)[1]])
+def largest(rows, op):
+    """The forward and backward rows of an operator at the shape with the most bytes among those that have both."""
+    found = {}
+    for row in rows:
+        if row["op"] == op and row["pass"] in ("fwd", "bwd"):
+            found.setdefault((row["tokens"], row["channels"]), {})[row["pass"]] = row
+    both = {shape: passes for shape, passes in found.items() if len(passes) == 2}
+    # 32768 x 4096 where it is there: the shape of the tables beside peers.
+    return both.get((32768, 4096)) or (both[max(both)] if both else None)
+
+
+def of_paths(path):
+    """Which path the fused suites took, by dtype and layout, and how close to the copy bandwidth."""
+    header, timings, _, _ = read(path)
+    lines, shapes = [], set()
+    for suite in (s for s in SUITES if s.startswith("fused") and s in timings):
+        for op in ("mhc_boundary", "mhc_pre", "mhc_head"):
+            passes = largest(timings[suite], op)
+            if passes:
+                row = passes["fwd"]
+                shapes.add(shape_of(row, False))
+                layout = {"nc": "(n, C)", "cn": "(C, n)"}[row["layout"]]
+                times = (f"{microseconds(passes[p])} us, {per_cent(passes[p])}" for p in ("fwd", "bwd"))
+                lines.append([f"`{op}`", row["dtype"], layout, *times, row["path"].partition(":")[0]])
+    head = ["operator", "dtype", "layout", "forward", "backward", "path"]
+    about = (
+        f"{header['gpu']}, record of {header['date']}, 4 streams, {', '.join(sorted(shapes))} tokens x channels; per cent of "
+        "the copy bandwidth."
+    )
+    return [about, "", *table(head, lines), ""] if lines else []
+
+
+def between(text, begin, end, lines, document):
+    """The text with these lines between its markers."""
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise Unusable(f"{document} must have, once and in this order: {begin} and {end}")
+    before, rest = text.split(begin)
+    return "\n".join([before + begin, "", *lines, end + rest.split(end)[1]])
+
+
+def between_markers(document, lines, paths):
+    text = between(document.read_text(encoding="utf-8"), BEGIN, END, lines, document)
+    return between(text, BEGIN_PATHS, END_PATHS, paths, document) if paths else text
 
 
 def main():
@@ -237,12 +275,13 @@ def main():
     )
     options = parser.parse_args()
     try:
-        lines = []
+        lines, paths = [], []
         for path in options.records or [p for p in sorted(BASELINES.glob("*.jsonl")) if read(p)[1]]:
             lines += of_record(path)
+            paths += of_paths(path)
         lines = lines or [NOTHING, ""]
         if options.write:
-            options.write.write_text(between_markers(options.write, lines), encoding="utf-8")
+            options.write.write_text(between_markers(options.write, lines, paths), encoding="utf-8")
         else:
             print("\n".join(lines), end="")
     except (Unusable, OSError, KeyError) as why:

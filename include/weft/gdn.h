@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Gated DeltaNet: what stands between the input projection of a layer and the gated delta rule (causal convolution,
- * silu, l2 norm, gates), the rule itself, and the gated norm behind it. Equations with their tags are in docs/math.md.
+ * silu, l2 norm, gates), the rule itself, and the gated norm behind it. Equations with their tags are in docs/reference/math.md.
  *
  * Names: B sequences of S tokens each, or B = 1 and cu_seqlens, which cuts the S tokens into N sequences; Hk key heads of
  * Dk, Hv value heads of Dv, Hv a multiple of Hk; W taps of the convolution; C = 2 Hk Dk + Hv Dv channels that pass through

@@ -35,7 +35,7 @@
  *   - weft_<op>_workspace tells how many bytes exec.workspace must have for the same exec and args. Tensor data is not
  *     looked at by that function. Where the way a call takes depends on addresses, a call may do with less. A backward is the
  *     exception: NULL stands for data aligned to 16 bytes, and a call with other data may need more, as its error says.
- * Tags such as [M4] refer to docs/math.md. */
+ * Tags such as [M4] refer to docs/reference/math.md. */
 #ifndef WEFT_MHC_H
 #define WEFT_MHC_H
 

@@ -13,7 +13,7 @@
  *
  * F mixes tokens at even sites and is a SwiGLU MLP at odd ones. What mixes tokens is causal attention with rotary positions, or a
  * Gated DeltaNet layer (weft/gdn.h): proj v, gdn_pre, gdn_rule, gdn_norm with the gate z, and the map out. Equations and gradients of
- * the parts that are not operators: docs/math.md, [T1] to [T6].
+ * the parts that are not operators: docs/reference/math.md, [T1] to [T6].
  *
  * The model owns no memory. Parameters are one array, described tensor by tensor by weft_model_param; gradients and the
  * state of an optimiser have the same layout. What a step needs is one block whose exact size weft_model_query tells.

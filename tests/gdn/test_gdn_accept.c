@@ -333,7 +333,7 @@ static void norms_at_the_edges(void **state)
     test_verdict();
 }
 
-/* silu and its derivative over all of their range, where one tap makes u of the input itself. The bounds are those of docs/math.md
+/* silu and its derivative over all of their range, where one tap makes u of the input itself. The bounds are those of docs/reference/math.md
  * with one rounding of u, the one that the convolution leaves to the exponential; none where u is rounded before (parity). */
 enum { SWEEP_STEPS = 256, SWEEP_DIM = 128 };
 

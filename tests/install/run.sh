@@ -3,7 +3,7 @@
 #
 # tests/install/run.sh <build folder> <cc> <work folder>: installs into an empty prefix and uses what is there as
 # strangers would: through CMake's package, through pkg-config, and the program by itself. The tree is moved first, so
-# that a path of the build machine in it would show. Then README's program, built by the commands that README prints.
+# that a path of the build machine in it would show. Then README's program, built by the commands that README and the C guide print.
 set -eu
 build=$1
 cc=$2
@@ -51,21 +51,23 @@ echo "- README's program, as printed"
 HOME=$work/home
 export HOME
 mkdir -p "$HOME/program"
-# block <language> <number>: that block of README's section on C
-block() {
-    sed -n '/^## In C$/,/^## /p' "$root/README.md" |
-        awk -v want="$1" -v number="$2" '/^```/ { on = !on && $0 == "```" want && ++k == number; next } on'
+# block <language>: its first block in README's section on C (c, sh), or in the guide's section on CMake
+block() { section "$root/README.md" "In C" "$1"; }
+section() {
+    sed -n "/^## $2\$/,/^## /p" "$1" |
+        awk -v want="$3" '/^```/ { on = !on && $0 == "```" want && ++k == 1; next } on'
 }
+guide() { section "$root/docs/guides/c.md" "Building with CMake" "$1"; }
 # The tree's make, without the part that compiles: the build is there, and other tests use it.
 cat >"$work/make" <<END
 #!/bin/sh
 exec make -C "$root" -o build BUILD="$build" "\$@"
 END
 chmod +x "$work/make"
-# run_block <number>: the commands, in the user's folder; in place of make, cc and cmake's compiler what the test was given
+# run_block <number> <where>: the commands, in the user's folder; in place of make, cc and cmake's compiler what the test was given
 run_block() {
-    block sh "$1" >"$work/commands_$1"
-    [ -s "$work/commands_$1" ] || { echo "README.md: section 'In C' has no sh block $1" >&2; exit 1; }
+    "$2" sh >"$work/commands_$1"
+    [ -s "$work/commands_$1" ] || { echo "README.md, docs/guides/c.md: no sh block for $2" >&2; exit 1; }
     sed 's/^/    $ /' "$work/commands_$1"
     (
         cd "$HOME/program"
@@ -77,12 +79,12 @@ run_block() {
         . "$work/commands_$1"
     ) >"$work/printed_$1"
 }
-block c 1 >"$HOME/program/example.c"
-block cmake 1 >"$HOME/program/CMakeLists.txt"
-run_block 1
-run_block 2
+block c >"$HOME/program/example.c"
+guide cmake >"$HOME/program/CMakeLists.txt"
+run_block 1 block
+run_block 2 guide
 for k in 1 2; do
-    tail -2 "$work/printed_$k" | grep -E '^column 0 of the first res sums to (1|0\.99999[0-9]*|1\.00000[0-9]*)$'
+    tail -1 "$work/printed_$k" | grep -E ', column 0 of res sums to (1|0\.99999[0-9]*|1\.00000[0-9]*)$'
 done
 
 echo "- uninstall"

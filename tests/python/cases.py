@@ -28,7 +28,9 @@ class Case(NamedTuple):
     function: Callable
     expression: Callable
     tensors: dict[str, Tensor | None]
-    coarse: tuple[str, ...] = ()  # inputs of a projection that is allowed 16 bits of them ([M1] in docs/math.md)
+    coarse: tuple[
+        str, ...
+    ] = ()  # inputs of a projection that is allowed 16 bits of them ([M1] in docs/reference/math.md)
 
 
 class Maker:

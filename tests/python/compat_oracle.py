@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the drop-ins compare with: the equations of docs/math.md in fp64, written as sums over names
+"""What the tests of the drop-ins compare with: the equations of docs/reference/math.md in fp64, written as sums over names
 of axes, and the golden files. Everything here takes (..., n, C); a drop-in's layout is its test's business.
 
 Bounds. A result is a value computed in fp32 (fp64 on the reference backend) and rounded where it is stored:
@@ -51,7 +51,7 @@ apart: ContextVar[torch.dtype | None] = ContextVar("apart", default=None)
 
 class Apart(torch.autograd.Function):
     """h = x psi^T with every sum of products, forward and backward, off by all that the arithmetic of 16-bit streams
-    may leave out ("CUDA" under "Error bounds" in docs/math.md), relative to the sum of the terms' magnitudes:
+    may leave out ("CUDA" under "Error bounds" in docs/reference/math.md), relative to the sum of the terms' magnitudes:
         ONE   for a float32 factor, psi or d_h, which is taken apart into two bf16 numbers
         LOW   where both factors have a low part, as f16 streams do too: the product of these
         CUT   for each term of a sum, in whole steps of 16 terms"""

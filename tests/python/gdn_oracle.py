@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated DeltaNet as plain torch expressions, differentiable by autograd, in whatever dtype the inputs have: [G1] to
-[G5] of docs/math.md, token after token where the equations are. Written from the equations, not from the library."""
+[G5] of docs/reference/math.md, token after token where the equations are. Written from the equations, not from the library."""
 
 import math
 

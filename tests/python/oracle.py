@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every operator as a plain torch expression, differentiable by autograd, in whatever dtype its inputs have. The tests
-evaluate them in float64 on the CPU. Written from docs/math.md, not from the library's code."""
+evaluate them in float64 on the CPU. Written from docs/reference/math.md, not from the library's code."""
 
 import numpy as np
 import torch
@@ -108,7 +108,7 @@ def pre(x, phi, alpha, beta, norm_weight=None, sub_weight=None, pre_in=None, *, 
 
 
 def dropout_factors(step: int, tokens: int, streams: int, channels: int, p: float, token_base: int = 0):
-    """The factor of every element, 0 or 1/(1-p): section [D1] of docs/math.md with seed 0 and site 0."""
+    """The factor of every element, 0 or 1/(1-p): section [D1] of docs/reference/math.md with seed 0 and site 0."""
 
     def philox(counter, key):
         c, k = [np.asarray(w, np.uint64) for w in counter], [np.uint64(w) for w in key]

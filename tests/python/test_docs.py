@@ -130,23 +130,69 @@ def test_examples_run(path, root):
 
 
 def numbers_of(text: str, name: str) -> torch.Tensor:
-    """The matrix of docs/concepts.md whose second row begins with `name =`."""
+    """The matrix of docs/concepts/hyper-connections.md whose second row begins with `name =`."""
     block = next(b for b in re.findall(r"^```\n(.*?)^```$", text, re.M | re.S) if re.search(rf"\b{name} = \|", b))
     rows = re.findall(r"\|([^|\n]*)\|", block)
     return torch.tensor([[float(number) for number in row.split()] for row in rows], dtype=torch.float64)
 
 
 def test_worked_example(root):
-    """The 4 x 4 example of docs/concepts.md, and its growth of an unconstrained mix, are what the library computes."""
-    text = (root / "docs" / "concepts.md").read_text()
+    """The 4 x 4 example of docs/concepts/hyper-connections.md and its growth of an unconstrained mix are what is computed."""
+    text = (root / "docs" / "concepts" / "hyper-connections.md").read_text()
     logits, shown = numbers_of(text, "logits"), numbers_of(text, "res")
     res = weft.torch.sinkhorn(logits.unsqueeze(0), "megatron_main")[0]
     torch.testing.assert_close(res, shown, rtol=0, atol=5.01e-4)
     for axis in (0, 1):
         torch.testing.assert_close(res.sum(axis), torch.ones(4, dtype=torch.float64), rtol=0, atol=1e-5)
+    streams = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    mix, merged = numbers_of(text, "mix")
+    torch.testing.assert_close(streams @ res, mix, rtol=0, atol=5.01e-4)
+    u = weft.torch.aggregate(streams.reshape(1, 4, 1), torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64))
+    torch.testing.assert_close(u, torch.full((1, 1), 2.0, dtype=torch.float64))
+    post = torch.tensor([[1.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    y = weft.torch.post(streams.reshape(1, 4, 1), 10 * u, post, res.unsqueeze(0), numerics="deepseek_v4")
+    torch.testing.assert_close(y.flatten(), merged, rtol=0, atol=5.01e-4)
     a = numbers_of(text, "A")
     grown = torch.linalg.matrix_power(a, 48).abs().sum(1).max()
     assert f"1.2^48 = {grown:.0f}" in text
+
+
+def test_worked_step(root):
+    """The two tokens of docs/concepts/gated-deltanet.md."""
+    text = (root / "docs" / "concepts" / "gated-deltanet.md").read_text()
+    rows = re.findall(r"\|([^|\n]*)\|[^|\n]*\|([^|\n]*)\|", text.split("worked step")[1])
+    first, second = (torch.tensor([[float(n) for n in row[k].split()] for row in rows[:2]]) for k in (0, 1))
+    key = torch.tensor([1.0, 0.0]).repeat(2, 1).reshape(1, 2, 1, 2)
+    value = torch.tensor([[3.0, 4.0], [5.0, 4.0]]).reshape(1, 2, 1, 2)
+    beta, g = torch.tensor([1.0, 0.5]).reshape(1, 2, 1), torch.zeros(1, 2, 1)
+    for tokens, shown in ((1, first), (2, second)):
+        parts = (part[:, :tokens] for part in (key, key, value, beta, g))
+        torch.testing.assert_close(weft.torch.gdn_rule(*parts, final_state=True)[1][0, 0], shown)
+
+
+def test_error_sentences(root):
+    """docs/reference/errors.md shows what the library says."""
+    text = (root / "docs" / "reference" / "errors.md").read_text()
+    with pytest.raises(ValueError) as wrong:
+        weft.torch.post(torch.zeros(8, 4, 64), torch.zeros(8, 32), torch.zeros(8, 4), numerics="liger")
+    assert str(wrong.value) in text
+
+
+def test_answers_of_performance(root):
+    """The answers at the head of docs/performance.md are what its tables say."""
+    text = (root / "docs" / "performance.md").read_text()
+    answers = text.split("\n## ")[0]
+    peer, ours = (
+        [float(number) for number in cell.split("/")]
+        for cell in re.search(r"^\| 32768 x 4096 \| ([\d /]+) \| ([\d /]+) \|", text, re.M).groups()
+    )
+    forward, backward = (a / b for a, b in zip(peer, ours, strict=True))
+    assert f"{forward:.1f} times forward, {backward:.1f} backward" in answers
+    step = text.split("\n## What does it cost")[1].split("\n## ")[0]
+    first, second = (run.split("| C 2048") for run in step.split("| C 4096")[1:3])
+    shares = [re.search(r"^\| \| weft \| [\d.]+ \| ([\d.]+) %", part, re.M)[1] for part in (*first, *second)]
+    wide, narrow = (f"{shares[k]} and {shares[k + 2]} %" for k in (0, 1))
+    assert f"{wide} at 4096 channels, {narrow} at 2048" in answers
 
 
 def test_version(root):

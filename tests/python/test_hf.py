@@ -556,10 +556,10 @@ def test_compile(family, model, fresh_dynamo):
 
 
 def test_the_document_runs(root):
-    text = (root / "docs" / "hugging-face.md").read_text()
+    text = (root / "docs" / "guides" / "hugging-face.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     assert len(blocks) == 1
-    exec(compile(blocks[0], "docs/hugging-face.md", "exec"), {"__name__": "example"})
+    exec(compile(blocks[0], "docs/guides/hugging-face.md", "exec"), {"__name__": "example"})
     assert all(f"`{family}`" in text for family in weft.hf.families())
     assert all(f"`{name}`" in (root / "docs" / "python.md").read_text() for name in weft.hf.__all__)
 

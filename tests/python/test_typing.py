@@ -11,7 +11,7 @@ from test_docs import BLOCK, WITH_EXAMPLES
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 
-DOCUMENTS = (*WITH_EXAMPLES, "docs/hugging-face.md", "docs/training.md")
+DOCUMENTS = (*WITH_EXAMPLES, "docs/guides/hugging-face.md", "docs/training.md")
 
 # As a user has it: weft's own sources are not checked, and parts of PyTorch and transformers have no annotations.
 CONFIG = """

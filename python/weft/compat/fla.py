@@ -8,7 +8,7 @@ multiple of H; g is in natural logarithms; a state of the rule is [N, HV, K, V] 
 The eps of the norm is inside the root. Arithmetic is fp32, with one rounding where a result is stored.
 
 Arguments without a meaning here: backend, chunk_indices, chunk_size, cu_seqlens_cpu; seq_idx beside cu_seqlens. With the
-projection row of a whole layer at hand, weft.torch.gdn_pre and weft.torch.gdn_rule do all of this in two calls.
+projection row of a whole layer, weft.torch.gdn_pre and weft.torch.gdn_rule do all of this in two calls.
 
 The rule is weft.torch.gdn_rule: on a GPU in chunks of 64 tokens for bf16 heads of 64 and 128, else token after token. Up to
 eight tokens for each initial state are weft.torch.gdn_rule_step where there is nothing to differentiate.

@@ -5,7 +5,7 @@
     report = weft.hf.apply_to("qwen3_next") # the classes of a family, before a model is built
     weft.hf.remove(model)                   # or remove("qwen3_next")
 
-docs/hugging-face.md has the table of families: what is replaced, what is not, and why."""
+docs/guides/hugging-face.md has the table of families: what is replaced, what is not, and why."""
 
 from ._families import FAMILIES
 from ._replace import Entry, Report, apply, apply_to, remove

@@ -215,7 +215,7 @@ def indexed_layer(original: Forward) -> Forward:
 
 
 def loop(original: Forward) -> Forward:
-    """The model's forward, which runs its own loop: the layers are told who comes after them."""
+    """The model's forward, which runs its own loop: each layer is told which one follows."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

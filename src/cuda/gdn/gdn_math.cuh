@@ -22,7 +22,7 @@ static __device__ __forceinline__ float reciprocal_root(float x)
 }
 
 /* exp(-u): as 2^-(u log2 e), whose exponent is u times a constant in two parts, rounded once. That is one rounding of u, of which
- * the convolution leaves one (docs/math.md). Infinite from 2^128 on. */
+ * the convolution leaves one (docs/reference/math.md). Infinite from 2^128 on. */
 static __device__ __forceinline__ float exp_of_minus(float u)
 {
     float e;

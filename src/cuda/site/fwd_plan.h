@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Launch plan of the fused site kernel (docs/fused-site.md): forward of pre [M10], boundary [M11] and head [M9]. Plain
+ * Launch plan of the fused site kernel (docs/internals/fused-site.md): forward of pre [M10], boundary [M11] and head [M9]. Plain
  * arithmetic, tested without a GPU.
  *
  * The channels of a token are split over the blocks of a cluster: a block has `boxes` boxes of 64 channels of all streams and
