@@ -5,6 +5,7 @@
 #   make run               build, train small models with the plain residual, hc and mHC, several seeds -> report.html
 #   make python            build the Python extension beside its sources: PYTHONPATH=python python3 -c "import weft"
 #   make test              build, install what the tests need, run all tests
+#   make docs              the documentation site -> build/docs/site/index.html, without the network
 #   make bench             benchmark: OP=mhc_post_fwd BACKEND=cpu ARGS="--tokens 4096 --json"
 #   make format            clang-format all C sources and ruff all Python sources in place
 #   make check             all that CI asks for: format, tests, sanitizers, fuzzing
@@ -39,11 +40,11 @@ SHELL = /bin/bash
 
 .PHONY: all build python run test bench format check check-format check-asan check-tsan check-fuzz fuzz install uninstall wheel clean
 .PHONY: gpu-record check-record build-ptx80
-.PHONY: deps-build deps-run deps-test deps-format deps-check build-tests
+.PHONY: deps-build deps-run deps-test deps-format deps-check deps-docs build-tests docs reference
 
 all: build
 
-deps-build deps-run deps-test deps-format deps-check:
+deps-build deps-run deps-test deps-format deps-check deps-docs:
 	@tools/deps.sh $(@:deps-%=%)
 
 build: deps-build
@@ -75,6 +76,16 @@ test: build-tests
 	@grep -q '^WEFT_TEST_PYTHON:[^=]*=.' build/CMakeCache.txt || \
 		echo "Tests of the Python package: skipped, there is no Python with PyTorch and pytest."
 	@$(if $(WEFT_GOLDEN_DIR),,echo "Golden files: skipped, WEFT_GOLDEN_DIR is not set.")
+
+docs: deps-docs
+	@tools/site/build.py --out build/docs
+
+# Tables of docs/reference and the figures, from the library and the records.
+reference: build
+	@tools/reference.py build/libweft.so build/weft
+	@tools/gpu_table.py --write docs/performance.md
+	@tools/figures.py
+	@tools/draw.py
 
 format: deps-format
 	@clang-format -i $(C_SOURCES)

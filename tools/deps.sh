@@ -1,9 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 #
-# tools/deps.sh build|run|test|format|check: makes sure that what a make target needs is on this machine. Missing Debian
+# tools/deps.sh build|run|test|format|check|docs: makes sure that what a make target needs is on this machine. Missing Debian
 # packages are installed as root or through a sudo that asks no password, ruff by pip in .venv; where that is not possible, or
-# WEFT_INSTALL_DEPS is 0, they are named. A browser, which one test takes, is installed where it can be and otherwise done without.
+# WEFT_INSTALL_DEPS is 0, they are named. A browser, which one test takes, and what builds the documentation site (the versions
+# of tools/docs-requirements.txt, in .venv) are installed for tests where they can be and otherwise done without.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -19,6 +20,15 @@ need_python() { python3 -c "$1" >/dev/null 2>&1 || missing="$missing $2"; }
 # The one version that pyproject.toml asks for, from .venv or the path.
 ruff_version() { sed -n 's/^required-version = "==\(.*\)"$/\1/p' pyproject.toml; }
 has_ruff() { PATH=.venv/bin:$PATH ruff --version 2>/dev/null | grep -qx "ruff $(ruff_version)"; }
+# What tools/docs-requirements.txt names, as .venv has it.
+has_docs() {
+    [ -x .venv/bin/python ] && .venv/bin/python - <<'END' >/dev/null 2>&1
+from importlib.metadata import version
+for line in open("tools/docs-requirements.txt"):
+    name, _, wanted = line.strip().partition("==")
+    assert not wanted or version(name) == wanted
+END
+}
 want_browser() {
     for name in chromium chromium-browser google-chrome google-chrome-stable; do
         if command -v "$name" >/dev/null 2>&1; then return; fi
@@ -31,6 +41,11 @@ need_clang_link() {
 
 find_missing() {
     missing= optional=
+    if [ "$1" = docs ]; then
+        need_command python3 python3
+        has_docs || need_python 'import venv, ensurepip' python3-venv
+        return
+    fi
     if [ "$1" = format ]; then
         need_command clang-format clang-format
         has_ruff || need_python 'import venv, ensurepip' python3-venv
@@ -96,7 +111,22 @@ install_ruff() {
     exit 1
 }
 
+# Fails where it cannot be done.
+install_docs() {
+    [ "${WEFT_INSTALL_DEPS:-1}" != 0 ] || return 1
+    echo "Installing MkDocs and its theme in .venv"
+    [ -x .venv/bin/python ] || python3 -m venv .venv || return 1
+    .venv/bin/python -m pip -q --retries 1 --timeout 20 install -r tools/docs-requirements.txt && has_docs
+}
+
 finish() {
+    case "$1" in docs | test | check)
+        if ! has_docs && ! install_docs; then
+            echo "Missing on this machine (Python packages of tools/docs-requirements.txt): the documentation site cannot be built" >&2
+            [ "$1" != docs ] || exit 1
+        fi
+        ;;
+    esac
     if [ -n "$optional" ] && ! install_packages "$optional"; then
         echo "Missing on this machine, done without (names of Debian packages):$optional" >&2
     fi
