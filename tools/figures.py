@@ -7,7 +7,7 @@
 
 A number stands between two comments. The first names the record, its suite, the operator, the pass, the shape (tokens x channels,
 or tokens x heads and the number of packed sequences) and what of it: us, ms, ms3 (three places), or copy, which is per cent of the
-copy bandwidth. The second is empty:
+copy bandwidth. The second is empty. A line does not begin with a comment, which would end its paragraph:
 
     <!--h200 fused mhc_boundary fwd 32768x4096 ms-->0.65<!---->
     <!--h200 rule gdn_rule fwd 32768x16/32p4 ms3-->1.574<!---->"""
@@ -57,6 +57,9 @@ def main():
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         count += len(NUMBER.findall(text))
+        if re.search(r"^<!--\w+ \w+ \w+ \w+ [\w/]+ (us|ms|ms3|copy)-->", text, re.M):
+            print(f"{path.relative_to(ROOT)}: a line begins with the comment of a number")
+            return 1
         try:
             new = NUMBER.sub(renewed, text)
         except KeyError as why:

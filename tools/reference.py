@@ -176,7 +176,12 @@ class Library:
         python = {"WEFT_ERR_ARGUMENT": "`ValueError`", "WEFT_ERR_OVERLAP": "`ValueError`"}
         python |= {"WEFT_ERR_UNSUPPORTED": "`NotImplementedError`", "WEFT_OK": ""}
         rows = [
-            [f"`{name}`", self.lib.weft_status_name(value).decode(), comment, python.get(name, "`RuntimeError`")]
+            [
+                f"`{name}`",
+                self.lib.weft_status_name(value).decode(),
+                re.sub(r"(weft_\S+)", r"`\1`", comment),
+                python.get(name, "`RuntimeError`"),
+            ]
             for name, value, comment in enum("weft.h", "weft_status")
         ]
         return table(["status", "`weft_status_name`", "meaning", "in Python"], rows)
