@@ -145,14 +145,17 @@ template <class T> static bwd_function bwd_of(int vec, int64_t width)
     return vec == 4 && width == 4 ? bwd_kernel<T, 4, 4> : bwd_kernel<T, 0, 0>;
 }
 
-/* The usual kernels, by width and by the heads that come back to one of q or k. */
+/* The usual kernels, by width and by the heads that come back to one of q or k; of fp32, for which each is 0.22 MB as well, any number. */
 template <class T> static bwd_function plain_of(int64_t width, int32_t repeat)
 {
     if (width < 4) return width == 2 ? bwd_plain_kernel<T, 2, 0> : bwd_plain_kernel<T, 3, 0>;
-    return repeat == 1   ? bwd_plain_kernel<T, 4, 1>
-           : repeat == 2 ? bwd_plain_kernel<T, 4, 2>
-           : repeat == 4 ? bwd_plain_kernel<T, 4, 4>
-                         : bwd_plain_kernel<T, 4, 0>;
+    if constexpr (sizeof(T) == 4)
+        return bwd_plain_kernel<T, 4, 0>;
+    else
+        return repeat == 1   ? bwd_plain_kernel<T, 4, 1>
+               : repeat == 2 ? bwd_plain_kernel<T, 4, 2>
+               : repeat == 4 ? bwd_plain_kernel<T, 4, 4>
+                             : bwd_plain_kernel<T, 4, 0>;
 }
 
 static bool wants_sums(const weft_gdn_pre_bwd_args *a)
