@@ -41,8 +41,6 @@ static void paths(void **state)
     assert_int_equal(plan((int64_t)1 << 31, 4, 64).path, WEFT_SITE_SIZE);
     f.half = false;
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_DTYPE);
-    f = h200(16, 4, 4096), f.unmixed = true;
-    assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_UNMIXED);
     f = h200(16, 4, 4096), f.layout = false;
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_LAYOUT);
     f = h200(16, 4, 4096), f.shared = 163 * 1024;

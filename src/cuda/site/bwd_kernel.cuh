@@ -67,12 +67,13 @@ template <class T, int N, stream_layout L, site_kind KIND>
 static weft_status run(const weft_call *call, const boundary_work *w, const fused_args *p)
 {
     constexpr bool MORE = KIND != SITE_HEAD; /* a head is neither shifted nor does it have a norm */
-    constexpr bool LESS = MORE && has_one_full(number<T>::dtype, L);
+    /* Bias, dropout and what else makes a call `full` have one kernel, which sums d_pre_in in any case and finds out at run time
+     * whether there is a norm: four would be 0.9 MB more for each type and layout. */
+    void (*const full)(fused_args) = fused_kernel<T, N, L, true, MORE, MORE, KIND>;
     void (*const kernels[2][2][2])(fused_args) = {
         {{fused_kernel<T, N, L, false, false, false, KIND>, fused_kernel<T, N, L, false, false, MORE, KIND>},
          {fused_kernel<T, N, L, false, MORE, false, KIND>, fused_kernel<T, N, L, false, MORE, MORE, KIND>}},
-        {{fused_kernel<T, N, L, true, LESS, LESS, KIND>, fused_kernel<T, N, L, true, LESS, MORE, KIND>},
-         {fused_kernel<T, N, L, true, MORE, LESS, KIND>, fused_kernel<T, N, L, true, MORE, MORE, KIND>}}};
+        {{full, full}, {full, full}}};
     static const char *const names[] = {
         [SITE_HEAD] = "head backward", [SITE_PRE] = "pre backward", [SITE_BOUNDARY] = "boundary backward"};
     return launch(call, names[KIND], kernels[w->full][w->pre_sums][p->has_norm],

@@ -32,8 +32,8 @@ template <int N, bool FULL_, site_kind KIND> struct sizes {
 struct fused_args {
     CUtensorMap x, f, d_y, row, d_x, d_f; /* row: d_u, or d_v where there is a norm */
     const uint4 *records;
-    const float *psi;            /* [rows], psi_stride apart */
-    float *dpsi;                 /* [pieces][rows][n][128], or NULL */
+    const float *psi;            /* [phi_rows], psi_stride apart */
+    float *dpsi;                 /* [pieces][record rows][n][128], or NULL */
     float *sums;                 /* [slices][tiles * 16][sums of a token], or NULL */
     float *d_bias, *d_weight;    /* [pieces][128], or NULL */
     view weight;                 /* NORM: of the norm */
@@ -43,6 +43,8 @@ struct fused_args {
     int64_t psi_stride, tokens;
     boundary_bwd_plan plan;
     int32_t channels;
+    int32_t
+        phi_rows; /* of the projection: without a residual mix fewer than a record has; psi of the others is zero */
     bool has_d_y, has_row, store_d_x, store_d_f;
     int32_t boxes; /* (C,n): boxes of the streams that are one load or store */
     bool has_norm;

@@ -83,10 +83,13 @@ struct site_args {
     const float *down; /* f16: reciprocals of psi's factors, [rank][row] (site/fwd_psi.cuh) */
     bool f_rows;       /* (C, n): `rows` of f, whose rows of channels are shorter than those of x */
     bool in_out;       /* SITE_EITHER: the matrix is applied as [in][out] */
+    bool unmixed;      /* post has no matrix */
+    int32_t phi_rows;  /* of the projection: without a residual mix fewer than the kernel has, where psi is zero */
 };
 
-/* How post applies the matrix, where the kernel is made for one convention; otherwise either one, known at run time. */
-enum site_apply { SITE_OUT_IN, SITE_IN_OUT, SITE_EITHER };
+/* How post applies the matrix, where the kernel is made for one convention; otherwise either one, known at run time. Whether there is
+ * a matrix is known at run time in all of them: SITE_UNMIXED is a way of mixing, no kernel. */
+enum site_apply { SITE_OUT_IN, SITE_IN_OUT, SITE_EITHER, SITE_UNMIXED };
 
 /* Pairs of steps of an MMA warp; PAIRS 0: a number known at run time, up to the maximum. */
 template <int PAIRS> static __host__ __device__ constexpr int site_most()

@@ -21,7 +21,7 @@ template <int N, int R>
 static __device__ __noinline__ void write_loose(const site_args &p, int64_t token, int lane, float h, float ms,
                                                 float gate)
 {
-    if (lane < R) {
+    if (lane < p.phi_rows) {
         if (has(p.h)) put(p.h, token * p.h.stride[0] + lane * p.h.stride[1], h);
         if (lane < N && has(p.pre)) put(p.pre, token * p.pre.stride[0] + lane * p.pre.stride[1], gate);
         if (lane >= N && lane < 2 * N && has(p.post_out))
@@ -44,7 +44,7 @@ template <int N, int R> struct site_notes {
         const bool fp32 = p.h.dtype == WEFT_F32 && p.ms.dtype == WEFT_F32;
         plain =
             fp32 && (!has(p.pre) || p.pre.dtype == WEFT_F32) && (!has(p.post_out) || p.post_out.dtype == WEFT_F32);
-        if (lane < R && has(p.h)) h = p.h.data + lane * p.h.stride[1] * 4;
+        if (lane < p.phi_rows && has(p.h)) h = p.h.data + lane * p.h.stride[1] * 4;
         h_step = p.h.stride[0] * 4, other_step = p.pre.stride[0] * 4;
         if (lane < N && has(p.pre)) other = p.pre.data + lane * p.pre.stride[1] * 4;
         if (lane >= N && lane < 2 * N && lane < R && has(p.post_out))
@@ -98,8 +98,8 @@ static __device__ __forceinline__ void owner_warp(const site_args &p, const site
     constexpr int R = site_shape<N, KIND>::rows, LOGITS = BATCHES * BATCH;
     const int lane = b.lane, kind = lane < N ? 0 : lane < 2 * N ? 1 : 2, column = lane <= R ? lane : 0;
     wait_for_previous();
-    const float alpha = lane < R ? get(p.alpha, kind * p.alpha.stride[0]) : 0.0f;
-    const float beta = lane < R ? get(p.beta, lane * p.beta.stride[0]) : 0.0f;
+    const float alpha = lane < p.phi_rows ? get(p.alpha, kind * p.alpha.stride[0]) : 0.0f;
+    const float beta = lane < p.phi_rows ? get(p.beta, lane * p.beta.stride[0]) : 0.0f;
     float *const logits = (float *)(b.shared + p.offset.logits);
     const uint32_t pre_at = shared_address(b.shared + p.offset.pre),
                    aside = shared_address(b.shared + p.offset.aside);

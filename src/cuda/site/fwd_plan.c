@@ -87,8 +87,6 @@ weft_site_plan weft_cuda_site_plan(const weft_site_facts *f)
         p.path = WEFT_SITE_OTHER_GPU;
     else if (!f->half)
         p.path = WEFT_SITE_DTYPE;
-    else if (f->unmixed)
-        p.path = WEFT_SITE_UNMIXED;
     else if (f->streams != 2 && f->streams != 4)
         p.path = WEFT_SITE_STREAMS;
     else if (f->channels % 8)
@@ -125,7 +123,6 @@ const char *weft_cuda_site_path_text(weft_site_path path)
         [WEFT_SITE_NO_TOKENS] = "unfused: there are no tokens",
         [WEFT_SITE_DTYPE] =
             "unfused: streams, f, u and v are not bf16 or f16 throughout, or other values are not fp32",
-        [WEFT_SITE_UNMIXED] = "unfused: there is no fused kernel without a residual mix",
         [WEFT_SITE_STREAMS] = "unfused: there is no kernel for this number of streams",
         [WEFT_SITE_CHANNELS] = "unfused: the number of channels is not a multiple of 8",
         [WEFT_SITE_LAYOUT] = "unfused: rows cannot be copied 16 bytes at a time",

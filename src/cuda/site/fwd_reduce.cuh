@@ -29,7 +29,7 @@ template <class T, int N, site_kind KIND, int PAIRS> struct site_reduction {
 #pragma unroll
         for (int k = 0; k < times; k++) deal[k].begin(p, k * each + row);
         if constexpr (scaled) {
-            constexpr int rows = site_shape<N, KIND>::rows;
+            const int rows = p.phi_rows;
             wait_for_previous();
 #pragma unroll
             for (int e = 0; e < 4; e++) down[e] = four * 4 + e < rows ? p.down[b.rank * rows + four * 4 + e] : 1.0f;
