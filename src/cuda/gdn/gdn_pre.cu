@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * In front of the gated delta rule, forward and decoding [G1] [G2] [G3] [G4], in one launch. Every warp has a part (heads of
- * q, k or v, heads of z to copy, or the gates) and a range of tokens, or in decoding a sequence. Reads and writes everything
- * once, but for the W - 1 rows in front of a range.
+ * In front of the gated delta rule, forward and decoding [G1] [G2] [G3] [G4], in one launch, and one more where g is summed within
+ * chunks. Every warp has a part (heads of q, k or v, heads of z to copy, or the gates) and a range of tokens, or in decoding a
+ * sequence. Reads and writes everything once, but for the W - 1 rows in front of a range.
  *
  * V = 0 stands for any width, any head and any alignment: rows are read again for every token, element by element. */
 #include "cuda/gdn/gdn_pre_step.cuh"
