@@ -10,7 +10,8 @@ norm, through its own loop. Attention and MLP are replaced by a gain for each ch
 hyper-connections, the norms, and one pass over a sub-layer's input. bf16 streams, fp32 parameters of sites, head and
 norms, as the model keeps them. A pass is timed by itself: forward with autograd's graph, then backward from a fixed random
 gradient into a gradient of the input and of all parameters. Times are medians over --repeats; the kinds take turns.
-Before that, outputs and input gradients of the kinds are compared. Made for a GPU; without one it takes a small size."""
+peak_gib: the most memory of a pass on a GPU, above what lay there before it. Before that, outputs and input gradients of
+the kinds are compared. Made for a GPU; without one it takes a small size."""
 
 import argparse
 import copy
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 from torch import nn
 
 try:
@@ -65,21 +67,27 @@ def slice_of(channels, layers):
 
 
 def passes(model, device):
-    """One pass of each: what they return, and seconds."""
+    """One pass of each: what they return, seconds, and GiB."""
+    cuda = device.type == "cuda"
 
     def clock():
-        if device.type == "cuda":
+        if cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def run(x, gradient):
         model.zero_grad(set_to_none=True)
         x = x.detach().requires_grad_()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if cuda else 0
         began = clock()
         y = model(inputs_embeds=x, attention_mask={"sliding_attention": None}, use_cache=False).last_hidden_state
         middle = clock()
         y.backward(gradient)
-        return y.detach(), x.grad, middle - began, clock() - middle
+        end = clock()
+        peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+        return y.detach(), x.grad, middle - began, end - middle, peak / 2**30
 
     return run
 
@@ -130,14 +138,18 @@ def main():
         for kind, run in runs.items():
             times[kind].append(run(x, gradient)[2:])
     for kind in kinds:
-        forward, backward = (1e3 * statistics.median(column) for column in zip(*times[kind], strict=True))
-        row = {"kind": kind, "forward_ms": round(forward, 3), "backward_ms": round(backward, 3)}
+        forward, backward, peak = (statistics.median(column) for column in zip(*times[kind], strict=True))
+        row = {"kind": kind, "forward_ms": round(1e3 * forward, 3), "backward_ms": round(1e3 * backward, 3)}
         where = {"tokens": options.batch * options.steps, "channels": options.channels, "layers": options.layers}
         if options.json:
+            if device.type == "cuda":
+                row["peak_gib"] = round(peak, 2)
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-            print(json.dumps(row | where | {"device": name, "torch": torch.__version__}))
+            versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+            print(json.dumps(row | where | {"device": name} | versions))
         else:
-            print(f"{kind:10} forward {forward:9.3f} ms   backward {backward:9.3f} ms")
+            memory = f"   peak {peak:6.2f} GiB" if device.type == "cuda" else ""
+            print(f"{kind:10} forward {1e3 * forward:9.3f} ms   backward {1e3 * backward:9.3f} ms{memory}")
 
 
 if __name__ == "__main__":
