@@ -3,15 +3,18 @@
 """The hyper-connections of DeepSeek-V4, as Hugging Face transformers has them, eager and under torch.compile, and the
 same model after weft.hf.apply.
 
-    bench/hf_torch.py [--channels 4096 --layers 4 --batch 4 --steps 4096] [--kinds eager,compiled,weft] [--json]
+    bench/hf_torch.py [--channels 4096 --layers 4 --batch 4 --steps 4096] [--kinds eager,compiled_layers,weft] [--json]
 
 A slice is the model's own class with random weights, without embedding and loss: it runs from embeddings to the final
 norm, through its own loop. Attention and MLP are replaced by a gain for each channel, so that what remains is the
 hyper-connections, the norms, and one pass over a sub-layer's input. bf16 streams, fp32 parameters of sites, head and
-norms, as the model keeps them. A pass is timed by itself: forward with autograd's graph, then backward from a fixed random
-gradient into a gradient of the input and of all parameters. Times are medians over --repeats; the kinds take turns.
-peak_gib: the most memory of a pass on a GPU, above what lay there before it. Before that, outputs and input gradients of
-the kinds are compared. Made for a GPU; without one it takes a small size."""
+norms, as the model keeps them. compiled_layers is torch.compile on each layer, one graph for all of them; compiled is the
+model as one graph, which takes the compiler minutes at four layers.
+
+A pass is timed by itself: forward with autograd's graph, then backward from a fixed random gradient into a gradient of the
+input and of all parameters. Times are medians over --repeats; the kinds take turns. peak_gib: the most memory of a pass on
+a GPU, above what lay there before it. Before that, outputs and input gradients of the kinds are compared. Made for a GPU;
+without one it takes a small size."""
 
 import argparse
 import copy
@@ -31,7 +34,7 @@ except ImportError:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
     import weft.hf
 
-KINDS = ("eager", "compiled", "weft")
+KINDS = ("eager", "compiled", "compiled_layers", "weft")
 TOLERANCE = 3e-2  # of bf16: norm of the difference by the norm
 
 
@@ -100,7 +103,19 @@ def make(kind, model):
     model = copy.deepcopy(model)
     if kind == "weft":
         print(weft.hf.apply(model), file=sys.stderr)
+    if kind == "compiled_layers":
+        for layer in model.layers:
+            layer.compile()
     return torch.compile(model) if kind == "compiled" else model
+
+
+def timed(runs, x, gradient, repeats):
+    """What every kind's passes take: rows of seconds forward, seconds backward, GiB."""
+    times = {kind: [] for kind in runs}
+    for _ in range(repeats):
+        for kind, run in runs.items():
+            times[kind].append(run(x, gradient)[2:])
+    return times
 
 
 def main():
@@ -112,7 +127,7 @@ def main():
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4096 if gpu else 128)
     parser.add_argument("--repeats", type=int, default=20 if gpu else 5)
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default="eager,compiled_layers,weft")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     kinds = options.kinds.split(",")
@@ -133,10 +148,7 @@ def main():
         far = max(distance(y, first[0]), distance(d_x, first[1]))
         if not far <= TOLERANCE:
             sys.exit(f"{kind}: expected the results of {kinds[0]} within {TOLERANCE}, got {far:.1e}")
-    times = {kind: [] for kind in kinds}
-    for _ in range(options.repeats):
-        for kind, run in runs.items():
-            times[kind].append(run(x, gradient)[2:])
+    times = timed(runs, x, gradient, options.repeats)
     for kind in kinds:
         forward, backward, peak = (statistics.median(column) for column in zip(*times[kind], strict=True))
         row = {"kind": kind, "forward_ms": round(1e3 * forward, 3), "backward_ms": round(1e3 * backward, 3)}
