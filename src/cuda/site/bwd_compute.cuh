@@ -170,6 +170,16 @@ static __device__ __forceinline__ void compute(const fused_args &p, const tiles_
         d_weight[0] = d_weight[1] = make_float2(0.0f, 0.0f);
     }
     if constexpr (FULL_) d_bias[0] = d_bias[1] = make_float2(0.0f, 0.0f);
+    if constexpr (FULL_ && POST)
+        if (has(p.bias)) {
+            const int c = channel0 + (lane & 15);
+            __syncwarp();
+            if (lane < 16)
+                ((float *)(b.shared + S::bias))[warp * 16 + lane] =
+                    c < p.channels ? get(p.bias, c * p.bias.stride[0]) : 0.0f;
+            __syncwarp();
+        }
+    const bool has_any = FULL_ && (has(p.d_x_any) || (POST && has(p.d_f_any)));
     const float factor_kept = FULL_ ? (float)mask.scale : 1.0f;
     if (is_first) barrier_arrive(b.barrier.psi);
 
@@ -274,9 +284,8 @@ static __device__ __forceinline__ void compute(const fused_args &p, const tiles_
                 get_pair<T, N, 4, L>(xs, x.word, 2 * q);
                 if constexpr (FULL_ && POST)
                     if (has(p.bias) && inside) {
-                        float bias[2];
-                        get_param<2>(bias, p.bias, channel + 2 * q);
-                        fb[0] = fb[0] + bias[0], fb[1] = fb[1] + bias[1];
+                        const float2 bias = ((const float2 *)(b.shared + S::bias))[(warp * 16 + t * 4 + 2 * q) / 2];
+                        fb[0] = fb[0] + bias.x, fb[1] = fb[1] + bias.y;
                     }
                 auto factor = [&](int o, int e) { return kept >> (4 * o + 2 * q + e) & 1 ? factor_kept : 0.0f; };
 #pragma unroll
@@ -365,7 +374,7 @@ static __device__ __forceinline__ void compute(const fused_args &p, const tiles_
                     d_bias[q] = make_float2(sum.x + d_f[0], sum.y + d_f[1]);
                 }
                 if constexpr (FULL_)
-                    if (inside) put_pairs<T, N, L, POST>(p, own, channel + 2 * q, d_x, d_f);
+                    if (inside && has_any) put_pairs<T, N, L, POST>(p, own, channel + 2 * q, d_x, d_f);
             }
 #pragma unroll
             for (int i = 0; i < x.pieces; i++) {

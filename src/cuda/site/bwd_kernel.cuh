@@ -28,7 +28,7 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
         if (s < S::stages) {
             barrier_init(b.barrier.full + s * 8, 1);
             barrier_init(b.barrier.done + s * 8, COMPUTE_WARPS * 32);
-            barrier_init(b.barrier.free + s * 8, (LOAD_STORE_WARPS - 1) * 32);
+            barrier_init(b.barrier.free + s * 8, LOAD_STORE_WARPS - 1);
         } else if (s == S::stages) {
             barrier_init(b.barrier.psi, COMPUTE_WARPS * 32);
         }

@@ -134,7 +134,8 @@ static __device__ __forceinline__ void store_tiles(const fused_args &p, const ti
             if (k + 2 < room::half) sums[1] = make_float2(total.z, total.w);
         }
         if (stores) tma_wait<false>();
-        barrier_arrive(b.barrier.free + i.ring.stage * 8);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(b.barrier.free + i.ring.stage * 8);
     }
     if (stores) tma_wait<true>();
 }
