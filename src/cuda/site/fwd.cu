@@ -221,6 +221,7 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
                    .tiles = plan->tiles,
                    .clusters = plan->clusters,
                    .norm = weft_has(&pre->v) != 0,
+                   .per_stage = UINT32_MAX / (uint32_t)plan->stages + 1,
                    .offset = plan->room,
                    .phi_rows = (int32_t)rows_of(call)};
     tma_tensor psi = {pre->phi.data,  rows_of(call),      call->streams,

@@ -28,7 +28,6 @@ static __device__ __forceinline__ int arrivals(const site_args &p, int i)
     if (i < 3 * s) return remaining > 0 ? remaining : 1;               /* mixed_remaining */
     if (i < 4 * s) return mix_threads;                                 /* empty */
     if (rest < 0) return 1;
-    if (rest < SITE_LOGITS_EMPTY) return site_roles<PAIRS>::batch * 32;
     if (rest < SITE_PSI_EMPTY) return 32;
     if (rest < SITE_PARTIAL_EMPTY) return mma_threads; /* and psi_empty */
     if (rest < SITE_F_FULL) return 32;
