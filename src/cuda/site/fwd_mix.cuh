@@ -179,6 +179,47 @@ template <class T, stream_layout L, int N, int PAIRS> struct site_f {
     }
 };
 
+/* ---- gain and bias ------------------------------------------------------------------------------------------------------ */
+
+/* Of the block's channels, in shared memory: a mix warp needs them for every tile, and would wait for global memory each time. */
+static __device__ __forceinline__ float *site_weights(const site_args &p, int channel, bool bias)
+{
+    extern __shared__ __align__(1024) char shared[];
+    const int own = p.boxes * SITE_BOX;
+    return (float *)(shared + p.offset.weights) + (bias ? own : 0) + channel - (int)cluster_rank() * own;
+}
+
+/* All mix warps. */
+static __device__ __forceinline__ void keep_weights(const site_args &p, const site_block &b, int warp, bool bias)
+{
+    const view &from = bias ? p.bias : p.sub_weight;
+#pragma unroll 1
+    for (int c = warp * 32 + b.lane; c < p.boxes * SITE_BOX; c += MIX_WARPS * 32)
+        *site_weights(p, b.first_channel + c, bias) =
+            b.first_channel + c < p.channels ? get(from, (b.first_channel + c) * from.stride[0]) : 0.0f;
+}
+
+template <int W>
+static __device__ __forceinline__ void load_weights(float (&v)[W], const site_args &p, int channel, bool bias)
+{
+    if (!p.offset.weights) {
+        get_param<W>(v, bias ? p.bias : p.sub_weight, channel);
+        return;
+    }
+    const float *const from = site_weights(p, channel, bias);
+    if constexpr (W % 4 == 0) {
+#pragma unroll
+        for (int k = 0; k < W; k += 4) {
+            const uint4 four = load_shared4(shared_address(from + k));
+            v[k] = __uint_as_float(four.x), v[k + 1] = __uint_as_float(four.y);
+            v[k + 2] = __uint_as_float(four.z), v[k + 3] = __uint_as_float(four.w);
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < W; k++) v[k] = from[k];
+    }
+}
+
 /* ---- post, aggregate, norm ---------------------------------------------------------------------------------------------- */
 
 /* What dropout keeps of a lane's eight channels: 8 / N bits of each output for each piece in (C, n), 8 bits of each output in
@@ -200,14 +241,15 @@ static __device__ __forceinline__ void load_site_extra(post_extra<N, W> &extra, 
                                                        const weft_mask &mask, uint32_t keep, int piece,
                                                        int64_t token, int channel)
 {
-    if constexpr (MODE == PLAIN || !COUNTED) {
-        load_extra<N, W, MODE>(extra, p.bias, mask, token, channel);
-    } else {
-        extra.biased = has(p.bias), extra.masked = mask.on, extra.scale = (float)mask.scale;
-        if (extra.biased) get_param<W>(extra.bias, p.bias, channel);
+    extra.biased = MODE == BIASED || (MODE == FULL && has(p.bias));
+    extra.masked = MODE == FULL; /* see mix_any */
+    extra.scale = (float)mask.scale;
+    if (extra.biased) load_weights<W>(extra.bias, p, channel, true);
+    if constexpr (MODE == FULL && COUNTED)
 #pragma unroll
         for (int o = 0; o < N; o++) extra.keep[o] = keep >> (piece * N + o) * W;
-    }
+    else if constexpr (MODE == FULL)
+        keep_tile<N, W>(extra.keep, mask, token, channel);
 }
 
 /* Stream o of one channel, from post f. k.w: the matrix in memory order. Without a matrix no stream meets another: a product with a
@@ -377,11 +419,13 @@ static __device__ __forceinline__ void mix_any(const site_args &p, const weft_ma
                                                const raw<T, 8> &f, const coefs<N> &from, char *to, Live live,
                                                int64_t token, int channel)
 {
+    if constexpr (MODE == FULL) /* without dropout there is a bias: a way of its own, which nothing spills in */
+        if (!mask.on)
+            return mix_any<T, L, N, BIASED, APPLY, OWN>(p, mask, streams, f, from, to, live, token, channel);
     if constexpr (APPLY == SITE_EITHER) {
         coefs<N> k = load_coefs<N>(from);
         uint32_t keep = 0;
-        if constexpr (MODE != PLAIN)
-            if (mask.on) keep = kept_bits<L, N, OWN>(mask, token, channel);
+        if constexpr (MODE == FULL) keep = kept_bits<L, N, OWN>(mask, token, channel);
         if constexpr (MODE != PLAIN)
             if (p.in_out) transpose(k); /* instead of a copy of what follows */
         if (p.unmixed)
@@ -519,7 +563,7 @@ static __device__ __forceinline__ void norm_rows(const site_args &p, uint32_t fr
 {
     float x[8], w[8];
     unpack(x, load_piece<T>(from));
-    if (has(p.sub_weight)) get_param<8>(w, p.sub_weight, channel);
+    if (has(p.sub_weight)) load_weights<8>(w, p, channel, false);
 #pragma unroll
     for (int k = 0; k < 8; k++) x[k] = has(p.sub_weight) ? x[k] * inverse * w[k] : x[k] * inverse * 1.0f;
     store<T, 8>((T *)p.v + token * p.v_token + channel, x);
@@ -544,9 +588,13 @@ static __device__ __forceinline__ void mix_warp(const site_args &p, const site_b
     ring_cursor mixing, aggregating, norming;
     site_f<T, L, N, PAIRS> f;
     weft_mask mask = {};
-    if constexpr (KIND == SITE_BOUNDARY && MODE == FULL) {
-        wait_for_previous();
-        mask = weft_mask_open(&p.dropout, p.channels);
+    const bool gain = p.norm && has(p.sub_weight), bias = KIND == SITE_BOUNDARY && MODE == FULL && has(p.bias);
+    if (MODE == FULL || gain) wait_for_previous();
+    if constexpr (KIND == SITE_BOUNDARY && MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
+    if (p.offset.weights && (gain || bias)) {
+        if (gain) keep_weights(p, b, warp, false);
+        if (bias) keep_weights(p, b, warp, true);
+        asm volatile("bar.sync 2, %0;" ::"n"(MIX_WARPS * 32) : "memory");
     }
     cluster_wait_for_all();
 #pragma unroll 1

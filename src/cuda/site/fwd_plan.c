@@ -74,6 +74,8 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     r->aside = take(&at, n * 4);
     r->logits = take(&at, site_batches(p->pairs) * site_batch(p->pairs) * n * n * 4);
     r->barriers = take(&at, (6 * p->stages + 2 * p->slots + SITE_PSI_FULL + (once ? p->psi_boxes : 1)) * 8);
+    const int64_t weights = (f->post ? 2 : 1) * p->boxes * SITE_BOX * 4;
+    r->weights = at + weights <= f->shared ? take(&at, weights) : 0;
     r->bytes = at;
 }
 

@@ -123,7 +123,9 @@ typedef struct weft_site_facts {
 /* Offsets in shared memory, in bytes. The tiles come first, after f where it has a buffer of its own. At start-up psi in its memory
  * layout occupies the last tiles, from first_psi on. */
 typedef struct weft_site_room {
-    int32_t f, tiles, stage, first_psi, psi, coef, pre, sums, received, inverse, aside, logits, barriers, bytes;
+    int32_t f, tiles, stage, first_psi, psi, coef, pre, sums, received, inverse, aside, logits, barriers;
+    int32_t weights; /* gain and bias of the block's channels in fp32; 0: no room, they are read from memory */
+    int32_t bytes;
 } weft_site_room;
 
 typedef struct weft_site_plan {
