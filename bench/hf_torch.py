@@ -3,14 +3,18 @@
 """The hyper-connections of DeepSeek-V4, as Hugging Face transformers has them, eager and under torch.compile, and the
 same model after weft.hf.apply.
 
-    bench/hf_torch.py [--channels 4096 --layers 4 --batch 4 --steps 4096] [--kinds eager,compiled,weft] [--json]
+    bench/hf_torch.py [--channels 4096 --layers 4 --batch 4 --steps 4096] [--kinds eager,compiled_layers,weft] [--json]
 
 A slice is the model's own class with random weights, without embedding and loss: it runs from embeddings to the final
 norm, through its own loop. Attention and MLP are replaced by a gain for each channel, so that what remains is the
 hyper-connections, the norms, and one pass over a sub-layer's input. bf16 streams, fp32 parameters of sites, head and
-norms, as the model keeps them. A pass is timed by itself: forward with autograd's graph, then backward from a fixed random
-gradient into a gradient of the input and of all parameters. Times are medians over --repeats; the kinds take turns.
-Before that, outputs and input gradients of the kinds are compared. Made for a GPU; without one it takes a small size."""
+norms, as the model keeps them. compiled_layers is torch.compile on each layer, one graph for all of them; compiled is the
+model as one graph, which takes the compiler minutes at four layers.
+
+A pass is timed by itself: forward with autograd's graph, then backward from a fixed random gradient into a gradient of the
+input and of all parameters. Times are medians over --repeats; the kinds take turns. peak_gib: the most memory of a pass on
+a GPU, above what lay there before it. Before that, outputs and input gradients of the kinds are compared. Made for a GPU;
+without one it takes a small size."""
 
 import argparse
 import copy
@@ -21,6 +25,7 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 from torch import nn
 
 try:
@@ -29,7 +34,7 @@ except ImportError:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
     import weft.hf
 
-KINDS = ("eager", "compiled", "weft")
+KINDS = ("eager", "compiled", "compiled_layers", "weft")
 TOLERANCE = 3e-2  # of bf16: norm of the difference by the norm
 
 
@@ -65,21 +70,27 @@ def slice_of(channels, layers):
 
 
 def passes(model, device):
-    """One pass of each: what they return, and seconds."""
+    """One pass of each: what they return, seconds, and GiB."""
+    cuda = device.type == "cuda"
 
     def clock():
-        if device.type == "cuda":
+        if cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def run(x, gradient):
         model.zero_grad(set_to_none=True)
         x = x.detach().requires_grad_()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if cuda else 0
         began = clock()
         y = model(inputs_embeds=x, attention_mask={"sliding_attention": None}, use_cache=False).last_hidden_state
         middle = clock()
         y.backward(gradient)
-        return y.detach(), x.grad, middle - began, clock() - middle
+        end = clock()
+        peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+        return y.detach(), x.grad, middle - began, end - middle, peak / 2**30
 
     return run
 
@@ -92,7 +103,19 @@ def make(kind, model):
     model = copy.deepcopy(model)
     if kind == "weft":
         print(weft.hf.apply(model), file=sys.stderr)
+    if kind == "compiled_layers":
+        for layer in model.layers:
+            layer.compile()
     return torch.compile(model) if kind == "compiled" else model
+
+
+def timed(runs, x, gradient, repeats):
+    """What every kind's passes take: rows of seconds forward, seconds backward, GiB."""
+    times = {kind: [] for kind in runs}
+    for _ in range(repeats):
+        for kind, run in runs.items():
+            times[kind].append(run(x, gradient)[2:])
+    return times
 
 
 def main():
@@ -104,7 +127,7 @@ def main():
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4096 if gpu else 128)
     parser.add_argument("--repeats", type=int, default=20 if gpu else 5)
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default="eager,compiled_layers,weft")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     kinds = options.kinds.split(",")
@@ -125,19 +148,20 @@ def main():
         far = max(distance(y, first[0]), distance(d_x, first[1]))
         if not far <= TOLERANCE:
             sys.exit(f"{kind}: expected the results of {kinds[0]} within {TOLERANCE}, got {far:.1e}")
-    times = {kind: [] for kind in kinds}
-    for _ in range(options.repeats):
-        for kind, run in runs.items():
-            times[kind].append(run(x, gradient)[2:])
+    times = timed(runs, x, gradient, options.repeats)
     for kind in kinds:
-        forward, backward = (1e3 * statistics.median(column) for column in zip(*times[kind], strict=True))
-        row = {"kind": kind, "forward_ms": round(forward, 3), "backward_ms": round(backward, 3)}
+        forward, backward, peak = (statistics.median(column) for column in zip(*times[kind], strict=True))
+        row = {"kind": kind, "forward_ms": round(1e3 * forward, 3), "backward_ms": round(1e3 * backward, 3)}
         where = {"tokens": options.batch * options.steps, "channels": options.channels, "layers": options.layers}
         if options.json:
+            if device.type == "cuda":
+                row["peak_gib"] = round(peak, 2)
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-            print(json.dumps(row | where | {"device": name, "torch": torch.__version__}))
+            versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+            print(json.dumps(row | where | {"device": name} | versions))
         else:
-            print(f"{kind:10} forward {forward:9.3f} ms   backward {backward:9.3f} ms")
+            memory = f"   peak {peak:6.2f} GiB" if device.type == "cuda" else ""
+            print(f"{kind:10} forward {1e3 * forward:9.3f} ms   backward {1e3 * backward:9.3f} ms{memory}")
 
 
 if __name__ == "__main__":

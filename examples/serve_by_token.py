@@ -54,7 +54,7 @@ class GatedDeltaNet(nn.Module):
 
     def new_cache(self, batch: int) -> tuple[Tensor, Tensor]:
         """States of the convolution and of the rule, for `batch` sequences."""
-        rule = torch.zeros(batch, HEADS.value_heads, HEADS.key_dim, HEADS.value_dim)
+        rule = torch.zeros(batch, HEADS.value_heads, HEADS.key_dim, HEADS.value_dim, device=self.norm.device)
         return self.front.new_state(batch), rule
 
     def forward(self, u: Tensor, cache: dict) -> Tensor:

@@ -48,6 +48,8 @@ SUITES = {
     "fused_cn": ["--suite", "fused", "--layout", "cn"],
     "fused_f16": ["--suite", "fused", "--dtype", "f16"],
     "fused_f16_cn": ["--suite", "fused", "--dtype", "f16", "--layout", "cn"],
+    "fused_hy_v4": ["--suite", "fused", "--preset", "hy_v4"],
+    "fused_hy_v4_cn": ["--suite", "fused", "--preset", "hy_v4", "--layout", "cn"],
     "all": ["--tokens", "32768", "--channels", "4096"],
 }
 # Of programs that share the processor: threads that spin while they wait would take it from the others.

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 COLOURS = ("#2f6fde", "#d9603b", "#2a9d6f", "#8b5fbf", "#b58a00", "#c2407d", "#3b8ea5", "#6b7280")
+LEGEND = 22  # its height
 STYLE = (
     "svg{background:#fff}text{fill:#677080;font:12px system-ui,sans-serif}.grid{stroke:#d9dde3}"
     ".title{fill:#1d2430;font-weight:600;font-size:14px}.axis{fill:none;stroke:#677080}"
@@ -23,7 +24,7 @@ def names(page):
 
 
 def legend(runs, height):
-    """Names below the frame, left of the axis' own."""
+    """Names in a line of their own below the chart."""
     x, parts = 60, []
     for i, name in enumerate(runs):
         parts.append(f'<rect x="{x}" y="{height - 17}" width="10" height="10" fill="{COLOURS[i % len(COLOURS)]}"/>')
@@ -34,8 +35,12 @@ def legend(runs, height):
 
 def alone(svg, runs):
     """A chart with its own colours and names."""
-    height = int(re.search(r'viewBox="0 0 \d+ (\d+)', svg).group(1))
-    names_below = legend(runs, height) if "<path" in svg else ""  # bars have theirs beside them
+    size = re.search(r'viewBox="0 0 \d+ (\d+)', svg)
+    names_below = ""
+    if "<path" in svg:  # bars have theirs beside them
+        height = int(size.group(1)) + LEGEND
+        svg = svg[: size.start(1)] + str(height) + svg[size.end(1) :]
+        names_below = legend(runs, height)
     head = '<svg xmlns="http://www.w3.org/2000/svg" '
     svg = re.sub(r"var\(--c(\d)\)", lambda match: COLOURS[int(match.group(1))], svg.replace("<svg ", head, 1))
     begin = svg.index(">") + 1
@@ -47,8 +52,8 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     runs, count = names(page), 0
     for svg in re.findall(r"<svg .*?</svg>", page, re.S):
-        title = re.search(r'<title>(.*?)</title>|class="title"[^>]*>(.*?)<', svg)
-        words = re.split(r"[:,(]", title.group(1) or title.group(2))[0].strip().lower().replace(" ", "_")
+        title = re.search(r'aria-label="(.*?)"', svg)
+        words = re.split(r"[:,(]", title.group(1))[0].strip().lower().replace(" ", "_")
         (folder / f"{words}.svg").write_text(alone(svg, runs), encoding="utf-8")
         count += 1
     print(f"{folder}: {count} charts")

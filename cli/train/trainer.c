@@ -366,19 +366,37 @@ static double scheduled(const train_options *o, int64_t step, double high, doubl
     return low + (high - low) * 0.5 * (1 + cos(pi * part));
 }
 
+/* Elements from tensor `first` on that AdamW takes at once: tensors that follow each other and decay alike, with the zeros between
+ * them, which stay zero. `next` is the first tensor behind them. */
+static int64_t alike(const trainer *t, int32_t first, int32_t *next)
+{
+    const weft_model_param *p = &t->params[first], *last = p;
+    for (*next = first + 1; *next < t->tensors; ++*next) {
+        const weft_model_param *q = &t->params[*next];
+        if (uses_muon(t, q) || q->matrix != p->matrix) break;
+        last = q;
+    }
+    return last->offset + last->count - p->offset;
+}
+
 static int update(trainer *t, double rate)
 {
     const train_options *o = t->options;
     double muon_rate = o->rate > 0 ? o->muon_rate * rate / o->rate : 0;
-    for (int32_t i = 0; i < t->tensors; i++) {
+    for (int32_t i = 0, next; i < t->tensors; i = next) {
         const weft_model_param *p = &t->params[i];
-        weft_muon_args m = muon_args(t, p, muon_rate);
+        if (uses_muon(t, p)) {
+            weft_muon_args m = muon_args(t, p, muon_rate);
+            next = i + 1;
+            if (!must(t, weft_muon(&t->exec, &m))) return 0;
+            continue;
+        }
         weft_adamw_args a = {.struct_size = sizeof a,
                              .parameter = t->parameters + p->offset,
                              .first = t->first + p->offset,
                              .second = t->second + p->offset,
                              .gradient = t->gradients + p->offset,
-                             .count = p->count,
+                             .count = alike(t, i, &next),
                              .step = t->step + 1,
                              .rate = rate,
                              .beta1 = o->beta1,
@@ -387,7 +405,7 @@ static int update(trainer *t, double rate)
                              .decay = p->matrix ? o->decay : 0,
                              .scale = 1,
                              .factor = t->figures.factor};
-        if (!must(t, uses_muon(t, p) ? weft_muon(&t->exec, &m) : weft_adamw(&t->exec, &a))) return 0;
+        if (!must(t, weft_adamw(&t->exec, &a))) return 0;
     }
     return 1;
 }

@@ -5,6 +5,7 @@
 #ifndef WEFT_CUDA_CODE_H
 #define WEFT_CUDA_CODE_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -17,6 +18,9 @@ enum { CODE_WITH_WAITS = 90 };
 /* The virtual architecture (__CUDA_ARCH__ / 10) of the code that the runtime has loaded for a device: 80 on any GPU that runs PTX
  * for 8.0. The same for all kernels, which are compiled for the same list. 0 where the runtime finds none for the device. */
 int32_t weft_cuda_code(int32_t device);
+
+/* Whether that code has the instructions of 9.0a: products of four warps (wgmma.cuh). */
+bool weft_cuda_has_groups(int32_t device);
 
 #ifdef __cplusplus
 }

@@ -31,7 +31,6 @@ static void every_path_has_its_reason(void **state)
     f[BOUNDARY_BWD_OTHER_GPU].capability = 89;
     f[BOUNDARY_BWD_SMALL_GPU].shared = 101376;
     f[BOUNDARY_BWD_DTYPE].is_16_bit = false;
-    f[BOUNDARY_BWD_UNMIXED].unmixed = true;
     f[BOUNDARY_BWD_STREAMS].streams = 8;
     f[BOUNDARY_BWD_CHANNELS].channels = 4100;
     f[BOUNDARY_BWD_LAYOUT].rows_are_wide = false;

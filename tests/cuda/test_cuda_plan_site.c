@@ -41,8 +41,6 @@ static void paths(void **state)
     assert_int_equal(plan((int64_t)1 << 31, 4, 64).path, WEFT_SITE_SIZE);
     f.half = false;
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_DTYPE);
-    f = h200(16, 4, 4096), f.unmixed = true;
-    assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_UNMIXED);
     f = h200(16, 4, 4096), f.layout = false;
     assert_int_equal(weft_cuda_site_plan(&f).path, WEFT_SITE_LAYOUT);
     f = h200(16, 4, 4096), f.shared = 163 * 1024;
@@ -119,6 +117,12 @@ static void one_plan(const weft_site_facts *f)
                           r->inverse, r->aside, r->logits, r->barriers, r->bytes};
     for (size_t i = 1; i < sizeof at / sizeof *at; i++) assert_true(at[i] % 16 == 0 && at[i] >= at[i - 1]);
     assert_true(r->bytes <= f->shared);
+    /* gain and bias of the block's channels, or no room for them */
+    const int64_t weights = (f->post ? 2 : 1) * p.boxes * SITE_BOX * 4;
+    if (r->weights)
+        assert_true(r->weights % 16 == 0 && r->weights > r->barriers && r->weights + weights <= r->bytes);
+    else
+        assert_true(r->bytes + weights > f->shared);
 }
 
 static void plans_fit(void **state)

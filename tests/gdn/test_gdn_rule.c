@@ -69,6 +69,8 @@ static void in_chunks(const char *op)
         s.steps = steps[v % 5];
         s.key_dim = v % 4 < 2 ? 64 : 128;
         s.value_dim = v % 4 % 2 ? 128 : 64;
+        if (v == 3 || v == 4 || v == 7 || v == 8)
+            s.streams = 2048 / s.value_dim; /* as many columns as groups of four warps want */
         s.gdn = weft_gdn_defaults();
         s.gdn.head_map = v & 1 ? WEFT_GDN_TILED : WEFT_GDN_INTERLEAVED;
         s.seed = (uint64_t)v;

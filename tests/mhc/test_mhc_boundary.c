@@ -55,7 +55,8 @@ static const char *const absent[] = {" d_v bias pre_in ",
                                      " pre_in ",
                                      " y d_y bias d_u ",
                                      " d_post d_x d_sub_weight ",
-                                     " d_f d_phi d_res d_post "};
+                                     " d_f d_phi d_res d_post ",
+                                     " bias d_v pre_in res d_res "};
 static const fused_site single = {"mhc_boundary_bwd", absent, sizeof absent / sizeof *absent, true};
 
 int main(void)

@@ -5,6 +5,7 @@ Triton, which is imported and never called here, fla, of which the class's own p
 number of the current device."""
 
 import sys
+import tempfile
 import types
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -64,17 +65,19 @@ for package in ("fla", "fla.modules", "fla.ops"):
     stand_in(package)
 stand_in("fla.modules.convolution", causal_conv1d=not_here)
 stand_in("fla.modules.l2norm", l2norm=l2norm)
-stand_in("fla.ops.cp", build_cp_context=not_here)
+stand_in("fla.ops.cp", build_cp_context=lambda cu_seqlens, group, conv1d_kernel_size: SimpleNamespace(group=group))
 stand_in("fla.ops.gated_delta_rule", chunk_gated_delta_rule=not_here)
 
 import compat_oracle as oracle  # noqa: E402
 import gdn_oracle  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 import weft.torch as wt  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules, get_parameter_local_cp  # noqa: E402
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet as Real  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.hyper_connection import HyperConnectionModule  # noqa: E402
+from ranks_support import spawn  # noqa: E402
 from weft.compat import megatron  # noqa: E402
 
 HIDDEN, HEADS = 24, wt.GdnHeads(2, 4, 8, 6)
@@ -116,7 +119,7 @@ class Ranks:
         return self._rank
 
 
-def make(kind, conv_bias=False, **options):
+def make(kind, conv_bias=False, cp=None, **options):
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -132,7 +135,7 @@ def make(kind, conv_bias=False, **options):
         linear_attention_freq=1,
         **options,
     )
-    groups = SimpleNamespace(tp=Ranks(), cp=Ranks(), tp_cp=Ranks())
+    groups = SimpleNamespace(tp=Ranks(), cp=cp or Ranks(), tp_cp=cp or Ranks())
     parts = GatedDeltaNetSubmodules(in_proj=Linear, out_norm=Norm, out_proj=Linear)
     module = kind(config, parts, layer_number=1, conv_bias=conv_bias, pg_collection=groups)
     torch.manual_seed(3)
@@ -240,6 +243,41 @@ def by_heads() -> None:
         same(_of_this_rank(module, group)[0][0], sliced, "conv1d.weight")
 
 
+DIVIDED = [(fusion, cu) for fusion in (False, True) for cu in (None, [0, 2, 8, 12])]
+
+
+def divided(rank: int, world: int) -> list:
+    """The layer's result, and gradients of its input and parameters, where each rank has its tokens."""
+    return [layer_of_a_rank(rank, world, *case) for case in DIVIDED]
+
+
+def layer_of_a_rank(rank: int, world: int, fusion: bool, offsets) -> tuple:
+    group = dist.group.WORLD if world > 1 else None
+    mode = {"cp_partition_mode": "contiguous", "linear_cp_mode": "chunkwise"}
+    module = make(Hooked, conv_bias=True, cp=group, gdn_pre_gated_delta_rule_fusion=fusion, **mode)
+    torch.manual_seed(5)
+    hidden = torch.randn(12, 1, HIDDEN).chunk(world)[rank].clone().requires_grad_()
+    cu = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
+    params = None if cu is None else PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
+    out, _ = module(hidden, None, packed_seq_params=params)
+    out.square().sum().backward()
+    return [out.detach(), hidden.grad], [p.grad for p in module.parameters()]
+
+
+def by_tokens() -> None:
+    """Chunk-wise context parallel on two processes, through the class's own forward, dense and packed."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = spawn(divided, 2, folder)
+    for (tokens, parameters), first, second in zip(divided(0, 1), *ranks, strict=True):
+        # Linear layers sum in an order of their own for fewer rows: chains of a few dozen roundings.
+        for k, of_one in enumerate(tokens):
+            got = torch.cat([first[0][k], second[0][k]])
+            assert (got - of_one).abs().max() <= 128 * 2**-24 * of_one.abs().max(), k
+        for k, of_one in enumerate(parameters):
+            a, b = first[1][k], second[1][k]
+            assert (a + b - of_one).abs().max() <= 128 * 2**-24 * max(a.abs().max(), b.abs().max()), k
+
+
 def hyper_connections() -> None:
     """Forward, merge and all gradients of dev's HyperConnectionModule in its own plain PyTorch and with weft in its slots,
     against the float64 equations; and the aggregate into memory that is given."""
@@ -291,6 +329,6 @@ def hyper_connections() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(1)
-    for part in (whole_layer, bound_module, packed, by_heads, hyper_connections):
+    for part in (whole_layer, bound_module, packed, by_heads, by_tokens, hyper_connections):
         part()
         print(f"{part.__name__}: passed")

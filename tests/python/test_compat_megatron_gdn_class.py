@@ -10,13 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import weft.torch as wt
 from compare import same
 from peer_signatures import PEERS
+from ranks_support import spawn
 from signature_support import ours, theirs
 from test_compat_signatures import root_of
 from torch import nn
 from weft.compat import megatron
+from weft.compat.megatron import _gdn
 
 HEADS = wt.GdnHeads(2, 4, 8, 6)
 DEV = next(p for p in PEERS if "branch dev" in p.package)
@@ -34,7 +37,7 @@ def test_the_real_classes():
         [sys.executable, "-W", "ignore", str(program)], env=environment, capture_output=True, text=True, timeout=1800
     )
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
-    assert run.stdout.count(": passed") == 5
+    assert run.stdout.count(": passed") == 6
     print(run.stdout)
 
 
@@ -145,6 +148,53 @@ def test_main_grad_of_a_rank():
         assert (main - p.grad).abs().max() <= 2**-22 * p.grad.abs().max(), name  # two ranks, added
 
 
+TOKENS, CUTS = 12, [0, 2, 2, 7, 12]  # cuts between ranks fall between sequences and into them
+
+
+def divided(rank: int, world: int, cases) -> list:
+    return [tokens_of(rank, world, *case) for case in cases]
+
+
+def tokens_of(rank: int, world: int, fused: bool, packed: bool):
+    """As dev calls the two methods and the rule where the ranks have the tokens one after another (linear_cp_mode
+    "chunkwise"): results and gradients of this rank's tokens, and those of the parameters."""
+    torch.manual_seed(7)
+    whole = torch.randn(TOKENS, 1 if packed else 2, HEADS.columns)
+    module = megatron.bind(Dev("cpu"))
+    rows = whole.chunk(world)[rank].clone().requires_grad_()
+    cu = torch.tensor(CUTS) if packed else None
+    context = SimpleNamespace(group=dist.group.WORLD) if world > 1 else None
+    for _ in range(2):  # the second time ranks have agreed already
+        module.zero_grad()
+        rows.grad = None
+        if fused:
+            group = None if context is None else context.group
+            out = module._fused_streamed_pre_gated_delta_rule(rows, cu_seqlens_q=cu, cp_group=group)
+        else:
+            out = module.pre_gated_delta_rule(rows, rows.shape[1], rows.shape[0], 1, None, cu, context)
+        q, k, v, gate, beta, g = out
+        o, _ = module.gated_delta_rule(q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu, cp_context=context)
+        (o * gate).square().sum().backward()
+    results = [t.detach().transpose(0, 1).contiguous() for t in (*out, o)]
+    return [*results, rows.grad], [p.grad for p in module.parameters()]
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
+@pytest.mark.parametrize("world, cases", [(2, [(True, True), (False, False)]), (4, [(False, True)])], ids=["2", "4"])
+def test_tokens_of_a_rank(world, cases, tmp_path):
+    """Chunk-wise context parallel: results with the bits of one rank, and gradients that add up to its."""
+    ranks = spawn(divided, world, tmp_path, cases)
+    for (want, parameters), *parts in zip(divided(0, 1, cases), *ranks, strict=True):
+        *got, d_rows = [torch.cat(mine) for mine in zip(*(tokens for tokens, _ in parts), strict=True)]
+        same(got, want[:-1], "results")
+        # Next to a cut a row's gradient is a sum of four taps in two parts: four roundings here and there.
+        assert (d_rows - want[-1]).abs().max() <= 4 * 2**-23 * want[-1].abs().max()
+        for k, p in enumerate(parameters):
+            mine = [of_rank[k] for _, of_rank in parts]
+            # Sums of 24 rows, cut in another place: each has a rounding for every row.
+            assert (sum(mine) - p).abs().max() <= 24 * 2**-23 * sum(t.abs() for t in mine).max(), k
+
+
 def test_rule(device):
     """As dev calls it; one that is not weft's is left alone."""
     module = megatron.bind(Dev(device))
@@ -156,19 +206,27 @@ def test_rule(device):
     assert not hasattr(megatron.bind(Dev(device), rule=False), "gated_delta_rule")
 
 
-def test_misuse():
+def test_misuse(monkeypatch):
     rows = torch.randn(9, 1, HEADS.columns)
     module = Hooked("cpu")
     bad = {
-        "cp_group: expected one rank": lambda: module._fused_streamed_pre_gated_delta_rule(rows, cp_group=group(2)),
-        "chunkwise_cp_context: expected None": lambda: module.pre_gated_delta_rule(rows, 1, 9, 1, None, None, object()),
-        "cp_context: expected None": lambda: megatron.gated_delta_rule(rows, rows, rows, rows, rows, cp_context=1),
+        "chunkwise_cp_context: layout: expected contiguous, got zigzag": lambda: module.pre_gated_delta_rule(
+            rows, 1, 9, 1, None, None, SimpleNamespace(group=group(2), layout="zigzag")
+        ),
         "activation: expected one of silu, swish, got gelu": lambda: megatron.bind(Dev("cpu", activation="gelu")),
     }
     for message, call in bad.items():
         with pytest.raises(NotImplementedError, match=message):
             call()
+    monkeypatch.setattr(_gdn, "uses_native", lambda: True)
+    with pytest.raises(NotImplementedError, match="cp_group: expected one rank in plain PyTorch"):
+        module._fused_streamed_pre_gated_delta_rule(rows, cp_group=group(2))
+    monkeypatch.undo()
+    several = SimpleNamespace(group=group(2))
     wrong = {
+        "gated_delta_rule: initial_state: expected None": lambda: megatron.gated_delta_rule(
+            *[rows] * 5, initial_state=rows, cp_context=several
+        ),
         "cp_size_headwise: expected 1, the size of its group, got 2": lambda: module.pre_gated_delta_rule(
             rows, 1, 9, 2, None
         ),
@@ -181,6 +239,10 @@ def test_misuse():
     for message, call in wrong.items():
         with pytest.raises(ValueError, match=message):
             call()
+    with pytest.raises(TypeError, match="cp_context: expected a context of build_cp_context, got int"):
+        megatron.gated_delta_rule(*[rows] * 5, cp_context=1)
+    with pytest.raises(TypeError, match="expected no arguments beside a cp_context, got A_log"):
+        megatron.gated_delta_rule(*[rows] * 5, cp_context=several, A_log=rows)
     with pytest.raises(TypeError, match="bases: expected a class with _fused_streamed_pre_gated_delta_rule"):
         type("Older", (megatron.GatedDeltaNet, nn.Module), {})
     with pytest.raises(TypeError, match="GatedDeltaNet: expected a class that has Megatron's behind"):

@@ -8,7 +8,8 @@ all tokens in one process, and a sum of the ranks' sums here: T additions, in fp
 on every rank, and once more for the sum."""
 
 import functools
-from itertools import pairwise
+from collections import defaultdict, deque
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ import weft.torch as wt
 from compare import same
 from gdn_support import HEADS, front, rows
 from ranks_support import spawn
+from weft.torch import gdn_pieces
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo"
@@ -39,6 +41,11 @@ class Case(NamedTuple):
         "rows"  # "sections": a projection in parts; "short": [T, ...]; "alone": no gradients; "waves": a head at a time
     )
     pairs: bool = False  # groups of two ranks, which compute the same
+    heads: wt.GdnHeads = HEADS
+
+    @property
+    def tokens(self) -> int:  # of the whole, per sequence
+        return sum(self.sizes)
 
 
 def cases_of(world: int) -> list[Case]:
@@ -55,11 +62,12 @@ def cases_of(world: int) -> list[Case]:
     return cases + [Case((7, 9), 2, None, pairs=True)] * (world == 4)
 
 
-def compute(case: Case, pre, rule, start: int, end: int) -> dict:
+def compute(case: Case, pre, rule, start: int, end: int, device="cpu") -> dict:
     """Everything of front and rule for some tokens. The gradient that goes into them is a function of the token's number."""
-    module = front(dtype=case.dtype, repeat=case.way != "sections")
+    module = front(device, case.heads, dtype=case.dtype, repeat=case.way != "sections")
     torch.manual_seed(1234)
-    leaf = rows(case.batch, 16, dtype=case.dtype)[:, start:end].requires_grad_(case.way != "alone")
+    leaf = rows(case.batch, case.tokens, device=device, dtype=case.dtype, heads=case.heads)[:, start:end]
+    leaf = leaf.clone().requires_grad_(case.way != "alone")
     module.requires_grad_(case.way != "alone")
     proj, options = leaf, {}
     if case.way == "sections":
@@ -67,24 +75,34 @@ def compute(case: Case, pre, rule, start: int, end: int) -> dict:
         proj, options = wt.GdnSections(qkv, None, None, z, b, a), {"repeat": False, "gate": "view"}
     elif case.way == "short":
         proj = leaf.squeeze(0)
-    out = pre(proj, module.conv_weight, module.a_log, module.dt_bias, module.conv_bias, heads=HEADS, **options)
+    out = pre(proj, module.conv_weight, module.a_log, module.dt_bias, module.conv_bias, heads=case.heads, **options)
     between = (out.query, out.key, out.value, out.beta, out.g)
     o, final = rule(*between)
     result = {"tokens": [*between, out.gate, o], "final": final}
     if case.way != "alone":
         for t in between:
             t.retain_grad()
-        whole = torch.randn(case.batch, 16, 4, 16, generator=torch.Generator().manual_seed(3))
-        o.backward(whole[:, start:end].reshape(o.shape).to(o.dtype))
-        result |= {"gradients": [t.grad for t in between], "d_proj": leaf.grad, "module": module}
+        shape = (case.batch, case.tokens, case.heads.value_heads, case.heads.value_dim)
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(3))[:, start:end]
+        result |= {"module": module, "backward": functools.partial(o.backward, whole.reshape(o.shape).to(o))}
+        result |= {"leaves": [leaf, *between]}
     return result
 
 
 def detached(result: dict) -> dict:
+    """What is compared, behind the backward."""
+    if "backward" in result:
+        result.pop("backward")()
+        d_proj, *gradients = (t.grad for t in result.pop("leaves"))
+        result |= {"gradients": gradients, "d_proj": d_proj}
     module = result.pop("module", None)
     found = {k: [t.detach() for t in v] if isinstance(v, list) else v for k, v in result.items()}
     found["final"] = None if result["final"] is None else result["final"].detach()
-    return found | {"parameters": {n: p.grad for n, p in module.named_parameters()} if module else {}}
+    return found | {"parameters": parameter_gradients(module) if module else {}}
+
+
+def parameter_gradients(module) -> dict[str, torch.Tensor]:
+    return {n: p.grad for n, p in module.named_parameters()}
 
 
 def pieces_of(rank: int, world: int) -> list[dict]:
@@ -98,9 +116,12 @@ def pieces_of(rank: int, world: int) -> list[dict]:
         waves = {"waves": 4, "sections": 2}.get(case.way, 1)  # of two key heads with sections
         rule = functools.partial(pieces.rule, final_state=True, waves=waves)
         got = compute(case, pieces.pre, rule, start, start + case.sizes[own])
-        if "module" in got:
-            wt.sum_gradients(got["module"].parameters(), group)
-        results.append(detached(got))
+        module = got.get("module")
+        found = detached(got)
+        if module:
+            wt.sum_gradients(module.parameters(), group)
+            found["parameters"] = parameter_gradients(module)
+        results.append(found)
     return results
 
 
@@ -135,7 +156,7 @@ def compare(case: Case, got: list[dict], want: dict, world: int) -> None:
     close(d_proj, want["d_proj"], 10 * 2**-24 + 2 * U[case.dtype], f"{case} d_proj")
     for name, gradient in want["parameters"].items():
         assert gradient.abs().max() > 0, name
-        units = 2 * 16 * 2**-24 + 2 * world * U[gradient.dtype]
+        units = 2 * case.tokens * 2**-24 + 2 * world * U[gradient.dtype]
         close(got[0]["parameters"][name], gradient, units, f"{case} {name}")
         same(got[-1]["parameters"][name], got[0]["parameters"][name], f"{case} {name} on the last rank")
 
@@ -158,6 +179,82 @@ def finished(case: Case, got: list[dict], want: torch.Tensor) -> None:
 def close(got, want, units: float, what: str) -> None:
     difference = (got.double() - want.double()).abs().max()
     assert difference <= units * want.double().abs().max(), f"{what}: off by {difference} of {want.abs().max()}"
+
+
+# ---- one process, one piece after the other ----------------------------------------------------------------------------
+
+
+class Post:
+    """Stands for torch.distributed where the ranks are one process that computes a piece after the other: what is sent waits until
+    its turn comes. `rank` says whose turn it is."""
+
+    isend, irecv = "isend", "irecv"
+    is_available = is_initialized = staticmethod(lambda: True)
+
+    class P2POp(NamedTuple):
+        op: str
+        tensor: torch.Tensor
+        peer: int
+        group: None
+
+    def __init__(self, sizes: tuple[int, ...]):
+        self.sizes, self.rank, self.letters = sizes, 0, defaultdict(deque)
+
+    def get_rank(self, group):
+        return self.rank
+
+    def get_world_size(self, group):
+        return len(self.sizes)
+
+    def all_gather_object(self, everybody, mine, group):
+        """Ranks differ in nothing but their tokens: (tokens, batch, offsets), or (what, (batch, tokens), settings)."""
+        for rank, size in enumerate(self.sizes):
+            first, second, third = mine
+            everybody[rank] = (size, second, third) if isinstance(first, int) else (first, (second[0], size), third)
+
+    def batch_isend_irecv(self, calls):
+        for op, tensor, peer, _ in calls:
+            if op == self.isend:
+                self.letters[self.rank, peer].append(tensor.detach().clone())
+            else:
+                tensor.copy_(self.letters[peer, self.rank].popleft())
+        return ()
+
+
+# In chunks the pieces of a sequence but the last are multiples of 64 tokens; fp32 is computed token by token, and cut anywhere.
+WIDE = wt.GdnHeads(1, 2, 64, 64)
+ONE_PROCESS = [
+    Case((64, 128, 37), 2, None, torch.bfloat16, heads=WIDE),
+    Case((128, 64, 37), 1, (0, 50, 64, 220, 229), torch.bfloat16, heads=WIDE),
+    Case((64, 71), 1, None, torch.bfloat16, heads=wt.GdnHeads(1, 2, 128, 128)),
+    Case((33, 2, 1, 14), 2, None, torch.float32, heads=WIDE),
+    Case((33, 17), 1, (0, 30, 48), torch.float32, heads=WIDE),
+]
+
+
+@pytest.mark.parametrize("case", ONE_PROCESS, ids=str)
+def test_pieces_one_after_another(case, device, monkeypatch):
+    """The same on every device: what the backend computes from the states that it is given, without processes."""
+    post = Post(case.sizes)
+    monkeypatch.setattr(gdn_pieces, "dist", post)
+    got = []
+    for rank, end in enumerate(accumulate(case.sizes)):
+        post.rank = rank
+        pieces = wt.GdnPieces(case.sizes[rank], batch=case.batch, cu_seqlens=case.offsets)
+        rule = functools.partial(pieces.rule, final_state=True)
+        got.append(compute(case, pieces.pre, rule, pieces.start, end, device))
+    for rank in reversed(range(len(got))):
+        post.rank = rank
+        got[rank] = detached(got[rank])
+    assert not any(post.letters.values())  # all that was sent has been taken
+    parameters = {n: sum(g["parameters"][n].float() for g in got).to(v) for n, v in got[0]["parameters"].items()}
+    for part in got:
+        part["parameters"] = parameters
+    cu = None if case.offsets is None else torch.tensor(case.offsets, device=device)
+    pre = functools.partial(wt.gdn_pre, cu_seqlens=cu)
+    rule = functools.partial(wt.gdn_rule, cu_seqlens=cu, final_state=True)
+    want = detached(compute(case, pre, rule, 0, case.tokens, device))
+    compare(case, got, want, len(case.sizes))
 
 
 # ---- pieces that do not join -------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ VARIANTS = {
     "flat weights": {"n": 3, "c": 6, "flat": True},
     "no optionals": {"n": 4, "c": 6, "optional": False},
     "no residual mix": {"n": 4, "c": 32, "mixed": False},
+    "no residual mix, two streams, (C, n) memory": {"n": 2, "c": 32, "swapped": True, "mixed": False},
     "no residual mix, twelve streams, (C, n) memory": {"n": 12, "c": 9, "swapped": True, "mixed": False},
     "16-bit parameters": {"n": 2, "c": 6, "param_dtype": torch.bfloat16},
 }

@@ -20,10 +20,11 @@ static const struct {
               {WEFT_F16, LAYOUT_CN, LAYOUT_NC}};
 enum { MEMORY = sizeof memory / sizeof *memory };
 
-/* Dense rows, channels in vectors; `kind` draws what else there is, all of it for each kind of memory. */
+/* Dense rows, channels in vectors; `kind` draws what else there is, all of it for each kind of memory, and again without a residual
+ * mix where the operator has one. */
 static spec problem_of(const fused_site *of, int kind)
 {
-    const int each = SHAPES * of->num_absent, of_memory = kind / each;
+    const int each = SHAPES * of->num_absent, of_memory = kind / each % MEMORY, independent = kind / each >= MEMORY;
     kind %= each;
     const int64_t *shape = shapes[kind % SHAPES];
     spec s = {.op = of->op,
@@ -36,6 +37,7 @@ static spec problem_of(const fused_site *of, int kind)
               .param_layout = memory[of_memory].params,
               .absent = of->absent[kind % of->num_absent],
               .add = kind % 4 == 3,
+              .independent = independent,
               .pad = kind % 5 == 4 ? 8 : 0,
               .scale = kind % 7 == 6 ? 1e-3 : 0, /* f16 is subnormal in places */
               .seed = (uint64_t)kind};
@@ -46,7 +48,7 @@ static spec problem_of(const fused_site *of, int kind)
 
 static int kinds(const fused_site *of)
 {
-    return SHAPES * of->num_absent * MEMORY;
+    return SHAPES * of->num_absent * MEMORY * (of->has_matrix ? 2 : 1);
 }
 
 void fused_site_against_chain(void **state)
@@ -107,6 +109,8 @@ void fused_site_is_taken(void **state)
     expect_path(s, "multiple of 8");
     s = problem_of(of, 0), s.numerics.sinkhorn_iters = 10000;
     expect_path(s, of->has_matrix ? "Sinkhorn" : fused);
+    s.independent = of->has_matrix;
+    expect_path(s, fused);
     test_verdict();
 }
 
@@ -155,8 +159,14 @@ static const struct form {
 } forms[] = {{WEFT_BF16, LAYOUT_NC}, {WEFT_BF16, LAYOUT_CN}, {WEFT_F16, LAYOUT_NC}, {WEFT_F16, LAYOUT_CN}};
 enum { FORMS = sizeof forms / sizeof *forms };
 
-/* More tiles than clusters, and one token that is alone in its tile; or a few tokens. */
-static spec forward_of(const char *op, size_t k, size_t form)
+static bool has_matrix(const char *op)
+{
+    return strcmp(op, "mhc_head_fwd") != 0;
+}
+
+/* More tiles than clusters, and one token that is alone in its tile; or a few tokens. A site has its residual mix, or it and its merge
+ * have none; of either kind there are merges alone without one. */
+static spec forward_of(const char *op, size_t k, size_t form, bool independent)
 {
     spec s = {.op = op,
               .tokens = k % 3 ? 8 * 9 + 1 : 5,
@@ -166,7 +176,10 @@ static spec forward_of(const char *op, size_t k, size_t form)
               .wide = forms[form].act,
               .stream_layout = forms[form].streams,
               .param_layout = (layout)((k + form / 2) % 2),
-              .absent = k % 2 ? " bias pre_in v sub_weight " : " bias ",
+              .independent = independent,
+              .absent = k % 2        ? " bias pre_in v sub_weight "
+                        : k % 7 == 2 ? " bias res "
+                                     : " bias ",
               .seed = k};
     weft_mhc_preset_numerics((weft_mhc_preset)(k % WEFT_PRESET_COUNT), &s.numerics);
     if (k % 5 == 4) s.dropout = (weft_dropout){.p = 0.3, .seed = 5, .token_base = 1000};
@@ -177,9 +190,9 @@ void fused_site_of_any_width(void **state)
 {
     const char *op = *state;
     if (!test_on_cuda()) skip();
-    for (size_t form = 0; form < FORMS; form++)
+    for (size_t form = 0; form < FORMS * (has_matrix(op) ? 2 : 1); form++)
         for (size_t k = 0; k < sizeof widths / sizeof *widths; k++) {
-            spec s = forward_of(op, k, form);
+            spec s = forward_of(op, k, form % FORMS, form >= FORMS);
             if (test_quick() && (k + form) % 4) continue;
             expect_path(s, words_of_fitting());
             grid_compare(&s);
@@ -194,9 +207,9 @@ void fused_site_forward_is_reproducible(void **state)
     static const size_t kinds_of_width[] = {0, 2, 5, 12, 13, 14};
     const char *op = *state;
     if (!test_on_cuda()) skip();
-    for (size_t form = 0; form < FORMS; form++)
+    for (size_t form = 0; form < FORMS * (has_matrix(op) ? 2 : 1); form++)
         for (size_t k = 0; k < sizeof kinds_of_width / sizeof *kinds_of_width; k++) {
-            spec s = forward_of(op, kinds_of_width[k], form);
+            spec s = forward_of(op, kinds_of_width[k], form % FORMS, form >= FORMS);
             if (test_quick() && (k + form) % 3) continue;
             s.tokens = s.channels > 2000 ? 150 : 1300;
             problem *p = problem_make(&s);
@@ -217,14 +230,14 @@ void fused_site_forward_is_not_taken(void **state)
     if (!test_on_cuda()) skip();
     if (strcmp(words_of_fitting(), fused) != 0) skip();
     for (size_t form = 0; form < FORMS; form++) {
-        spec s = forward_of(op, 3, form);
+        spec s = forward_of(op, 3, form, false);
         s.pad = 4;
         expect_path(s, "16 bytes");
-        s = forward_of(op, 3, form), s.act = s.wide = WEFT_F32;
+        s = forward_of(op, 3, form, false), s.act = s.wide = WEFT_F32;
         expect_path(s, "unfused: "); /* pre has another sentence for f32 */
-        s = forward_of(op, 3, form), s.channels = 516;
+        s = forward_of(op, 3, form, false), s.channels = 516;
         expect_path(s, "multiple of 8");
-        s = forward_of(op, 3, form), s.streams = 8;
+        s = forward_of(op, 3, form, false), s.streams = 8;
         expect_path(s, "number of streams");
     }
     test_verdict();

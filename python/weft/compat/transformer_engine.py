@@ -66,8 +66,8 @@ def mhc_generate_mix_and_aggregate(
     use_split_k: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All that comes before a sub-layer: its input (s, b, C), and H_post (s, b, n) and H_res (s, b, n, n) in fp32.
-    Without a buffer this is weft.torch.pre: on a CPU x is read once per tile of tokens, on a GPU, in this layout, by a
-    chain of kernels. With a buffer it is projection, coefficients and aggregate one after the other."""
+    Without a buffer this is weft.torch.pre: on a CPU x is read once per tile of tokens, on a GPU once by a fused kernel where
+    there is one. With a buffer it is projection, coefficients and aggregate one after the other."""
     op = "mhc_generate_mix_and_aggregate"
     streams = _streams(op, x)
     n = streams.shape[-2]

@@ -111,16 +111,17 @@ static inline weft_status tma_map_rows(const weft_call *call, tma_encode *encode
 }
 
 /* An fp32 tensor of few tokens: `boxes` boxes of 32 channels of all tokens and streams are one load,
- * box[stream][box][token][channel] in shared memory; where a row does not end with a box, one box of one stream is. */
+ * box[stream][box][token][channel] in shared memory; where a row does not end with a box, one box of one stream is. A box has
+ * tokens_of_box tokens; those that the tensor does not have are zeros. */
 static inline weft_status tma_map_fp32(const weft_call *call, tma_encode *encode, CUtensorMap *map,
-                                       const tma_tensor *t, int boxes)
+                                       const tma_tensor *t, int tokens_of_box, int boxes)
 {
     const int64_t width = TMA_ROW / 4;
     const bool rows = tma_in_rows(t, width);
     const cuuint64_t size[4] = {(cuuint64_t)(rows ? width : t->channels), (cuuint64_t)t->tokens,
                                 (cuuint64_t)(rows ? t->channels / width : 1), (cuuint64_t)t->streams};
     const cuuint64_t stride[3] = {(cuuint64_t)(t->token_stride * 4), TMA_ROW, (cuuint64_t)(t->stream_stride * 4)};
-    const cuuint32_t box[4] = {(cuuint32_t)width, (cuuint32_t)t->tokens, (cuuint32_t)(rows ? boxes : 1),
+    const cuuint32_t box[4] = {(cuuint32_t)width, (cuuint32_t)tokens_of_box, (cuuint32_t)(rows ? boxes : 1),
                                (cuuint32_t)(rows ? t->streams : 1)};
     return tma_map_of(call, encode, map, t, 4, 4, size, stride, box);
 }

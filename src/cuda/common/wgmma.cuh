@@ -66,6 +66,10 @@ template <int N> static __device__ __forceinline__ void wgmma_settle(uint32_t (&
     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "     \
     "%12, "                                                                                                        \
     "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+#define WGMMA_32                                                                                                   \
+    "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "     \
+    "%12, %13, %14, %15}, "
+#define WGMMA_16 "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
 
 /* d = (add ? d : 0) + A B with the rows of A and the columns of B as rows in shared memory. */
 static __device__ __forceinline__ void wgmma_rows(float (&d)[8][4], uint64_t a, uint64_t b, bool add)
@@ -75,16 +79,46 @@ static __device__ __forceinline__ void wgmma_rows(float (&d)[8][4], uint64_t a, 
                  : "l"(a), "l"(b), "r"((int)add));
 }
 
+/* d = (ADD ? d : 0) + A B with A in registers. TURNED: the rows of B, 64 columns each, are rows in shared memory; otherwise its
+ * columns are. All 64 columns always: ptxas waits for every product where another has some of its accumulators. */
+template <bool TURNED, bool ADD>
+static __device__ __forceinline__ void wgmma_registers(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b)
+{
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; " WGMMA_64 "{%32, %33, %34, %35}, %36, p, 1, 1, %38; }"
+                 : WGMMA_PIECES
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD), "n"(TURNED));
+}
+
 /* d += A B with A in registers and the rows of B, 64 columns each, as rows in shared memory. */
 static __device__ __forceinline__ void wgmma_columns(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b)
 {
-    asm volatile("{ .reg .pred p; setp.eq.b32 p, 0, 0; " WGMMA_64 "{%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
-                 : WGMMA_PIECES
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    wgmma_registers<true, true>(d, a, b);
+}
+
+/* d = (add ? d : 0) + A B of N = 16, 32 or 64 columns, both in shared memory. TURNED_A: rows of A's turned are rows in shared memory;
+ * TURNED_B: rows of B are. */
+template <int N, bool TURNED_A, bool TURNED_B>
+static __device__ __forceinline__ void wgmma_shared(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool add)
+{
+    static_assert(N == 16 || N == 32 || N == 64, "as many columns as there are instructions for here");
+    if constexpr (N == 64)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; " WGMMA_64 "%32, %33, p, 1, 1, %35, %36; }"
+                     : WGMMA_PIECES
+                     : "l"(a), "l"(b), "r"((int)add), "n"(TURNED_A), "n"(TURNED_B));
+    else if constexpr (N == 16)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0; " WGMMA_16 "%8, %9, p, 1, 1, %11, %12; }"
+                     : WGMMA_PIECE(0), WGMMA_PIECE(1)
+                     : "l"(a), "l"(b), "r"((int)add), "n"(TURNED_A), "n"(TURNED_B));
+    else
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0; " WGMMA_32 "%16, %17, p, 1, 1, %19, %20; }"
+                     : WGMMA_PIECE(0), WGMMA_PIECE(1), WGMMA_PIECE(2), WGMMA_PIECE(3)
+                     : "l"(a), "l"(b), "r"((int)add), "n"(TURNED_A), "n"(TURNED_B));
 }
 
 #undef WGMMA_PIECE
 #undef WGMMA_PIECES
 #undef WGMMA_64
+#undef WGMMA_32
+#undef WGMMA_16
 #endif
 #endif

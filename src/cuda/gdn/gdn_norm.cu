@@ -7,17 +7,15 @@
  * lanes as a tree, in all kernels here, so a row has the same bits wherever it lies. For d_weight a block walks over a chunk of
  * rows and leaves a row of partial sums; a second kernel adds these in order. */
 #include "core/status.h"
-#include "cuda/common/launch.cuh"
+#include "cuda/common/fold.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/gdn/gdn_math.cuh"
 
 enum {
     BLOCK = 256,
-    AT_ONCE = 4, /* forward: rows of a team whose loads are in flight together */
-    MOST = 4,    /* pieces that a lane holds; longer rows are read again */
+    MOST = 4, /* pieces that a lane holds; longer rows are read again */
     /* Of backward: three rounds of the three blocks that each of 132 multiprocessors has at a time. */
-    MOST_CHUNKS = 3 * 3 * 132,
-    FOLD_BLOCK = 1024
+    MOST_CHUNKS = 3 * 3 * 132
 };
 
 /* [B, S, H, C] as a kernel gets it: dtype WEFT_NONE where it is absent. */
@@ -148,27 +146,27 @@ template <int W> static __device__ __forceinline__ void add_squares(float &sum, 
     for (int k = 0; k < W; k++) sum = fmaf(o[k], o[k], sum);
 }
 
-/* z becomes f(z). */
+/* z becomes f(z), one factor of which is 1 / (1 + exp(-z)), and the other z or 1. */
 template <int W> static __device__ __forceinline__ void gates(float (&z)[W], bool sigmoid)
 {
-    float e;
 #pragma unroll
-    for (int k = 0; k < W; k++) z[k] = sigmoid ? gm_sigmoid(z[k], &e) : silu(z[k]);
+    for (int k = 0; k < W; k++) {
+        float d, e;
+        gm_divisors(&z[k], &d, &e, 1);
+        z[k] = (sigmoid ? 1.0f : z[k]) * reciprocal(d);
+    }
 }
 
-/* z becomes f(z), slope f'(z). */
+/* z becomes f(z), slope f'(z): f (1 - s), s being the sigmoid, which silu's has in addition. */
 template <int W> static __device__ __forceinline__ void gate_slopes(float (&z)[W], float (&slope)[W], bool sigmoid)
 {
-    if (sigmoid) {
 #pragma unroll
-        for (int k = 0; k < W; k++) {
-            float e;
-            z[k] = gm_sigmoid(z[k], &e);
-            slope[k] = z[k] * gm_complement(z[k], e);
-        }
-    } else {
-#pragma unroll
-        for (int k = 0; k < W; k++) slope[k] = silu_slope(z[k], &z[k]);
+    for (int k = 0; k < W; k++) {
+        float d, e;
+        gm_divisors(&z[k], &d, &e, 1);
+        const float s = reciprocal(d);
+        z[k] = (sigmoid ? 1.0f : z[k]) * s;
+        slope[k] = fmaf(z[k], GM_COMPLEMENT(s, e), sigmoid ? 0.0f : s);
     }
 }
 
@@ -202,54 +200,49 @@ static __device__ __forceinline__ void pass_gate(float (&d)[W], float (&z)[W], c
 
 /* ---- forward ------------------------------------------------------------------------------------------------------ */
 
-/* Rows whose pieces can be read at once, K to a lane. y may be o: a thread reads and writes the same elements. */
-template <class T, int K> static __global__ void __launch_bounds__(BLOCK, K == 1 ? 3 : 2) fwd_kernel(norm_task a)
+/* Blocks on a multiprocessor: as many as threads that it may have, or as leave a thread the registers that it needs. */
+template <class T, int K> static constexpr int blocks_of_forward()
 {
-    constexpr int W = number<T>::per_vector, R = K == 1 ? AT_ONCE : 1;
+    return K > 1 ? 1 : std::is_same<T, f16>::value ? 6 : 8;
+}
+
+/* Rows whose pieces can be read and written at once, K to a lane; a team has one row. What hides the loads are the other warps: with
+ * several rows to a team, or a walk over rows, there were fewer of them or there were spills. y may be o: a thread reads and writes
+ * the same elements. */
+template <class T, int K>
+static __global__ void __launch_bounds__(BLOCK, blocks_of_forward<T, K>()) fwd_kernel(norm_task a)
+{
+    constexpr int W = number<T>::per_vector;
     const place p = place_of(a.team);
-    const int channels = (int)a.channels, c = p.lane * W;
-    const int64_t stride = (int64_t)gridDim.x * a.team.per_block * R;
-    float w[W];
-    if (K == 1 && c < channels) get_weights<W>(w, a, c);
-    for (int64_t base = (int64_t)blockIdx.x * a.team.per_block * R; base < a.rows; base += stride) {
-        raw<T, W> o[R][K], z[R][K];
-        int64_t to[R]; /* the row of y */
-        int end[R];
+    const int64_t row = (int64_t)blockIdx.x * a.team.per_block + p.slot;
+    const short_place at = short_place_of(a, row);
+    const int c = p.lane * W, end = row < a.rows ? (int)a.channels : 0;
+    const T *from_o = (const T *)a.o.at.data + offset_of(a.o, at) + c;
+    const T *from_z = (const T *)a.z.at.data + offset_of(a.z, at) + c;
+    raw<T, W> o[K], z[K];
+    float squares = 0.0f, x[W], f[W], w[W];
 #pragma unroll
-        for (int i = 0; i < R; i++) {
-            const int64_t row = base + i * a.team.per_block + p.slot;
-            const short_place at = short_place_of(a, row);
-            const T *from_o = (const T *)a.o.at.data + offset_of(a.o, at) + c;
-            const T *from_z = (const T *)a.z.at.data + offset_of(a.z, at) + c;
-            to[i] = offset_of(a.y, at);
-            end[i] = row < a.rows ? channels : 0;
+    for (int j = 0; j < K; j++) {
+        if (c + j * 32 * W >= end) continue;
+        load_raw_shared(o[j], from_o + j * 32 * W);
+        load_raw_shared(z[j], from_z + j * 32 * W);
+    }
 #pragma unroll
-            for (int j = 0; j < K; j++) {
-                if (c + j * 32 * W >= end[i]) continue;
-                load_raw_shared(o[i][j], from_o + j * 32 * W);
-                load_raw_shared(z[i][j], from_z + j * 32 * W);
-            }
-        }
+    for (int j = 0; j < K; j++) {
+        if (c + j * 32 * W >= end) continue;
+        unpack(x, o[j]);
+        add_squares<W>(squares, x);
+    }
+    const float inverse = inverse_rms(team_sum(squares, a.team), a);
+    T *to = (T *)a.y.at.data + offset_of(a.y, at) + c;
 #pragma unroll
-        for (int i = 0; i < R; i++) {
-            float squares = 0.0f, x[W], f[W];
-#pragma unroll
-            for (int j = 0; j < K; j++) {
-                if (c + j * 32 * W >= end[i]) continue;
-                unpack(x, o[i][j]);
-                add_squares<W>(squares, x);
-            }
-            const float inverse = inverse_rms(team_sum(squares, a.team), a);
-#pragma unroll
-            for (int j = 0; j < K; j++) {
-                if (c + j * 32 * W >= end[i]) continue;
-                unpack(x, o[i][j]);
-                unpack(f, z[i][j]);
-                if (K > 1) get_weights<W>(w, a, c + j * 32 * W);
-                finish<W>(x, f, w, inverse, a.sigmoid);
-                put_piece<T, W>(a.y, to[i], c + j * 32 * W, channels, x);
-            }
-        }
+    for (int j = 0; j < K; j++) {
+        if (c + j * 32 * W >= end) continue;
+        unpack(x, o[j]);
+        unpack(f, z[j]);
+        get_weights<W>(w, a, c + j * 32 * W);
+        finish<W>(x, f, w, inverse, a.sigmoid);
+        store<T, W>(to + j * 32 * W, x);
     }
 }
 
@@ -310,7 +303,7 @@ static __device__ __forceinline__ void fetch(back_row<T, G, K> &r, const norm_ta
     const T *from_o = (const T *)a.o.at.data + offset_of(a.o, at) + c;
     const T *from_z = (const T *)a.z.at.data + offset_of(a.z, at) + c;
     const G *from_d = (const G *)a.y.at.data + offset_of(a.y, at) + c;
-    r.to_o = offset_of(a.d_o, at), r.to_z = offset_of(a.d_z, at);
+    r.to_o = offset_of(a.d_o, at) + c, r.to_z = offset_of(a.d_z, at) + c;
 #pragma unroll
     for (int j = 0; j < K; j++) {
         if (c + j * 32 * W >= (int)a.channels) continue;
@@ -367,7 +360,7 @@ static __global__ void __launch_bounds__(BLOCK, blocks_of_backward<G, K>()) bwd_
             unpack(f, r.z[j]);
             unpack(g[j], r.d[j]);
             pass_gate<W>(g[j], f, x, weight, inverse, a.sigmoid, sum[j], dot);
-            if (has(a.d_z.at)) put_piece<T, W>(a.d_z, r.to_z, c + j * 32 * W, channels, f);
+            if (has(a.d_z.at)) put_wide<T, W>(a.d_z.at, r.to_z + j * 32 * W, f);
         }
         const float k = mean_term(team_sum(dot, a.team), inverse, a);
 #pragma unroll
@@ -376,7 +369,7 @@ static __global__ void __launch_bounds__(BLOCK, blocks_of_backward<G, K>()) bwd_
             if (c + j * 32 * W >= end || !has(a.d_o.at)) continue;
             unpack(x, r.o[j]);
             input_gradient<W>(g[j], x, k, inverse);
-            put_piece<T, W>(a.d_o, r.to_o, c + j * 32 * W, channels, g[j]);
+            put_wide<T, W>(a.d_o.at, r.to_o + j * 32 * W, g[j]);
         }
         if (AHEAD) r = next;
     }
@@ -424,28 +417,6 @@ template <class T> static __global__ void __launch_bounds__(32) bwd_any_kernel(n
             if (pass == 0) inverse = inverse_rms(team_sum(squares, a.team), a);
             if (pass == 1) k = mean_term(team_sum(dot, a.team), inverse, a);
         }
-    }
-}
-
-/* d_weight from `chunks` rows of partial sums: warp w adds rows w, w + 32, ..., then the warps are added in order. */
-static __global__ void __launch_bounds__(FOLD_BLOCK) fold_kernel(norm_task a, int64_t chunks)
-{
-    __shared__ float room[FOLD_BLOCK / 32][33];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int64_t stride = (int64_t)gridDim.x * 32;
-    wait_for_previous();
-    for (int64_t base = (int64_t)blockIdx.x * 32; base < a.channels; base += stride) {
-        float sum = 0.0f;
-        if (base + lane < a.channels)
-#pragma unroll 8
-            for (int64_t r = warp; r < chunks; r += FOLD_BLOCK / 32) sum += a.partial[r * a.channels + base + lane];
-        room[warp][lane] = sum;
-        __syncthreads();
-        if (warp == 0 && base + lane < a.channels) {
-            for (int w = 1; w < FOLD_BLOCK / 32; w++) sum += room[w][lane];
-            put(a.d_weight, (base + lane) * a.d_weight.stride[0], sum);
-        }
-        __syncthreads();
     }
 }
 
@@ -511,15 +482,14 @@ template <class T> static weft_status fwd(const weft_call *call, const void *arg
     constexpr int W = number<T>::per_vector;
     const weft_gdn_norm_fwd_args *a = (const weft_gdn_norm_fwd_args *)args;
     norm_task task = task_of<T>(call, a, &a->y);
+    void (*kernel)(norm_task) = fwd_any_kernel<T>;
     if (task.rows == 0) return WEFT_OK;
-    if (task.o.wide && task.z.wide && task.narrow && call->channels <= 32 * MOST * W) {
-        const bool one = call->channels <= 32 * W;
-        const int64_t rows = task.team.per_block * (one ? AT_ONCE : 1);
-        return launch(call, "gated norm", one ? fwd_kernel<T, 1> : fwd_kernel<T, MOST>,
-                      {dim3(grid_of((task.rows + rows - 1) / rows)), BLOCK}, task);
+    if (task.o.wide && task.z.wide && task.y.wide && task.narrow && call->channels <= 32 * MOST * W) {
+        kernel = call->channels <= 32 * W ? fwd_kernel<T, 1> : fwd_kernel<T, MOST>;
+    } else {
+        task.team = warps(BLOCK);
     }
-    task.team = warps(BLOCK);
-    return launch(call, "gated norm", fwd_any_kernel<T>,
+    return launch(call, "gated norm", kernel,
                   {dim3(grid_of((task.rows + task.team.per_block - 1) / task.team.per_block)), BLOCK}, task);
 }
 
@@ -534,7 +504,6 @@ static weft_arena lay_out(const weft_call *call, const weft_gdn_norm_bwd_args *a
     task->d_weight = view_of(&a->d_weight);
     task->one_batch = task->one_batch && follow(&a->d_o.to, call->batch, call->steps) &&
                       follow(&a->d_z.to, call->batch, call->steps);
-    task->narrow = task->narrow && is_short(&a->d_o.to) && is_short(&a->d_z.to);
     *chunks = weft_rows_plan_pieces(task->rows, call->channels, MOST_CHUNKS, task->team.per_block);
     task->chunk = chunks->tokens;
     if (has(task->d_weight) && chunks->chunks > 0)
@@ -550,13 +519,29 @@ template <class T> static size_t bwd_workspace(const weft_call *call, const void
     return weft_arena_bytes(&arena);
 }
 
-template <class T, class G> static weft_status bwd_rows(const weft_call *call, norm_task task, int64_t chunks)
+/* Of rows that can be read at once. */
+template <class T, class G>
+static weft_status bwd_held(const weft_call *call, const norm_task &task, int64_t chunks)
 {
     constexpr int W = number<T>::per_vector;
     const size_t sums = task.partial ? (size_t)(task.team.per_block * call->channels) * sizeof(float) : 0;
     return launch(call, "gradient of the gated norm",
                   call->channels <= 32 * W ? bwd_kernel<T, G, 1> : bwd_kernel<T, G, MOST>,
                   {dim3((unsigned)chunks), BLOCK, sums}, task);
+}
+
+template <class T> static weft_status bwd_any(const weft_call *call, norm_task task, int64_t chunks)
+{
+    task.team = warps(32);
+    return launch(call, "gradient of the gated norm", bwd_any_kernel<T>, {dim3((unsigned)chunks), 32}, task);
+}
+
+/* Takes what cannot be written at once, or far apart, out of `task` and leaves it alone in `other`. */
+static bool set_apart(heads *own, heads *other, const weft_grad *g)
+{
+    const bool fits = !has(own->at) || (own->wide && is_short(&g->to));
+    (fits ? other : own)->at = view{};
+    return !fits;
 }
 
 template <class T> static weft_status bwd(const weft_call *call, const void *args)
@@ -567,23 +552,21 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
     weft_rows_chunks chunks;
     weft_status status = WEFT_OK;
     lay_out<T>(call, a, &task, &chunks);
-    if (task.rows > 0 && (has(task.d_o.at) || has(task.d_z.at) || task.partial)) {
-        const bool fits =
-            task.o.wide && task.z.wide && task.y.wide && task.narrow && call->channels <= 32 * MOST * W;
-        if (!fits) {
-            task.team = warps(32);
-            status = launch(call, "gradient of the gated norm", bwd_any_kernel<T>,
-                            {dim3((unsigned)chunks.chunks), 32}, task);
-        } else if (task.y.at.dtype == number<T>::dtype) {
-            status = bwd_rows<T, T>(call, task, chunks.chunks);
-        } else {
-            status = bwd_rows<T, float>(call, task, chunks.chunks);
-        }
+    const bool fits = task.o.wide && task.z.wide && task.y.wide && task.narrow && call->channels <= 32 * MOST * W;
+    if (task.rows > 0 && fits) {
+        /* d_weight's order must not depend on where other gradients lie: these take their own way. */
+        norm_task other = task;
+        other.partial = NULL;
+        const bool o_apart = set_apart(&task.d_o, &other.d_o, &a->d_o);
+        const bool z_apart = set_apart(&task.d_z, &other.d_z, &a->d_z);
+        if (o_apart || z_apart) status = bwd_any<T>(call, other, chunks.chunks);
     }
+    if (status == WEFT_OK && task.rows > 0 && (has(task.d_o.at) || has(task.d_z.at) || task.partial))
+        status = !fits                                 ? bwd_any<T>(call, task, chunks.chunks)
+                 : task.y.at.dtype == number<T>::dtype ? bwd_held<T, T>(call, task, chunks.chunks)
+                                                       : bwd_held<T, float>(call, task, chunks.chunks);
     if (status != WEFT_OK || !has(task.d_weight) || (task.rows == 0 && task.d_weight.add)) return status;
-    return launch(call, "d_weight of the gated norm", fold_kernel,
-                  {.grid = dim3(grid_of((call->channels + 31) / 32)), .block = FOLD_BLOCK, .order = OVERLAP}, task,
-                  chunks.chunks);
+    return fold(call, "d_weight of the gated norm", task.d_weight, task.partial, chunks.chunks);
 }
 
 const weft_kernel weft_cuda_gdn_norm_fwd[] = {

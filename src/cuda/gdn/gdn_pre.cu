@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * In front of the gated delta rule, forward and decoding [G1] [G2] [G3] [G4], in one launch. Every warp has a part (heads of
- * q, k or v, heads of z to copy, or the gates) and a range of tokens, or in decoding a sequence. Reads and writes everything
- * once, but for the W - 1 rows in front of a range.
+ * In front of the gated delta rule, forward and decoding [G1] [G2] [G3] [G4], in one launch, and one more where g is summed within
+ * chunks. Every warp has a part (heads of q, k or v, heads of z to copy, or the gates) and a range of tokens, or in decoding a
+ * sequence. Reads and writes everything once, but for the W - 1 rows in front of a range.
  *
  * V = 0 stands for any width, any head and any alignment: rows are read again for every token, element by element. */
 #include "cuda/gdn/gdn_pre_step.cuh"
@@ -22,14 +22,20 @@ __global__ void __launch_bounds__(WARPS * 32, 4) fwd_kernel(const fwd_params p)
     if (t0 >= t1) return;
     if (part == PART_Z)
         copy_heads<T, V>(p, unit, t0, t1, end_of(p.seq));
-    else if (part == PART_GATES && !p.g_chunk)
-        forward_each_gate<T>(p, t0, t1, end_of(p.seq));
     else if (part == PART_GATES)
-        forward_gates<T>(p, t0, t1, place_of(p.seq, t0));
+        forward_each_gate<T>(p, t0, t1, end_of(p.seq));
     else if constexpr (V == 0)
         forward_any<T>(p, part, unit, t0, t1, place_of(p.seq, t0));
     else
         forward_heads<T, W, V, PLAIN>(p, part, unit, t0, t1, place_of(p.seq, t0));
+}
+
+/* beta and g where g is summed within chunks: for calls that are rare, in a kernel of its own, because it would be half of the code of
+ * some of the others. A warp has GATE_TOKENS tokens. */
+template <class T> __global__ void chunk_gates_kernel(const fwd_params p)
+{
+    const int64_t t0 = ((int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5)) * GATE_TOKENS, t1 = t0 + GATE_TOKENS;
+    if (t0 < p.seq.tokens) forward_gates<T>(p, t0, t1 < p.seq.tokens ? t1 : p.seq.tokens, place_of(p.seq, t0));
 }
 
 /* The states after forward, once all threads have read the previous ones. */
@@ -138,8 +144,15 @@ template <class T> static weft_status fwd(const weft_call *call, const void *arg
     if (p.seq.tokens > 0) {
         const weft_gdn_ranges r = weft_gdn_fwd_ranges(p.seq.tokens, p.first_unit[PART_GATES], call->sms);
         p.range = r.tokens;
-        p.gate_tokens = GATE_TOKENS * (p.g_chunk ? 1 : 32 / gate_lanes(p.value_heads));
-        p.first_unit[PARTS] = p.first_unit[PART_GATES] + (int32_t)((r.tokens + p.gate_tokens - 1) / p.gate_tokens);
+        p.gate_tokens = GATE_TOKENS * (32 / gate_lanes(p.value_heads));
+        p.first_unit[PARTS] = p.first_unit[PART_GATES];
+        if (p.g_chunk)
+            WEFT_TRY(launch(call, "gates", chunk_gates_kernel<T>,
+                            {.grid = blocks_of(1, (p.seq.tokens + WARPS * GATE_TOKENS - 1) / (WARPS * GATE_TOKENS)),
+                             .block = WARPS * 32},
+                            p));
+        else
+            p.first_unit[PARTS] += (int32_t)((r.tokens + p.gate_tokens - 1) / p.gate_tokens);
         WEFT_TRY(launch(call, "forward", fwd_of<T>(vec, call->width, plain),
                         {.grid = blocks_of(p.first_unit[PARTS], r.count),
                          .block = WARPS * 32,
@@ -174,7 +187,10 @@ template <class T> static weft_status step(const weft_call *call, const void *ar
         return launch(call, "decoding", kernel,
                       {.grid = grid_of(p.first_unit[PARTS] * groups), .block = WARPS * 32, .order = OVERLAP}, p);
     }
-    p.first_unit[PARTS] = p.first_unit[PART_GATES] + 1;
+    p.first_unit[PARTS] = p.first_unit[PART_GATES] + (p.g_chunk ? 0 : 1);
+    if (p.g_chunk)
+        WEFT_TRY(launch(call, "gates", step_chunk_gates_kernel<T>,
+                        {.grid = grid_of((p.seq.count + WARPS) / WARPS), .block = WARPS * 32}, p));
     p.apart = weft_gdn_step_groups(p.seq.count + (p.seq.cu != NULL), p.first_unit[PARTS], call->sms);
     return launch(call, "decoding", step_of<T>(vec, call->width, plain),
                   {.grid = blocks_of(p.first_unit[PARTS], p.apart), .block = WARPS * 32, .order = OVERLAP}, p);

@@ -24,8 +24,8 @@ struct assignment {
 static __device__ __forceinline__ assignment assigned(const bwd_params &p)
 {
     /* The gates of all ranges first: they are few and each takes long, which must not be at the end. */
-    const int units = p.first_unit[PARTS] - 1;
-    const int64_t rest = (int64_t)blockIdx.x - p.ranges;
+    const int units = p.first_unit[PART_GATES];
+    const int64_t rest = (int64_t)blockIdx.x - p.gate_blocks;
     const int64_t range = rest < 0 ? (int64_t)blockIdx.x : rest / units;
     assignment a = {PART_Q, rest < 0 ? units : (int)(rest % units), 0, 0, NULL};
     a.t0 = (range * WARPS + (threadIdx.x >> 5)) * p.piece, a.t1 = a.t0 + p.piece;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(WARPS * 32, V == 0 ? 1 : 2) bwd_kernel(const b
     extern __shared__ __align__(16) char shared[];
     const assignment a = assigned(p);
     if (a.part == PART_GATES) {
-        backward_beta_and_g<T>(p, a.t0, a.t1, shared, a.partial);
+        backward_each_gate<T>(p, a.t0, a.t1, shared, a.partial);
     } else if constexpr (V == 0) {
         if (a.part == PART_Z)
             backward_gate(p, a.unit, a.t0, a.t1);
@@ -74,7 +74,16 @@ __global__ void __launch_bounds__(WARPS * 32, 2) bwd_plain_kernel(const bwd_para
         copy_rows<T, 4>(p.d_out[PART_Z], p.d_in[PART_Z], p.seq, place_in<4>(p.in[PART_Z], a.unit), a.t0, a.t1,
                         end_of(p.seq));
     else
-        backward_beta_and_g<T>(p, a.t0, a.t1, shared, a.partial);
+        backward_each_gate<T>(p, a.t0, a.t1, shared, a.partial);
+}
+
+/* beta and g where g is summed within chunks: for calls that are rare, in a kernel of its own, because it would be a third of the code
+ * of the others. Which of the two is a matter of options alone: it decides the order of sums. */
+template <class T> __global__ void chunk_gates_kernel(const bwd_params p)
+{
+    extern __shared__ __align__(16) char shared[];
+    const assignment a = assigned(p);
+    backward_gates<T>(p, a.t0, a.t1, shared, a.partial);
 }
 
 /* Slots of d_state that no token's convolution has read: they were passed through, or belong to padding. */
@@ -145,14 +154,17 @@ template <class T> static bwd_function bwd_of(int vec, int64_t width)
     return vec == 4 && width == 4 ? bwd_kernel<T, 4, 4> : bwd_kernel<T, 0, 0>;
 }
 
-/* The usual kernels, by width and by the heads that come back to one of q or k. */
+/* The usual kernels, by width and by the heads that come back to one of q or k; of fp32, for which each is 0.22 MB as well, any number. */
 template <class T> static bwd_function plain_of(int64_t width, int32_t repeat)
 {
     if (width < 4) return width == 2 ? bwd_plain_kernel<T, 2, 0> : bwd_plain_kernel<T, 3, 0>;
-    return repeat == 1   ? bwd_plain_kernel<T, 4, 1>
-           : repeat == 2 ? bwd_plain_kernel<T, 4, 2>
-           : repeat == 4 ? bwd_plain_kernel<T, 4, 4>
-                         : bwd_plain_kernel<T, 4, 0>;
+    if constexpr (sizeof(T) == 4)
+        return bwd_plain_kernel<T, 4, 0>;
+    else
+        return repeat == 1   ? bwd_plain_kernel<T, 4, 1>
+               : repeat == 2 ? bwd_plain_kernel<T, 4, 2>
+               : repeat == 4 ? bwd_plain_kernel<T, 4, 4>
+                             : bwd_plain_kernel<T, 4, 0>;
 }
 
 static bool wants_sums(const weft_gdn_pre_bwd_args *a)
@@ -250,7 +262,7 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
         p.in[i] = section_of(in[i], first[i], !vec ? GROUP : i == PART_Z ? p.gate_vec : vec);
         p.first_unit[i + 1] = p.first_unit[i] + (wanted ? units_of(p.in[i]) : 0);
     }
-    p.first_unit[PARTS] = p.first_unit[PART_GATES] + 1;
+    p.gate_blocks = r.count;
     p.d_final = view_of(&a->d_final_state), p.d_state = view_of(&a->d_state);
     p.b = rows_of(&a->b), p.d_beta = rows_of(&a->d_beta), p.d_g = rows_of(&a->d_g);
     p.d_b = rows_of(&a->d_b), p.d_a = rows_of(&a->d_a);
@@ -263,12 +275,17 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
     p.piece = r.tokens / WARPS, p.ranges = r.count;
 
     WEFT_TRY(look_at_offsets(call, p.seq));
-    if (r.count > 0)
+    if (r.count > 0 && p.g_chunk) {
+        WEFT_TRY(launch(call, "gates", chunk_gates_kernel<T>,
+                        {.grid = grid_of(r.count), .block = WARPS * 32, .shared = shared}, p));
+        p.gate_blocks = 0;
+    }
+    const int64_t blocks = p.gate_blocks + p.first_unit[PART_GATES] * r.count;
+    if (blocks > 0)
         WEFT_TRY(launch(call, "backward",
                         plain ? plain_of<T>(call->width, p.repeat[0] == p.repeat[1] ? p.repeat[0] : 0)
                               : bwd_of<T>(vec, call->width),
-                        {.grid = grid_of(p.first_unit[PARTS] * r.count), .block = WARPS * 32, .shared = shared},
-                        p));
+                        {.grid = grid_of(blocks), .block = WARPS * 32, .shared = shared}, p));
     if (weft_has(&a->d_state.to) && p.seq.count > 0)
         WEFT_TRY(launch(call, "states", state_kernel,
                         {.grid = grid_of((p.seq.count * p.channels + 127) / 128), .block = 128}, p));

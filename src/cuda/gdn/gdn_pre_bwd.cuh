@@ -28,10 +28,11 @@ struct bwd_params {
     decays decay;
     float l2_eps, q_scale, beta_scale, g_factor;
     int32_t l2norm, g_chunk, value_heads, channels;
-    int32_t first_unit[PARTS + 1];
+    int32_t first_unit[PARTS];
     int32_t gate_vec;      /* channels of z that a lane has */
     int32_t ring;          /* bytes of a warp's rings */
     int64_t piece, ranges; /* tokens of a warp; ranges of a block */
+    int64_t gate_blocks;   /* the first so many blocks have the gates of a range each */
     /* [ranges][(W + 1) C + 2 Hv]: d_weight by taps, d_bias, d_a_log, d_dt_bias; or NULL */
     float *partial;
 };
@@ -630,17 +631,6 @@ static __device__ __forceinline__ void backward_each_gate(const bwd_params &p, i
             d_a_log += __shfl_xor_sync(0xffffffffu, d_a_log, m), d_dt += __shfl_xor_sync(0xffffffffu, d_dt, m);
         if (partial) store_gate_sums(p, d_a_log, d_dt, h, active && lane < wide, shared, partial);
     }
-}
-
-/* Which of the two is a matter of options alone: it decides the order of sums. */
-template <class T>
-static __device__ __forceinline__ void backward_beta_and_g(const bwd_params &p, int64_t t0, int64_t t1,
-                                                           char *shared, float *partial)
-{
-    if (p.g_chunk)
-        backward_gates<T>(p, t0, t1, shared, partial);
-    else
-        backward_each_gate<T>(p, t0, t1, shared, partial);
 }
 
 #endif

@@ -90,7 +90,32 @@ static __device__ __forceinline__ void step_heads(const fwd_params &p, int part,
     store_state<T, V>(p, part, unit, where, row);
 }
 
-/* A warp has every `apart`-th sequence. Padding after the last one belongs to one more. */
+/* What request n has: its tokens, and its row, -1 for padding. Padding after the last request belongs to one more. */
+struct request {
+    place where, or_padding; /* the latter behind the last sequence, where it is padding */
+    int64_t row;
+};
+
+static __device__ __forceinline__ request request_of(const fwd_params &p, int64_t n)
+{
+    request r;
+    r.where = {n, start_of(p.seq, n), n < p.seq.count ? start_of(p.seq, n + 1) : p.seq.tokens};
+    if (r.where.end < r.where.start) r.where.end = r.where.start;
+    r.row = n < p.seq.count ? own_row(p.conv.cache, n, p.searched) : -1;
+    r.or_padding = {r.row < 0 ? p.seq.count : n, r.where.start, r.where.end};
+    return r;
+}
+
+/* As chunk_gates_kernel; a warp has a request. */
+template <class T> __global__ void step_chunk_gates_kernel(const fwd_params p)
+{
+    const int64_t n = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5);
+    if (n >= p.seq.count + (p.seq.cu != NULL)) return;
+    const request r = request_of(p, n);
+    forward_gates<T>(p, r.where.start, r.where.end, r.or_padding);
+}
+
+/* A warp has every `apart`-th request. */
 template <class T, int W, int V, bool PLAIN>
 __global__ void __launch_bounds__(WARPS * 32, 4) step_kernel(const fwd_params p)
 {
@@ -107,18 +132,15 @@ __global__ void __launch_bounds__(WARPS * 32, 4) step_kernel(const fwd_params p)
         }
 #pragma unroll 1
     for (int64_t n = blockIdx.x / (unsigned)across; n < p.seq.count + (p.seq.cu != NULL); n += p.apart) {
-        place where = {n, start_of(p.seq, n), n < p.seq.count ? start_of(p.seq, n + 1) : p.seq.tokens};
-        if (where.end < where.start) where.end = where.start;
-        const int64_t row = n < p.seq.count ? own_row(p.conv.cache, n, p.searched) : -1;
-        const place or_padding = {row < 0 ? p.seq.count : n, where.start, where.end};
+        const request r = request_of(p, n);
+        const place &where = r.where;
+        const int64_t row = r.row;
         if (part == PART_Z) {
             copy_heads<T, V>(p, unit, where.start, where.end, row < 0 ? where.start : where.end);
-        } else if (part == PART_GATES && !p.g_chunk) {
-            forward_each_gate<T>(p, where.start, where.end, row < 0 ? where.start : where.end);
         } else if (part == PART_GATES) {
-            forward_gates<T>(p, where.start, where.end, or_padding);
+            forward_each_gate<T>(p, where.start, where.end, row < 0 ? where.start : where.end);
         } else if constexpr (V == 0) {
-            forward_any<T>(p, part, unit, where.start, where.end, or_padding);
+            forward_any<T>(p, part, unit, where.start, where.end, r.or_padding);
             if (row >= 0) store_state<T, 0>(p, part, unit, where, row);
         } else {
             step_heads<T, W, V, PLAIN>(p, part, unit, h, where, row);

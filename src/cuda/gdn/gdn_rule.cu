@@ -8,14 +8,6 @@
 
 /* ---- forward ------------------------------------------------------------------------------------------------- */
 
-typedef void scan_function(scan_params);
-
-static scan_function *scan_of(int64_t dk, int columns)
-{
-    if (dk == 64) return columns == 32 ? scan_kernel<64, 32, true> : scan_kernel<64, 16, true>;
-    return columns == 32 ? scan_kernel<128, 32, true> : scan_kernel<128, 16, true>;
-}
-
 static weft_status fwd_chunks(const weft_call *call, const void *args, const weft_prepared *)
 {
     const weft_gdn_rule_fwd_args *a = (const weft_gdn_rule_fwd_args *)args;
@@ -33,8 +25,8 @@ static weft_status fwd_chunks(const weft_call *call, const void *args, const wef
     p.wide_value = reads_wide(&a->value, 8), p.wide_o = reads_wide(&a->o, 8);
     const scan_shape s = scan_shape_of(call, p.r, SCAN_OUTPUTS);
     p.stages = s.stages;
-    return launch(call, "from chunk to chunk", scan_of(call->key_dim, s.columns),
-                  {.grid = s.blocks, .block = (unsigned)s.columns * 8 + PRODUCERS, .shared = s.shared}, p);
+    return launch(call, "from chunk to chunk", p.r.key_dim == 64 ? scan_of<64, true>(s) : scan_of<128, true>(s),
+                  {.grid = s.blocks, .block = s.threads, .shared = s.shared}, p);
 }
 
 static weft_status fwd_tokens(const weft_call *call, const void *args, const weft_prepared *)
@@ -153,10 +145,8 @@ static weft_status launch_states(const weft_call *call, const rule &r, const wef
     p.wide_key = reads_wide(&a->key, 8), p.wide_value = reads_wide(&a->value, 8);
     const scan_shape s = scan_shape_of(call, r, SCAN_STATES);
     p.stages = s.stages;
-    void (*const kernels[2][2])(scan_params) = {{scan_kernel<64, 16, false>, scan_kernel<64, 32, false>},
-                                                {scan_kernel<128, 16, false>, scan_kernel<128, 32, false>}};
-    return launch(call, "states", kernels[r.key_dim == 128][s.columns == 32],
-                  {.grid = s.blocks, .block = (unsigned)s.columns * 8 + PRODUCERS, .shared = s.shared}, p);
+    return launch(call, "states", r.key_dim == 64 ? scan_of<64, false>(s) : scan_of<128, false>(s),
+                  {.grid = s.blocks, .block = s.threads, .shared = s.shared}, p);
 }
 
 static weft_status launch_back(const weft_call *call, const rule &r, const weft_gdn_rule_bwd_args *a,
@@ -170,10 +160,8 @@ static weft_status launch_back(const weft_call *call, const rule &r, const weft_
     p.wide_d_o = reads_wide(&a->d_o, 8), p.wide_d_value = reads_wide(&a->d_value.to, 8);
     const scan_shape s = scan_shape_of(call, r, SCAN_BACK);
     p.stages = s.stages;
-    void (*const kernels[2][2])(back_params) = {{back_kernel<64, 16>, back_kernel<64, 32>},
-                                                {back_kernel<128, 16>, back_kernel<128, 32>}};
-    return launch(call, "from the last chunk to the first", kernels[r.key_dim == 128][s.columns == 32],
-                  {.grid = s.blocks, .block = (unsigned)s.columns * 8 + PRODUCERS, .shared = s.shared}, p);
+    return launch(call, "from the last chunk to the first", r.key_dim == 64 ? back_of<64>(s) : back_of<128>(s),
+                  {.grid = s.blocks, .block = s.threads, .shared = s.shared}, p);
 }
 
 static weft_status bwd_chunks(const weft_call *call, const void *args, const weft_prepared *)
@@ -195,6 +183,12 @@ static weft_status bwd_chunks(const weft_call *call, const void *args, const wef
     p.wide_query = reads_wide(&a->query, 8), p.wide_key = reads_wide(&a->key, 8);
     p.wide_value = reads_wide(&a->value, 8), p.wide_d_o = reads_wide(&a->d_o, 8);
     p.wide_d_query = reads_wide(&a->d_query.to, 8), p.wide_d_key = reads_wide(&a->d_key.to, 8);
+    if (weft_cuda_has_groups(call->exec->device))
+        return launch(call, "gradients", r.key_dim == 64 ? group_grad_kernel<64> : group_grad_kernel<128>,
+                      {.grid = grid_of(slots_of(r.seq) * r.heads),
+                       .block = GROUP_GRAD_THREADS,
+                       .shared = r.key_dim == 64 ? group_grad_room<64>::bytes : group_grad_room<128>::bytes},
+                      p);
     p.stages = grad_shared(r.key_dim, 2) <= most_shared(call) ? 2 : 1;
     return launch(call, "gradients", r.key_dim == 64 ? grad_kernel<64> : grad_kernel<128>,
                   {.grid = grid_of(slots_of(r.seq) * r.heads),

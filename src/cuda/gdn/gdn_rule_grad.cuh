@@ -112,23 +112,10 @@ __global__ void __launch_bounds__(C / 16 * 128 + PRODUCERS) back_kernel(const ba
     const tile ay_hi = addressed(y_hi), ay_lo = addressed(y_lo), ao_hi = addressed(o_hi), ao_lo = addressed(o_lo);
 
     if (threadIdx.x >= THREADS) {
-        auto bring = [&](int c, int part) {
+        fetch_ahead(count, p.stages, [&](int c, int part) {
             back_fetch<DK, C>(p, room, p.stages == 2 && (c & 1) ? R::stage : 0, at, slot, count - 1 - c, h, kh,
                               first_column, threadIdx.x - THREADS, part);
-        };
-        for (int c = 0; c < count; c++) {
-            const bool ahead = p.stages == 2 && c + 1 < count;
-            if (c == 0 || p.stages == 1) bring(c, 0), bring(c, 1), bring(c, 2);
-            copy_commit();
-            copy_wait<0>();
-            __syncthreads(); /* the chunk is there, and no warp reads the one before */
-            if (ahead) bring(c + 1, 0);
-            __syncthreads(); /* the two barriers between the steps of those that compute */
-            if (ahead) bring(c + 1, 1);
-            __syncthreads();
-            if (ahead) bring(c + 1, 2);
-            if (p.stages == 1) __syncthreads(); /* no warp reads this one */
-        }
+        });
         return;
     }
     float s[TILES][2][4];
@@ -335,6 +322,7 @@ static __device__ __forceinline__ float column_sum(float v)
 
 template <int DK> __global__ void __launch_bounds__(GRAD_THREADS, 1) grad_kernel(const grad_params p)
 {
+#ifndef WEFT_WGMMA /* gdn_rule_group_grad.cuh */
     extern __shared__ __align__(128) unsigned char room[];
     typedef grad_room<DK> R;
     constexpr int HALF = DK / 2, ACROSS = HALF / 16, TWO = 2; /* TWO: 16 columns of products with states at once */
@@ -618,6 +606,7 @@ template <int DK> __global__ void __launch_bounds__(GRAD_THREADS, 1) grad_kernel
                 }
         }
     }
+#endif
 }
 
 #endif

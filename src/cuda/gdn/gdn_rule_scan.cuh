@@ -75,6 +75,24 @@ static __device__ __forceinline__ void scan_fetch(const scan_params &p, unsigned
     }
 }
 
+/* What they do: bring(c, part) begins to move a third of the c-th chunk. */
+template <class Bring> static __device__ __forceinline__ void fetch_ahead(int count, int stages, Bring bring)
+{
+    for (int c = 0; c < count; c++) {
+        const bool ahead = stages == 2 && c + 1 < count;
+        if (c == 0 || stages == 1) bring(c, 0), bring(c, 1), bring(c, 2);
+        copy_commit();
+        copy_wait<0>();
+        __syncthreads(); /* the chunk is there, and no warp reads the one before */
+        if (ahead) bring(c + 1, 0);
+        __syncthreads(); /* the two barriers between the steps of those that compute */
+        if (ahead) bring(c + 1, 1);
+        __syncthreads();
+        if (ahead) bring(c + 1, 2);
+        if (stages == 1) __syncthreads(); /* no warp reads this one */
+    }
+}
+
 template <int DK, int C, bool OUTPUTS>
 __global__ void __launch_bounds__(C / 16 * 128 + PRODUCERS) scan_kernel(const scan_params p)
 {
@@ -102,23 +120,10 @@ __global__ void __launch_bounds__(C / 16 * 128 + PRODUCERS) scan_kernel(const sc
     const tile ad = addressed(d_one), ae_hi = addressed(e_hi), ae_lo = addressed(e_lo);
 
     if (threadIdx.x >= THREADS) {
-        auto bring = [&](int c, int part) {
+        fetch_ahead(count, p.stages, [&](int c, int part) {
             scan_fetch<DK, C, OUTPUTS>(p, room, p.stages == 2 && (c & 1) ? R::stage : 0, at, slot, c, h, kh,
                                        first_column, threadIdx.x - THREADS, part);
-        };
-        for (int c = 0; c < count; c++) {
-            const bool ahead = p.stages == 2 && c + 1 < count;
-            if (c == 0 || p.stages == 1) bring(c, 0), bring(c, 1), bring(c, 2);
-            copy_commit();
-            copy_wait<0>();
-            __syncthreads(); /* the chunk is there, and no warp reads the one before */
-            if (ahead) bring(c + 1, 0);
-            __syncthreads(); /* the two barriers between the steps of those that compute */
-            if (ahead) bring(c + 1, 1);
-            __syncthreads();
-            if (ahead) bring(c + 1, 2);
-            if (p.stages == 1) __syncthreads(); /* no warp reads this one */
-        }
+        });
         return;
     }
     float s[TILES][2][4];

@@ -66,9 +66,10 @@ template <int N> struct gates_token {
 };
 
 /* Default sink of a token's d_h and d_ms: only the stores that the parameters describe. Other sinks pass them on in a form
- * of their own, are told of the padding tokens of the last chunk, and keep partial sums even with one slot. */
+ * of their own, are told of the padding tokens of the last chunk, and keep partial sums even with one slot. unmixed: there may be no
+ * residual mix, whose rows, third scale and their sums are then zeros. */
 struct gates_bwd_plain {
-    static constexpr bool keeps_sums = false;
+    static constexpr bool keeps_sums = false, unmixed = false;
     template <int N> __device__ void begin(int64_t) const
     {
     }
@@ -80,11 +81,28 @@ struct gates_bwd_plain {
     }
 };
 
-template <int N>
+/* As stage_params for `rows` rows and three groups. Without a residual mix the rows after `kept` and the third scale are zeros. */
+static __device__ __forceinline__ void stage_either(float *to, const gates_bwd_params &p, int kept, int rows)
+{
+    if (p.groups == 3) kept = rows;
+    for (int k = threadIdx.x; k < rows + 3; k += blockDim.x) {
+        const bool is_beta = k < rows, given = is_beta ? k < kept : k - rows < p.groups;
+        const view &from = is_beta ? p.beta : p.alpha;
+        to[k] = given ? get(from, (is_beta ? k : k - rows) * from.stride[0]) : 0.0f;
+    }
+}
+
+template <int N, bool UNMIXED>
 static __device__ __forceinline__ void gates_bwd_load(const gates_bwd_params &p, int64_t token, gates_token<N> &t)
 {
     t.ms = get(p.ms, token * p.ms.stride[0]);
-    if (t.piece == t.rows) load_row<t.rows>(t.h, p.h, token);
+    if (UNMIXED && p.groups == 2) {
+        load_row<2 * N>(t.h, p.h, token);
+#pragma unroll
+        for (int j = 2 * N; j < t.rows; j++) t.h[j] = 0.0f;
+    } else if (t.piece == t.rows) {
+        load_row<t.rows>(t.h, p.h, token);
+    }
     if (has(p.d_pre.v)) load_row<N>(t.dz, p.d_pre, token);
     if (has(p.d_post.v)) load_row<N>(t.dz + N, p.d_post, token);
     if (has(p.d_third.v)) load_row<N * N, N>(t.dz + 2 * N, p.d_third, token);
@@ -144,11 +162,14 @@ static __device__ __forceinline__ void gates_bwd_slots(const gates_bwd_params &p
 #pragma unroll
             for (int j = 0; j < M; j++) t.dz[j] = 0;
             if (token < p.tokens)
-                gates_bwd_load<N>(p, token, t), sink.template begin<N>(token);
+                gates_bwd_load<N, SINK::unmixed>(p, token, t), sink.template begin<N>(token);
             else
                 sink.template none<N>(token);
             if (!staged) { /* the loads of the parameters and of the first token overlap */
-                stage_params(param, p.alpha, p.beta, R, 3);
+                if constexpr (SINK::unmixed)
+                    stage_either(param, p, 2 * N, R);
+                else
+                    stage_params(param, p.alpha, p.beta, R, 3);
                 __syncthreads();
                 staged = true;
             }

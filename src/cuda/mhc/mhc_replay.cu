@@ -43,7 +43,7 @@ static __device__ __forceinline__ float layer_coef(const replay_params &p, const
     return has(l.f) && (e < 2 * n || has(l.res)) ? coef_at(l.post, l.res, p.in_out, n, token, e - n) : 0.0f;
 }
 
-/* x of a tile becomes y. */
+/* x of a tile becomes y, a pair of channels at a time: whole tiles in fp32 would leave room for a third of the warps. */
 template <class T, int N, stream_layout L, bool MIX>
 static __device__ __forceinline__ void next_tile(typename post_tile<T, N, L>::streams &x,
                                                  const typename post_tile<T, N, L>::row &f, const coefs<N> &k,
@@ -51,24 +51,47 @@ static __device__ __forceinline__ void next_tile(typename post_tile<T, N, L>::st
 {
     typedef post_tile<T, N, L> tile;
     constexpr int W = tile::width, P = tile::pair;
-    float v[N][W], y[N][W], fb[W];
-    unpack_tile<T, N, L>(v, x);
-    unpack_row<T, N, W>(fb, f, extra);
-#pragma unroll
-    for (int o = 0; o < N; o++) post_output<N, W, MIX>(y[o], o, v, fb, k, extra);
 #pragma unroll
     for (int k0 = 0; k0 < W; k0 += P) {
-        float pair[N][P];
+        post_extra<N, P> part = {extra.biased, extra.masked, extra.scale};
+        float v[N][P], y[N][P], fb[P];
+        unpack_pair<T, N, L, P>(v, x, k0);
 #pragma unroll
-        for (int o = 0; o < N; o++)
+        for (int q = 0; q < P; q++) {
+            fb[q] = element<T>(f.word, k0 + q);
+            if (extra.biased) fb[q] = fb[q] + extra.bias[k0 + q];
+        }
 #pragma unroll
-            for (int q = 0; q < P; q++) pair[o][q] = y[o][k0 + q];
-        pack_pair<T, N, L, P>(x, pair, k0);
+        for (int o = 0; o < N; o++) {
+            if (extra.masked) part.keep[o] = extra.keep[o] >> k0;
+            post_output<N, P, MIX>(y[o], o, v, fb, k, part);
+        }
+        pack_pair<T, N, L, P>(x, y, k0);
     }
 }
 
+template <class T, int N, stream_layout L, post_mode MODE>
+static __device__ __forceinline__ void
+replay_post(typename post_tile<T, N, L>::streams &x, const typename post_tile<T, N, L>::row &f, const coefs<N> &k,
+            const replay_layer &layer, const weft_mask &mask, int64_t token, int64_t c)
+{
+    post_extra<N, post_tile<T, N, L>::width> extra;
+    load_extra<N, post_tile<T, N, L>::width, MODE>(extra, layer.bias, mask, token, c);
+    if (has(layer.res))
+        next_tile<T, N, L, true>(x, f, k, extra);
+    else
+        next_tile<T, N, L, false>(x, f, k, extra);
+}
+
+/* Blocks of a multiprocessor: a layer waits for f, so warps must hide its latency. */
+template <class T, int N> static constexpr int replay_blocks()
+{
+    return sizeof(T) == 2 && N <= 4 ? 3 : 1;
+}
+
 template <class T, int N, stream_layout L>
-static __global__ void __launch_bounds__(POST_BLOCK, 1) replay_streams(const __grid_constant__ replay_params p)
+static __global__ void __launch_bounds__(POST_BLOCK, replay_blocks<T, N>())
+    replay_streams(const __grid_constant__ replay_params p)
 {
     typedef post_tile<T, N, L> tile;
     constexpr int W = tile::width, K = tile::batch, M = 2 * N + N * N;
@@ -118,12 +141,10 @@ static __global__ void __launch_bounds__(POST_BLOCK, 1) replay_streams(const __g
                 const view &ahead = p.layer[l + 1].f;
                 load_raw(f[b], (const T *)ahead.data + token * ahead.stride[0] + c);
             }
-            post_extra<N, W> extra;
-            load_extra<N, W, FULL>(extra, layer.bias, mask, token, c);
-            if (has(layer.res))
-                next_tile<T, N, L, true>(x[b], now, coef->post, extra);
+            if (has(layer.bias) || mask.on)
+                replay_post<T, N, L, FULL>(x[b], now, coef->post, layer, mask, token, c);
             else
-                next_tile<T, N, L, false>(x[b], now, coef->post, extra);
+                replay_post<T, N, L, PLAIN>(x[b], now, coef->post, layer, mask, token, c);
             if (has(layer.y))
                 store_tile<T, N, L>((T *)layer.y.data + token * layer.y.stride[0], layer.y.stride[1], c, x[b]);
         }

@@ -4,18 +4,11 @@
  * A team owns a token and holds its row in registers between the sums and the elements; longer rows, and rows that
  * cannot be read in vectors, are read twice. Rows that are held have their squares summed in the order of rmsnorm.cuh. For
  * d_weight a block walks over a chunk of tokens in order and leaves a row of partial sums; a second kernel adds these. */
-#include "cuda/common/launch.cuh"
+#include "cuda/common/fold.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/norm/rmsnorm.cuh"
 
-enum {
-    MOST_BLOCK = 512,
-    FWD_THREADS = 640,
-    FWD_ELEMENTS = 32,
-    BWD_ELEMENTS = 16,
-    BWD_MOST_ELEMENTS = 32,
-    FOLD_BLOCK = 1024
-};
+enum { MOST_BLOCK = 512, FWD_THREADS = 640, FWD_ELEMENTS = 32, BWD_ELEMENTS = 16, BWD_MOST_ELEMENTS = 32 };
 
 /* Boxes of a row that a team of `lanes` lanes with K pieces each has. */
 template <int K> static __host__ __device__ constexpr int boxes_of(int lanes)
@@ -288,27 +281,6 @@ template <class T, int W> static __global__ void __launch_bounds__(MOST_BLOCK) b
     }
 }
 
-/* d_weight from `chunks` rows of partial sums: warp w adds rows w, w + 32, ..., then the warps are added in order. */
-static __global__ void __launch_bounds__(FOLD_BLOCK) fold_kernel(norm_task a, int64_t chunks)
-{
-    __shared__ float room[FOLD_BLOCK / 32][33];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int64_t stride = (int64_t)gridDim.x * 32;
-    for (int64_t base = (int64_t)blockIdx.x * 32; base < a.channels; base += stride) {
-        float sum = 0.0f;
-        if (base + lane < a.channels)
-#pragma unroll 8
-            for (int64_t r = warp; r < chunks; r += FOLD_BLOCK / 32) sum += a.partial[r * a.channels + base + lane];
-        room[warp][lane] = sum;
-        __syncthreads();
-        if (warp == 0 && base + lane < a.channels) {
-            for (int w = 1; w < FOLD_BLOCK / 32; w++) sum += room[w][lane];
-            put(a.d_weight, (base + lane) * a.d_weight.stride[0], sum);
-        }
-        __syncthreads();
-    }
-}
-
 /* ---- operators ---------------------------------------------------------------------------------------------------- */
 
 static bool inputs_fit(const weft_tensor *u, const weft_tensor *v, const weft_tensor *weight, int64_t width)
@@ -419,8 +391,7 @@ template <class T> static weft_status bwd(const weft_call *call, const void *arg
     if (status == WEFT_OK && call->tokens > 0 && (has(task.d_u) || task.partial))
         status = bwd_rows<T>(call, task, chunks.chunks, fits);
     if (status != WEFT_OK || !has(task.d_weight) || (call->tokens == 0 && task.d_weight.add)) return status;
-    return launch(call, "rmsnorm d_weight", fold_kernel, {dim3(grid_of((call->channels + 31) / 32)), FOLD_BLOCK},
-                  task, chunks.chunks);
+    return fold(call, "rmsnorm d_weight", task.d_weight, task.partial, chunks.chunks);
 }
 
 const weft_kernel weft_cuda_rmsnorm_fwd[] = {

@@ -44,9 +44,8 @@ boundary_bwd_path weft_cuda_boundary_bwd_path(const weft_call *call, const weft_
         .channels = call->channels,
         .is_16_bit = call->dtype == WEFT_BF16 || call->dtype == WEFT_F16,
         .rows_are_wide = true,
-        .unmixed = call->scales == 2 || (weft_has(&a->x) && !weft_has(&a->res)),
         .gates_on_chip =
-            kind_of(call, a) == SITE_HEAD ||
+            kind_of(call, a) == SITE_HEAD || call->scales == 2 ||
             weft_cuda_coef_plan_bwd(call->tokens, call->streams, &a->numerics, most_shared(call)).in_registers,
         .capability = weft_cuda_code(call->exec->device),
         .shared = (int64_t)most_shared(call)};
@@ -80,9 +79,8 @@ static boundary_work lay_out(weft_arena *arena, const weft_call *call, const wef
         arena, (size_t)(padded * weft_boundary_bwd_ring(n, w.kind).record_bytes / BOUNDARY_TILE));
     w.psi = floats(call->rows * columns);
     if (weft_has(&a->d_phi.to) || weft_has(&a->d_norm_weight.to))
-        w.dpsi = floats(pieces * call->rows * n * BOUNDARY_SLICE);
-    const bool may_have_pre =
-        weft_has(&a->d_pre_in.to) || (w.kind != SITE_HEAD && has_one_full(call->dtype, w.layout));
+        w.dpsi = floats(pieces * site_psi_rows(n, w.kind) * n * BOUNDARY_SLICE);
+    const bool may_have_pre = weft_has(&a->d_pre_in.to) || w.kind != SITE_HEAD;
     if (weft_has(&a->d_post.to) || weft_has(&a->d_res.to) || weft_has(&a->d_pre_in.to))
         w.sums = floats(w.plan.slices * padded * weft_boundary_bwd_sums(n, weft_has(&a->x), may_have_pre));
     if (weft_has(&a->d_bias.to)) w.d_bias = floats(pieces * BOUNDARY_SLICE);
@@ -90,7 +88,7 @@ static boundary_work lay_out(weft_arena *arena, const weft_call *call, const wef
     if (weft_has(&a->d_alpha.to) || weft_has(&a->d_beta.to)) {
         int64_t chunks;
         weft_cuda_coef_cut(call->tokens, &chunks, &w.gate_slots);
-        if (w.kind != SITE_HEAD) w.gates = floats((call->rows + 3) * w.gate_slots);
+        if (w.kind != SITE_HEAD) w.gates = floats((site_psi_rows(n, w.kind) + 3) * w.gate_slots);
         if (w.late_pre) w.late = floats((n + 1) * padded);
     }
     return w;
@@ -110,8 +108,7 @@ weft_status weft_cuda_boundary_bwd(const weft_call *call, const weft_mhc_boundar
     weft_arena arena = cuda_arena(call);
     boundary_work w = lay_out(&arena, call, a);
     w.full = weft_cuda_boundary_bwd_is_full(call, &w);
-    w.pre_sums =
-        weft_has(&a->d_pre_in.to) || (w.full && w.kind != SITE_HEAD && has_one_full(call->dtype, w.layout));
+    w.pre_sums = weft_has(&a->d_pre_in.to) || (w.full && w.kind != SITE_HEAD);
     if (!w.phi_is_psi)
         WEFT_TRY(weft_cuda_project_spread(call, &a->phi, &a->norm_weight, columns_of(call, w.layout), w.psi));
     WEFT_TRY(weft_cuda_boundary_bwd_gates(call, &w));

@@ -87,11 +87,11 @@ struct boundary_work {
     uint4 *records;           /* [tiles * 16] */
     bool phi_is_psi;          /* phi can be read in place of psi */
     float *psi;               /* [rows][n C], columns in the order of the layout */
-    float *dpsi;              /* [pieces][rows][n][BOUNDARY_SLICE], where d_phi or d_norm_weight is requested */
+    float *dpsi;              /* [pieces][psi rows][n][BOUNDARY_SLICE], where d_phi or d_norm_weight is wanted */
     float *sums;              /* [slices][tiles * 16][sums of a token], where one of them is requested */
     float *d_bias, *d_weight; /* [pieces][BOUNDARY_SLICE], where they are requested */
     float
-        *gates;  /* [rows + 3][gate_slots]: d_beta, d_alpha without the late part, where requested; not of a head */
+        *gates; /* [psi rows + 3][gate_slots]: d_beta, d_alpha without the late part, where wanted; not of a head */
     float *late; /* [n + 1][tiles * 16]: a token's part of d_beta of pre and d_alpha[0], where they are late */
     int64_t gate_slots;
 };
@@ -116,14 +116,6 @@ template <typename RUN> static weft_status of_memory(const weft_call *call, cons
                                       : run(type, std::integral_constant<stream_layout, LAYOUT_NC>());
     };
     return call->dtype == WEFT_F16 ? of_layout(f16()) : of_layout(bf16());
-}
-
-/* Whether bias, dropout and what else makes a call `full` have one kernel for each n and kind, which sums d_pre_in in any case and
- * decides at run time whether there is a norm; bf16 in (n,C) has a kernel for each of these. It saves 0.9 MB of machine code for
- * each type and layout. */
-static constexpr bool has_one_full(weft_dtype dtype, stream_layout layout)
-{
-    return dtype != WEFT_BF16 || layout != LAYOUT_NC;
 }
 
 /* Rows of the streams that TMA can move: (n,C), or all streams of all channels without a gap. */

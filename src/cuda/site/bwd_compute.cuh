@@ -110,7 +110,7 @@ static __device__ __forceinline__ void compute(const fused_args &p, const tiles_
     /* y is stored word by word where no registers remain to hold it. In (C,n) two channels of four streams are a piece of 16 bytes, and
      * y and d_x are stored by pieces. */
     constexpr bool CN = L == LAYOUT_CN, PIECE = CN && N == 4, AT_ONCE = !CN && POST && SHIFTED && NORM;
-    constexpr bool ASKS = FULL_ && has_one_full(number<T>::dtype, L);
+    constexpr bool ASKS = FULL_;           /* asks for a norm at run time */
     constexpr int PRE_AT = room::used - N; /* of d_pre_in among the sums */
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int channel0 = slice * BOUNDARY_SLICE + warp * 16, channel = channel0 + t * 4;
@@ -135,7 +135,7 @@ static __device__ __forceinline__ void compute(const fused_args &p, const tiles_
             for (int h = 0; h < NT; h++) {
                 float v[2][N] = {};
                 const float *from = p.psi + (8 * h + 2 * t) * p.psi_stride + (int64_t)c * N;
-                const bool is_row = R::rows % 8 == 0 || 8 * h + 2 * t < R::rows;
+                const bool is_row = 8 * h + 2 * t < p.phi_rows;
                 if (is_row && c < p.channels) load<float, N>(v[0], from), load<float, N>(v[1], from + p.psi_stride);
 #pragma unroll
                 for (int j = 0; j < N; j++) split2(psi_hi[2 * j + q][h], psi_lo[2 * j + q][h], v[0][j], v[1][j]);
@@ -149,7 +149,7 @@ static __device__ __forceinline__ void compute(const fused_args &p, const tiles_
         for (int h = 0; h < NT && !CN; h++) {
             float v[2] = {};
             const float *from = p.psi + (8 * h + 2 * t) * p.psi_stride + (int64_t)(q >> 1) * p.channels + c;
-            const bool is_row = R::rows % 8 == 0 || 8 * h + 2 * t < R::rows;
+            const bool is_row = 8 * h + 2 * t < p.phi_rows;
             if (is_row && c < p.channels) v[0] = __ldg(from), v[1] = __ldg(from + p.psi_stride);
             split2(psi_hi[q][h], psi_lo[q][h], v[0], v[1]);
         }
@@ -170,6 +170,16 @@ static __device__ __forceinline__ void compute(const fused_args &p, const tiles_
         d_weight[0] = d_weight[1] = make_float2(0.0f, 0.0f);
     }
     if constexpr (FULL_) d_bias[0] = d_bias[1] = make_float2(0.0f, 0.0f);
+    if constexpr (FULL_ && POST)
+        if (has(p.bias)) {
+            const int c = channel0 + (lane & 15);
+            __syncwarp();
+            if (lane < 16)
+                ((float *)(b.shared + S::bias))[warp * 16 + lane] =
+                    c < p.channels ? get(p.bias, c * p.bias.stride[0]) : 0.0f;
+            __syncwarp();
+        }
+    const bool has_any = FULL_ && (has(p.d_x_any) || (POST && has(p.d_f_any)));
     const float factor_kept = FULL_ ? (float)mask.scale : 1.0f;
     if (is_first) barrier_arrive(b.barrier.psi);
 
@@ -274,9 +284,8 @@ static __device__ __forceinline__ void compute(const fused_args &p, const tiles_
                 get_pair<T, N, 4, L>(xs, x.word, 2 * q);
                 if constexpr (FULL_ && POST)
                     if (has(p.bias) && inside) {
-                        float bias[2];
-                        get_param<2>(bias, p.bias, channel + 2 * q);
-                        fb[0] = fb[0] + bias[0], fb[1] = fb[1] + bias[1];
+                        const float2 bias = ((const float2 *)(b.shared + S::bias))[(warp * 16 + t * 4 + 2 * q) / 2];
+                        fb[0] = fb[0] + bias.x, fb[1] = fb[1] + bias.y;
                     }
                 auto factor = [&](int o, int e) { return kept >> (4 * o + 2 * q + e) & 1 ? factor_kept : 0.0f; };
 #pragma unroll
@@ -365,7 +374,7 @@ static __device__ __forceinline__ void compute(const fused_args &p, const tiles_
                     d_bias[q] = make_float2(sum.x + d_f[0], sum.y + d_f[1]);
                 }
                 if constexpr (FULL_)
-                    if (inside) put_pairs<T, N, L, POST>(p, own, channel + 2 * q, d_x, d_f);
+                    if (inside && has_any) put_pairs<T, N, L, POST>(p, own, channel + 2 * q, d_x, d_f);
             }
 #pragma unroll
             for (int i = 0; i < x.pieces; i++) {

@@ -20,7 +20,8 @@ struct fold_args {
     finish_args phi;
     const float *rows[2]; /* [pieces][BOUNDARY_SLICE] for each of to[]: d_bias, d_sub_weight, or NULL */
     view to[2];
-    const float *gates, *late; /* [rows + 3][slots]; [n + 1][padded] of d_beta of pre and d_alpha[0], or NULL */
+    const float *gates,
+        *late; /* [record rows + 3][slots]; [n + 1][padded] of d_beta of pre and d_alpha[0], or NULL */
     int64_t slots;
     view d_alpha, d_beta;
     /* Blocks for each of these, in this order; the remaining ones are for the gates. */
@@ -154,13 +155,14 @@ static __global__ void __launch_bounds__(BLOCK, 9) fold_kernel(const __grid_cons
         }
         block -= a.row_blocks[e];
     }
-    constexpr int ROWS = boundary_record<N, KIND>::rows;
-    const int k = (int)block;
+    /* The scales are behind the rows of a record, of which there may be more than of phi. */
+    const int k = (int)block, rows = a.phi.w.rows,
+              column = k < rows ? k : k - rows + boundary_record<N, KIND>::rows;
     wait_for_previous();
-    const float s = a.late && (k < N || k == ROWS)
+    const float s = a.late && (k < N || k == rows)
                         ? fold_tokens(a.late + (k < N ? k : N) * a.padded, a.tokens, (float *)room)
-                        : fold_column(a.gates + k * a.slots, a.slots, (float *)room);
-    if (threadIdx.x == 0) put_sum(a.d_alpha, a.d_beta, ROWS, k, s);
+                        : fold_column(a.gates + column * a.slots, a.slots, (float *)room);
+    if (threadIdx.x == 0) put_sum(a.d_alpha, a.d_beta, rows, k, s);
 }
 
 template <int N, site_kind KIND> static weft_status run(const weft_call *call, const boundary_work *w)
@@ -196,7 +198,7 @@ template <int N, site_kind KIND> static weft_status run(const weft_call *call, c
     if (w->dpsi) p.phi_blocks = phi_across(k) * finish_rows(&p.phi);
     for (int e = 0; e < 2; e++)
         if (p.rows[e]) p.row_blocks[e] = (call->channels + BLOCK - 1) / BLOCK;
-    constexpr int gates = boundary_record<N, KIND>::rows + (KIND == SITE_HEAD ? 1 : 3);
+    const int64_t gates = call->rows + (KIND == SITE_HEAD ? 1 : call->scales);
     const int64_t blocks =
         p.sums_blocks + p.phi_blocks + p.row_blocks[0] + p.row_blocks[1] + (w->gate_slots ? gates : 0);
     if (blocks == 0) return WEFT_OK;

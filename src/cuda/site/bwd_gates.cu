@@ -26,8 +26,13 @@ static __device__ __forceinline__ void put_floats(uint4 *record, const record_fl
     constexpr int COUNT = R::floats, PRE = R::mix;
     float v[COUNT] = {};
     if constexpr (KIND == SITE_BOUNDARY) {
-        float res[N * N] = {};
-        if (has(a.res.v)) load_row<N * N, N>(res, a.res, token);
+        float res[N * N];
+        if (has(a.res.v)) {
+            load_row<N * N, N>(res, a.res, token);
+        } else { /* without a residual mix the identity */
+#pragma unroll
+            for (int e = 0; e < N * N; e++) res[e] = e % (N + 1) == 0 ? 1.0f : 0.0f;
+        }
         if (has(a.post.v)) load_row<N>(v + N * N, a.post, token);
 #pragma unroll
         for (int o = 0; o < N; o++)
@@ -59,7 +64,7 @@ template <int N> static __device__ __forceinline__ void put_behind_pre(uint4 *to
 
 /* Writes records in place of d_h and d_ms; those of padding tokens are zeros. */
 template <site_kind KIND> struct record_sink {
-    static constexpr bool keeps_sums = true;
+    static constexpr bool keeps_sums = true, unmixed = true;
     uint4 *records;
     record_floats floats;
     int64_t padded;

@@ -28,7 +28,7 @@ static __global__ void __launch_bounds__(THREADS, 1) fused_kernel(const __grid_c
         if (s < S::stages) {
             barrier_init(b.barrier.full + s * 8, 1);
             barrier_init(b.barrier.done + s * 8, COMPUTE_WARPS * 32);
-            barrier_init(b.barrier.free + s * 8, (LOAD_STORE_WARPS - 1) * 32);
+            barrier_init(b.barrier.free + s * 8, LOAD_STORE_WARPS - 1);
         } else if (s == S::stages) {
             barrier_init(b.barrier.psi, COMPUTE_WARPS * 32);
         }
@@ -67,12 +67,13 @@ template <class T, int N, stream_layout L, site_kind KIND>
 static weft_status run(const weft_call *call, const boundary_work *w, const fused_args *p)
 {
     constexpr bool MORE = KIND != SITE_HEAD; /* a head is neither shifted nor does it have a norm */
-    constexpr bool LESS = MORE && has_one_full(number<T>::dtype, L);
+    /* Bias, dropout and what else makes a call `full` have one kernel, which sums d_pre_in in any case and finds out at run time
+     * whether there is a norm: four would be 0.9 MB more for each type and layout. */
+    void (*const full)(fused_args) = fused_kernel<T, N, L, true, MORE, MORE, KIND>;
     void (*const kernels[2][2][2])(fused_args) = {
         {{fused_kernel<T, N, L, false, false, false, KIND>, fused_kernel<T, N, L, false, false, MORE, KIND>},
          {fused_kernel<T, N, L, false, MORE, false, KIND>, fused_kernel<T, N, L, false, MORE, MORE, KIND>}},
-        {{fused_kernel<T, N, L, true, LESS, LESS, KIND>, fused_kernel<T, N, L, true, LESS, MORE, KIND>},
-         {fused_kernel<T, N, L, true, MORE, LESS, KIND>, fused_kernel<T, N, L, true, MORE, MORE, KIND>}}};
+        {{full, full}, {full, full}}};
     static const char *const names[] = {
         [SITE_HEAD] = "head backward", [SITE_PRE] = "pre backward", [SITE_BOUNDARY] = "boundary backward"};
     return launch(call, names[KIND], kernels[w->full][w->pre_sums][p->has_norm],

@@ -61,7 +61,7 @@ static __device__ __forceinline__ void load_tiles(const fused_args &p, const til
     auto prefetch_psi = [&](int slice) {
         const int c = slice * BOUNDARY_SLICE, bytes = min(p.channels - c, (int)BOUNDARY_SLICE) * 4;
 #pragma unroll 1 /* unrolled this is 1400 instructions, executed once and fetched from memory */
-        for (int k = 0; whole && k < boundary_record<N, KIND>::rows * N; k++)
+        for (int k = 0; whole && k < p.phi_rows * N; k++)
             if (L == LAYOUT_CN)
                 tma_prefetch_bytes(p.psi + k / N * p.psi_stride + c * N + k % N * (bytes / 4), bytes);
             else
@@ -134,7 +134,8 @@ static __device__ __forceinline__ void store_tiles(const fused_args &p, const ti
             if (k + 2 < room::half) sums[1] = make_float2(total.z, total.w);
         }
         if (stores) tma_wait<false>();
-        barrier_arrive(b.barrier.free + i.ring.stage * 8);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(b.barrier.free + i.ring.stage * 8);
     }
     if (stores) tma_wait<true>();
 }

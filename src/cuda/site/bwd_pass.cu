@@ -66,7 +66,7 @@ static weft_status args_of(const weft_call *call, const boundary_work *w, fused_
     p->weight = view_of(&a->sub_weight), p->bias = view_of(&a->bias);
     if (weft_has(&a->d_v)) p->d_u = view_of(&a->d_u);
     p->dropout = a->dropout;
-    p->tokens = call->tokens, p->channels = (int32_t)call->channels;
+    p->tokens = call->tokens, p->channels = (int32_t)call->channels, p->phi_rows = (int32_t)call->rows;
     p->plan = w->plan;
     p->store_d_x = is_stored(call, &a->d_x, w->layout, !post);
     p->store_d_f = is_stored(call, &a->d_f, LAYOUT_NC, false);

@@ -14,7 +14,7 @@ enum { COMPUTE_WARPS = 8, LOAD_STORE_WARPS = 4, THREADS = (COMPUTE_WARPS + LOAD_
 enum { COMPUTE_REGISTERS = 232, LOAD_STORE_REGISTERS = 40 };
 
 /* Shared memory. A stage of the ring: x and d_y as two boxes of 64 channels each, f, and d_u or d_v. After the tiles: their
- * records, the norm's weights, a lane's sums over tokens, and psi's lo part where the registers do not hold it (FULL). */
+ * records, the norm's weights, a lane's sums over tokens, the bias, and psi's lo part where the registers do not hold it (FULL). */
 template <int N, bool FULL_, site_kind KIND> struct sizes {
     static constexpr int stages = FULL_ ? BOUNDARY_FULL_STAGES : BOUNDARY_STAGES;
     static constexpr int row_box = BOUNDARY_TILE * TMA_ROW, box = N * row_box;
@@ -22,7 +22,8 @@ template <int N, bool FULL_, site_kind KIND> struct sizes {
     static constexpr int record = BOUNDARY_TILE * boundary_record<N, KIND>::pieces * 16;
     static constexpr int records = stages * tile, weight = records + stages * record;
     static constexpr int d_weight = weight + BOUNDARY_SLICE * 4, d_bias = d_weight + COMPUTE_WARPS * 32 * 16;
-    static constexpr int psi_lo = d_bias + (FULL_ ? COMPUTE_WARPS * 32 * 16 : 0);
+    static constexpr int bias = d_bias + (FULL_ ? COMPUTE_WARPS * 32 * 16 : 0);
+    static constexpr int psi_lo = bias + (FULL_ ? BOUNDARY_SLICE * 4 : 0);
     static constexpr int barriers = psi_lo + (FULL_ ? COMPUTE_WARPS * 2 * N * 32 * 16 : 0);
     static constexpr int all = barriers + 3 * stages * 8 + 8 + TMA_ALIGN;
     static_assert(tile % TMA_ALIGN == 0, "boxes are aligned to the swizzle of TMA");
@@ -32,8 +33,8 @@ template <int N, bool FULL_, site_kind KIND> struct sizes {
 struct fused_args {
     CUtensorMap x, f, d_y, row, d_x, d_f; /* row: d_u, or d_v where there is a norm */
     const uint4 *records;
-    const float *psi;            /* [rows], psi_stride apart */
-    float *dpsi;                 /* [pieces][rows][n][128], or NULL */
+    const float *psi;            /* [phi_rows], psi_stride apart */
+    float *dpsi;                 /* [pieces][record rows][n][128], or NULL */
     float *sums;                 /* [slices][tiles * 16][sums of a token], or NULL */
     float *d_bias, *d_weight;    /* [pieces][128], or NULL */
     view weight;                 /* NORM: of the norm */
@@ -43,6 +44,8 @@ struct fused_args {
     int64_t psi_stride, tokens;
     boundary_bwd_plan plan;
     int32_t channels;
+    int32_t
+        phi_rows; /* of the projection: without a residual mix fewer than a record has; psi of the others is zero */
     bool has_d_y, has_row, store_d_x, store_d_f;
     int32_t boxes; /* (C,n): boxes of the streams that are one load or store */
     bool has_norm;
@@ -119,8 +122,8 @@ template <int N, stream_layout L, bool SHIFTED, site_kind KIND> struct sum_room 
 };
 
 /* Barriers, per stage: full, the tile has arrived; done, the compute warps have finished it; free, it is stored and its sums are
- * added. Every lane arrives at the last two itself, so that racecheck can verify the order of each lane's writes; one arrival per
- * warp suffices and is 0.3 % faster. psi: the first psi has arrived. */
+ * added. Every lane arrives at `done` itself, so that racecheck can verify the order of each lane's writes; at `free`, which hands nothing
+ * on, one lane for each warp does. psi: the first psi has arrived. */
 struct ring_barriers {
     uint32_t full, done, free, psi;
 };

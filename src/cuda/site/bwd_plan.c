@@ -15,7 +15,6 @@ boundary_bwd_path weft_boundary_bwd_path(const boundary_bwd_facts *f)
     if (f->tokens == 0) return BOUNDARY_BWD_NO_TOKENS;
     if (f->capability < BOUNDARY_OLDEST || f->capability > BOUNDARY_NEWEST) return BOUNDARY_BWD_OTHER_GPU;
     if (!f->is_16_bit) return BOUNDARY_BWD_DTYPE;
-    if (f->unmixed) return BOUNDARY_BWD_UNMIXED;
     if (f->streams != 2 && f->streams != 4) return BOUNDARY_BWD_STREAMS;
     if (f->channels % 8) return BOUNDARY_BWD_CHANNELS;
     if (!f->rows_are_wide) return BOUNDARY_BWD_LAYOUT;
@@ -33,7 +32,6 @@ const char *weft_boundary_bwd_path_text(boundary_bwd_path path)
         [BOUNDARY_BWD_OTHER_GPU] = "unfused: the code for this GPU is not of compute capability 9.0",
         [BOUNDARY_BWD_SMALL_GPU] = "unfused: a block's shared memory does not hold enough tiles",
         [BOUNDARY_BWD_DTYPE] = "unfused: streams and upstream gradients are not all bf16 or all f16",
-        [BOUNDARY_BWD_UNMIXED] = "unfused: there is no fused kernel without a residual mix",
         [BOUNDARY_BWD_STREAMS] = "unfused: there is no kernel for this number of streams",
         [BOUNDARY_BWD_CHANNELS] = "unfused: the number of channels is not a multiple of 8",
         [BOUNDARY_BWD_LAYOUT] = "unfused: streams differ in layout, or rows cannot be copied 16 bytes at a time",
@@ -47,7 +45,7 @@ const char *weft_boundary_bwd_path_text(boundary_bwd_path path)
  * pieces is odd. */
 static int32_t record_bytes(int64_t n, site_kind kind)
 {
-    const int64_t rows = kind == SITE_HEAD ? n : 2 * n + n * n, mix = kind == SITE_BOUNDARY ? n * n + n : 0;
+    const int64_t rows = site_psi_rows(n, kind), mix = kind == SITE_BOUNDARY ? n * n + n : 0;
     return (int32_t)((2 * ceil_div(rows, 8) + ceil_div(mix + n, 4) + 1) | 1) * 16;
 }
 

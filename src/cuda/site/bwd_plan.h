@@ -28,7 +28,6 @@ typedef enum boundary_bwd_path {
     BOUNDARY_BWD_OTHER_GPU,
     BOUNDARY_BWD_SMALL_GPU,
     BOUNDARY_BWD_DTYPE,
-    BOUNDARY_BWD_UNMIXED,
     BOUNDARY_BWD_STREAMS,
     BOUNDARY_BWD_CHANNELS,
     BOUNDARY_BWD_LAYOUT,
@@ -42,7 +41,6 @@ typedef struct boundary_bwd_facts {
     bool is_16_bit; /* the streams, f, and the given upstream gradients of y, u and v: all bf16, or all f16 */
     bool
         rows_are_wide; /* the same tensors: channels side by side, or in (C,n) streams and channels; tokens 16 bytes apart, or several */
-    bool unmixed;       /* the site has no residual mix, or the post in front of it */
     bool gates_on_chip; /* Sinkhorn's history fits a block's shared memory; a head has none */
     int32_t capability; /* of the code that would run (code.h); it has the fused kernel from OLDEST to NEWEST */
     int64_t shared;     /* bytes of a block's shared memory */

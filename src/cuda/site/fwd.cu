@@ -58,9 +58,17 @@ static void ask_clusters(const weft_call *call, weft_site_facts *f)
     for (int log = 1; log < SITE_CLUSTERS; log++) f->resident[log] = (int32_t)(word >> (8 * log) & 0xff);
 }
 
+/* Rows of phi. */
 static int64_t rows_of(const weft_call *call)
 {
     return call->op == WEFT_OP_mhc_head_fwd ? call->streams : call->rows;
+}
+
+/* The kernel: a head of two streams has pre's, with zeros in the other rows of psi. */
+static site_kind kind_of(const weft_call *call, bool post)
+{
+    if (post) return SITE_BOUNDARY;
+    return call->op == WEFT_OP_mhc_head_fwd && call->streams != 2 ? SITE_HEAD : SITE_PRE;
 }
 
 /* The layout of streams that the kernel can load, and that of psi. */
@@ -113,14 +121,13 @@ weft_site_plan weft_cuda_site_fwd_plan(const weft_call *call, const weft_mhc_pos
     weft_site_facts f = {.tokens = call->tokens,
                          .streams = call->streams,
                          .channels = call->channels,
-                         .rows = rows_of(call),
+                         .rows = site_psi_rows(call->streams, kind_of(call, post)),
                          .half = of_16_bits && is_dtype(&pre->u, act) && is_dtype(&pre->v, act) &&
                                  is_dtype(&pre->h, WEFT_F32) && is_dtype(&pre->ms, WEFT_F32) &&
                                  is_dtype(&pre->pre_in, WEFT_F32),
                          .layout = of_16_bits && /* otherwise rejected by `half` */
                                    streams_can_move(&pre->x, layout, addressed) && can_move(&pre->u) &&
                                    can_move(&pre->v) && can_move(&pre->sub_weight),
-                         .unmixed = call->scales == 2 || (post && !weft_has(&post->res)),
                          .post = post != NULL,
                          .shared = call->device_shared,
                          .sms = call->sms < call->device_sms ? call->sms : call->device_sms};
@@ -146,10 +153,8 @@ size_t weft_cuda_site_fwd_bytes(const weft_call *call, const weft_mhc_pre_fwd_ar
 static site_instance choose(const weft_call *call, const weft_mhc_post_fwd_args *post, stream_layout layout,
                             int pairs)
 {
-    site_choice c = {(int)call->streams, SITE_BOUNDARY, PLAIN, false, pairs};
-    if (!post)
-        c.kind = call->op == WEFT_OP_mhc_head_fwd ? SITE_HEAD : SITE_PRE;
-    else
+    site_choice c = {(int)call->streams, kind_of(call, post), PLAIN, false, pairs};
+    if (post)
         c.mode = post_mode_of(&post->bias, &post->dropout), c.in_out = post->numerics.apply == WEFT_APPLY_IN_OUT;
     if (call->dtype == WEFT_BF16)
         return layout == LAYOUT_NC ? weft_cuda_site_bf16_nc(c) : weft_cuda_site_bf16_cn(c);
@@ -216,7 +221,9 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
                    .tiles = plan->tiles,
                    .clusters = plan->clusters,
                    .norm = weft_has(&pre->v) != 0,
-                   .offset = plan->room};
+                   .per_stage = UINT32_MAX / (uint32_t)plan->stages + 1,
+                   .offset = plan->room,
+                   .phi_rows = (int32_t)rows_of(call)};
     tma_tensor psi = {pre->phi.data,  rows_of(call),      call->streams,
                       call->channels, pre->phi.stride[0], pre->phi.stride[1]};
     if (!psi_is_phi(call, pre)) {
@@ -237,7 +244,8 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
     p.rows = tma_in_rows(&streams), p.psi_rows = tma_in_rows(&psi, TMA_ROW / 4);
     WEFT_TRY(tma_open(call, &encode));
     WEFT_TRY(tma_map_rows(call, encode, &p.x, &streams, SITE_TILE, plan->boxes * units));
-    WEFT_TRY(tma_map_fp32(call, encode, &p.psi, &psi, 2 * units));
+    WEFT_TRY(tma_map_fp32(call, encode, &p.psi, &psi, (int)site_psi_rows(call->streams, kind_of(call, post)),
+                          2 * units));
     p.res_lines = weft_has(&pre->res) && pre->res.dtype == WEFT_F32 && in_lines(&pre->res);
     if (post) {
         const tma_tensor f = {post->f.data, call->tokens, 1, call->channels, post->f.stride[0], 0};
@@ -246,7 +254,8 @@ weft_status weft_cuda_site_fwd(const weft_call *call, const weft_site_plan *plan
         keep_streams(call, plan, x, layout, &p);
         p.bias = view_of(&post->bias), p.post = view_of(&post->post), p.res = view_of(&post->res);
         p.dropout = post->dropout;
-        p.coef_lines = in_lines(&post->post) && in_lines(&post->res);
+        p.unmixed = !weft_has(&post->res);
+        p.coef_lines = in_lines(&post->post) && (p.unmixed || in_lines(&post->res));
         p.y = post->y.data, p.y_token = post->y.stride[0], p.y_step = step * p.y_token;
         for (int i = 0; i < call->streams; i++) p.y_at[i] = i * post->y.stride[1] * (int64_t)sizeof(bf16);
     }

@@ -78,15 +78,19 @@ struct site_args {
     int32_t channels, cluster, cluster_log, boxes, pairs, stages, psi_boxes, early, slots, tiles, clusters;
     bool rows, psi_rows; /* whole boxes: a tile of a block is one load, so is psi of 64 channels */
     bool norm, coef_lines,
-        res_lines; /* norm: v is an output; lines: coefficients can be moved N floats at a time */
+        res_lines;      /* norm: v is an output; lines: coefficients can be moved N floats at a time */
+    uint32_t per_stage; /* 2^32 / stages, rounded up: tile / stages by a multiplication */
     weft_site_room offset;
     const float *down; /* f16: reciprocals of psi's factors, [rank][row] (site/fwd_psi.cuh) */
     bool f_rows;       /* (C, n): `rows` of f, whose rows of channels are shorter than those of x */
     bool in_out;       /* SITE_EITHER: the matrix is applied as [in][out] */
+    bool unmixed;      /* post has no matrix */
+    int32_t phi_rows;  /* of the projection: without a residual mix fewer than the kernel has, where psi is zero */
 };
 
-/* How post applies the matrix, where the kernel is made for one convention; otherwise either one, known at run time. */
-enum site_apply { SITE_OUT_IN, SITE_IN_OUT, SITE_EITHER };
+/* How post applies the matrix, where the kernel is made for one convention; otherwise either one, known at run time. Whether there is
+ * a matrix is known at run time in all of them: SITE_UNMIXED is a way of mixing, no kernel. */
+enum site_apply { SITE_OUT_IN, SITE_IN_OUT, SITE_EITHER, SITE_UNMIXED };
 
 /* Pairs of steps of an MMA warp; PAIRS 0: a number known at run time, up to the maximum. */
 template <int PAIRS> static __host__ __device__ constexpr int site_most()
@@ -206,24 +210,52 @@ struct site_deal {
     }
 };
 
-/* Cursor over the tokens that a block owns, and the slot that receives their sums. */
-struct site_owned {
-    uint32_t k = 0, tile, row, stage, parity = 0;
+/* How many of the first `count` tokens of this cluster this block owns. */
+static __device__ __forceinline__ uint32_t site_owned(const site_args &p, const site_block &b, int64_t count)
+{
+    return (uint32_t)((count - (int64_t)b.rank + p.cluster - 1) >> p.cluster_log);
+}
+
+/* Cursor over the tokens that a block owns, and the slot that receives their sums. Where groups of lanes work on several tokens at
+ * once, group `ahead` has token k + ahead. */
+struct site_queue {
+    uint32_t k = 0, parity = 0;
     int slot = 0;
 
-    __device__ __forceinline__ site_owned(const site_args &p, const site_block &b)
-        : tile(b.rank / SITE_TILE), row(b.rank % SITE_TILE), stage(tile % (uint32_t)p.stages)
+    __device__ __forceinline__ bool wraps(const site_args &p, int ahead) const
     {
+        return slot + ahead >= p.slots;
     }
-    /* Call when everything received for this token has been read. */
-    __device__ __forceinline__ void next(const site_args &p)
+    __device__ __forceinline__ int slot_of(const site_args &p, int ahead) const
     {
-        k++;
-        if (++slot == p.slots) slot = 0, parity ^= 1;
-        row += p.cluster;
-        const uint32_t tiles = row / SITE_TILE; /* at most 2; a block holds at least 3 stages */
-        row %= SITE_TILE, tile += tiles, stage += tiles;
-        if (stage >= (uint32_t)p.stages) stage -= p.stages;
+        return slot + ahead - (wraps(p, ahead) ? p.slots : 0);
+    }
+    /* Groups whose tokens have arrived, in order; token k has. */
+    template <int LANES>
+    __device__ __forceinline__ int arrived(const site_args &p, uint32_t barriers, int ahead, bool may) const
+    {
+        const bool there = ahead == 0 || (may && ahead < p.slots &&
+                                          barrier_test(barriers + slot_of(p, ahead) * 8, parity ^ wraps(p, ahead)));
+        const uint32_t missing = ~__ballot_sync(0xffffffffu, there);
+        return missing ? (__ffs((int)missing) - 1) / LANES : 32 / LANES;
+    }
+    /* Call when everything received for these tokens has been read. */
+    __device__ __forceinline__ void next(const site_args &p, int many)
+    {
+        k += (uint32_t)many, slot += many;
+        if (slot >= p.slots) slot -= p.slots, parity ^= 1;
+    }
+};
+
+/* Where token k of those that a block owns is. */
+struct site_place {
+    uint32_t tile, row, stage;
+
+    __device__ __forceinline__ site_place(const site_args &p, const site_block &b, uint32_t k)
+    {
+        const uint32_t number = b.rank + (k << p.cluster_log);
+        tile = number / SITE_TILE, row = number % SITE_TILE;
+        stage = tile - __umulhi(tile, p.per_stage) * (uint32_t)p.stages;
     }
 };
 

@@ -28,7 +28,6 @@ static __device__ __forceinline__ int arrivals(const site_args &p, int i)
     if (i < 3 * s) return remaining > 0 ? remaining : 1;               /* mixed_remaining */
     if (i < 4 * s) return mix_threads;                                 /* empty */
     if (rest < 0) return 1;
-    if (rest < SITE_LOGITS_EMPTY) return site_roles<PAIRS>::batch * 32;
     if (rest < SITE_PSI_EMPTY) return 32;
     if (rest < SITE_PARTIAL_EMPTY) return mma_threads; /* and psi_empty */
     if (rest < SITE_F_FULL) return 32;
@@ -150,10 +149,11 @@ static site_instance by_pairs(int pairs)
     return instance<T, L, N, KIND, MODE, APPLY, 0>();
 }
 
-/* bf16 in (n, C) has a kernel for each convention; the others know it at run time, for half the machine code. */
+/* bf16 in (n, C) has a kernel for each convention, where there is neither bias nor dropout; the others know it at run time, for half
+ * the machine code. */
 template <class T, stream_layout L, int N, post_mode MODE> static site_instance by_apply(const site_choice &c)
 {
-    if constexpr (number<T>::dtype != WEFT_BF16 || L != LAYOUT_NC)
+    if constexpr (number<T>::dtype != WEFT_BF16 || L != LAYOUT_NC || MODE != PLAIN)
         return by_pairs<T, L, N, SITE_BOUNDARY, MODE, SITE_EITHER>(c.pairs);
     else
         return c.in_out ? by_pairs<T, L, N, SITE_BOUNDARY, MODE, SITE_IN_OUT>(c.pairs)
@@ -162,8 +162,9 @@ template <class T, stream_layout L, int N, post_mode MODE> static site_instance 
 
 template <class T, stream_layout L, int N> static site_instance by_kind(const site_choice &c)
 {
-    if (c.kind == SITE_HEAD) return by_pairs<T, L, N, SITE_HEAD, PLAIN, SITE_OUT_IN>(c.pairs);
-    if (c.kind == SITE_PRE) return by_pairs<T, L, N, SITE_PRE, PLAIN, SITE_OUT_IN>(c.pairs);
+    if constexpr (N != 2) /* of two streams pre's: its eight rows are one operand as well */
+        if (c.kind == SITE_HEAD) return by_pairs<T, L, N, SITE_HEAD, PLAIN, SITE_OUT_IN>(c.pairs);
+    if (c.kind != SITE_BOUNDARY) return by_pairs<T, L, N, SITE_PRE, PLAIN, SITE_OUT_IN>(c.pairs);
     return c.mode == PLAIN ? by_apply<T, L, N, PLAIN>(c) : by_apply<T, L, N, FULL>(c);
 }
 

@@ -179,6 +179,47 @@ template <class T, stream_layout L, int N, int PAIRS> struct site_f {
     }
 };
 
+/* ---- gain and bias ------------------------------------------------------------------------------------------------------ */
+
+/* Of the block's channels, in shared memory: a mix warp needs them for every tile, and would wait for global memory each time. */
+static __device__ __forceinline__ float *site_weights(const site_args &p, int channel, bool bias)
+{
+    extern __shared__ __align__(1024) char shared[];
+    const int own = p.boxes * SITE_BOX;
+    return (float *)(shared + p.offset.weights) + (bias ? own : 0) + channel - (int)cluster_rank() * own;
+}
+
+/* All mix warps. */
+static __device__ __forceinline__ void keep_weights(const site_args &p, const site_block &b, int warp, bool bias)
+{
+    const view &from = bias ? p.bias : p.sub_weight;
+#pragma unroll 1
+    for (int c = warp * 32 + b.lane; c < p.boxes * SITE_BOX; c += MIX_WARPS * 32)
+        *site_weights(p, b.first_channel + c, bias) =
+            b.first_channel + c < p.channels ? get(from, (b.first_channel + c) * from.stride[0]) : 0.0f;
+}
+
+template <int W>
+static __device__ __forceinline__ void load_weights(float (&v)[W], const site_args &p, int channel, bool bias)
+{
+    if (!p.offset.weights) {
+        get_param<W>(v, bias ? p.bias : p.sub_weight, channel);
+        return;
+    }
+    const float *const from = site_weights(p, channel, bias);
+    if constexpr (W % 4 == 0) {
+#pragma unroll
+        for (int k = 0; k < W; k += 4) {
+            const uint4 four = load_shared4(shared_address(from + k));
+            v[k] = __uint_as_float(four.x), v[k + 1] = __uint_as_float(four.y);
+            v[k + 2] = __uint_as_float(four.z), v[k + 3] = __uint_as_float(four.w);
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < W; k++) v[k] = from[k];
+    }
+}
+
 /* ---- post, aggregate, norm ---------------------------------------------------------------------------------------------- */
 
 /* What dropout keeps of a lane's eight channels: 8 / N bits of each output for each piece in (C, n), 8 bits of each output in
@@ -200,26 +241,41 @@ static __device__ __forceinline__ void load_site_extra(post_extra<N, W> &extra, 
                                                        const weft_mask &mask, uint32_t keep, int piece,
                                                        int64_t token, int channel)
 {
-    if constexpr (MODE == PLAIN || !COUNTED) {
-        load_extra<N, W, MODE>(extra, p.bias, mask, token, channel);
-    } else {
-        extra.biased = has(p.bias), extra.masked = mask.on, extra.scale = (float)mask.scale;
-        if (extra.biased) get_param<W>(extra.bias, p.bias, channel);
+    extra.biased = MODE == BIASED || (MODE == FULL && has(p.bias));
+    extra.masked = MODE == FULL; /* see mix_any */
+    extra.scale = (float)mask.scale;
+    if (extra.biased) load_weights<W>(extra.bias, p, channel, true);
+    if constexpr (MODE == FULL && COUNTED)
 #pragma unroll
         for (int o = 0; o < N; o++) extra.keep[o] = keep >> (piece * N + o) * W;
-    }
+    else if constexpr (MODE == FULL)
+        keep_tile<N, W>(extra.keep, mask, token, channel);
 }
 
-/* New streams of one token and 8 channels, in the registers of the old ones. k.w: the matrix in memory order. */
-template <class T, int N, bool IN_OUT>
+/* Stream o of one channel, from post f. k.w: the matrix in memory order. Without a matrix no stream meets another: a product with a
+ * zero would let what is not finite in one of them into all. */
+template <int N, site_apply HOW>
+static __device__ __forceinline__ float mixed(float y, int o, const coefs<N> &k, const float (&v)[N])
+{
+    if constexpr (HOW == SITE_UNMIXED) {
+        y = v[o] + y;
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) y = fmaf(HOW == SITE_IN_OUT ? k.w[i][o] : k.w[o][i], v[i], y);
+    }
+    return y;
+}
+
+/* New streams of one token and 8 channels, in the registers of the old ones. */
+template <class T, int N, site_apply HOW>
 static __device__ __forceinline__ void mix(raw<T, 8> (&x)[N], const raw<T, 8> &f, const coefs<N> &k,
                                            const post_extra<N, 8> &extra)
 {
 #pragma unroll
     for (int pair = 0; pair < 4; pair++) {
-        float v[N][2], fb[2], y[2];
+        float v[2][N], fb[2], y[2];
 #pragma unroll
-        for (int i = 0; i < N; i++) widen2(v[i][0], v[i][1], x[i].word[pair], T());
+        for (int i = 0; i < N; i++) widen2(v[0][i], v[1][i], x[i].word[pair], T());
         widen2(fb[0], fb[1], f.word[pair], T());
         if (extra.biased) fb[0] = fb[0] + extra.bias[pair * 2], fb[1] = fb[1] + extra.bias[pair * 2 + 1];
 #pragma unroll
@@ -228,8 +284,7 @@ static __device__ __forceinline__ void mix(raw<T, 8> (&x)[N], const raw<T, 8> &f
             for (int q = 0; q < 2; q++) {
                 y[q] = k.post[o] * fb[q];
                 if (extra.masked) y[q] = y[q] * (extra.keep[o] >> (pair * 2 + q) & 1 ? extra.scale : 0.0f);
-#pragma unroll
-                for (int i = 0; i < N; i++) y[q] = fmaf(IN_OUT ? k.w[i][o] : k.w[o][i], v[i][q], y[q]);
+                y[q] = mixed<N, HOW>(y[q], o, k, v[q]);
             }
             x[o].word[pair] = narrow2(y[0], y[1], T());
         }
@@ -237,7 +292,7 @@ static __device__ __forceinline__ void mix(raw<T, 8> (&x)[N], const raw<T, 8> &f
 }
 
 /* Post of rows of a tile, in place and to memory. */
-template <class T, int N, post_mode MODE, bool IN_OUT, bool COUNTED>
+template <class T, int N, post_mode MODE, site_apply HOW, bool COUNTED>
 static __device__ __forceinline__ void mix_rows(const site_args &p, const weft_mask &mask, uint32_t keep,
                                                 uint32_t streams, const raw<T, 8> &f, const coefs<N> &k, char *to,
                                                 bool live, int64_t token, int channel)
@@ -248,7 +303,7 @@ static __device__ __forceinline__ void mix_rows(const site_args &p, const weft_m
     if (MODE == PLAIN || live) {
         post_extra<N, 8> extra;
         load_site_extra<N, 8, MODE, COUNTED>(extra, p, mask, keep, 0, token, channel);
-        mix<T, N, IN_OUT>(x, f, k, extra);
+        mix<T, N, HOW>(x, f, k, extra);
     }
 #pragma unroll
     for (int o = 0; o < N; o++) store_piece(streams + o * BOX_BYTES, x[o]);
@@ -258,26 +313,27 @@ static __device__ __forceinline__ void mix_rows(const site_args &p, const weft_m
 }
 
 /* New streams of a piece of (C, n) in the registers of the old ones; f: of its 8 / N channels. */
-template <class T, int N, bool IN_OUT>
+template <class T, int N, site_apply HOW>
 static __device__ __forceinline__ void mix_piece(raw<T, 8> &x, const uint32_t *f, const coefs<N> &k,
                                                  const post_extra<N, 8 / N> &extra)
 {
     constexpr int W = 8 / N;
     raw<T, W> row;
-    float v[8], fb[W];
+    float all[8], fb[W];
 #pragma unroll
     for (int w = 0; w < W / 2; w++) row.word[w] = f[w];
-    unpack(v, x);
+    unpack(all, x);
     unpack_row<T, N, W>(fb, row, extra);
 #pragma unroll
     for (int c = 0; c < W; c++) {
-        float y[N];
+        float y[N], v[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) v[i] = all[c * N + i];
 #pragma unroll
         for (int o = 0; o < N; o++) {
             y[o] = k.post[o] * fb[c];
             if (extra.masked) y[o] = y[o] * (extra.keep[o] >> c & 1 ? extra.scale : 0.0f);
-#pragma unroll
-            for (int i = 0; i < N; i++) y[o] = fmaf(IN_OUT ? k.w[i][o] : k.w[o][i], v[c * N + i], y[o]);
+            y[o] = mixed<N, HOW>(y[o], o, k, v);
         }
 #pragma unroll
         for (int o = 0; o < N; o += 2) x.word[(c * N + o) / 2] = narrow2(y[o], y[o + 1], T());
@@ -285,7 +341,7 @@ static __device__ __forceinline__ void mix_piece(raw<T, 8> &x, const uint32_t *f
 }
 
 /* mix_rows of (C, n). live: channels from the first on that are inside the tensor. */
-template <class T, int N, post_mode MODE, bool IN_OUT, bool OWN>
+template <class T, int N, post_mode MODE, site_apply HOW, bool OWN>
 static __device__ __forceinline__ void mix_pieces(const site_args &p, const weft_mask &mask, uint32_t keep,
                                                   uint32_t streams, const raw<T, 8> &f, const coefs<N> &k, char *to,
                                                   int live, int64_t token, int channel)
@@ -299,7 +355,7 @@ static __device__ __forceinline__ void mix_pieces(const site_args &p, const weft
         if (MODE != PLAIN && e * step::channels >= live) continue;
         post_extra<N, 8 / N> extra;
         load_site_extra<N, 8 / N, MODE, true>(extra, p, mask, keep, e, token, channel + e * step::channels);
-        mix_piece<T, N, IN_OUT>(x[e], f.word + e * (4 / N), k, extra);
+        mix_piece<T, N, HOW>(x[e], f.word + e * (4 / N), k, extra);
     }
 #pragma unroll
     for (int e = 0; e < N; e++) store_piece(streams + e * step::in_tile, x[e]);
@@ -309,15 +365,15 @@ static __device__ __forceinline__ void mix_pieces(const site_args &p, const weft
 }
 
 /* Post of a lane's rows by layout and convention. */
-template <class T, stream_layout L, int N, post_mode MODE, bool IN_OUT, bool COUNTED, bool OWN, class Live>
+template <class T, stream_layout L, int N, post_mode MODE, site_apply HOW, bool COUNTED, bool OWN, class Live>
 static __device__ __forceinline__ void mix_some(const site_args &p, const weft_mask &mask, uint32_t keep,
                                                 uint32_t streams, const raw<T, 8> &f, const coefs<N> &k, char *to,
                                                 Live live, int64_t token, int channel)
 {
     if constexpr (L == LAYOUT_NC)
-        mix_rows<T, N, MODE, IN_OUT, COUNTED>(p, mask, keep, streams, f, k, to, live, token, channel);
+        mix_rows<T, N, MODE, HOW, COUNTED>(p, mask, keep, streams, f, k, to, live, token, channel);
     else
-        mix_pieces<T, N, MODE, IN_OUT, OWN>(p, mask, keep, streams, f, k, to, live, token, channel);
+        mix_pieces<T, N, MODE, HOW, OWN>(p, mask, keep, streams, f, k, to, live, token, channel);
 }
 
 /* A token's coefficients by accesses of 16 bytes; from a reference the compiler reads floats. */
@@ -347,23 +403,42 @@ template <int N> static __device__ __forceinline__ coefs<N> load_coefs(const coe
     return k;
 }
 
+template <int N> static __device__ __forceinline__ void transpose(coefs<N> &k)
+{
+#pragma unroll
+    for (int o = 0; o < N; o++)
+#pragma unroll
+        for (int i = 0; i < o; i++) {
+            const float w = k.w[o][i];
+            k.w[o][i] = k.w[i][o], k.w[i][o] = w;
+        }
+}
+
 template <class T, stream_layout L, int N, post_mode MODE, site_apply APPLY, bool OWN, class Live>
 static __device__ __forceinline__ void mix_any(const site_args &p, const weft_mask &mask, uint32_t streams,
                                                const raw<T, 8> &f, const coefs<N> &from, char *to, Live live,
                                                int64_t token, int channel)
 {
+    if constexpr (MODE == FULL) /* without dropout there is a bias: a way of its own, which nothing spills in */
+        if (!mask.on)
+            return mix_any<T, L, N, BIASED, APPLY, OWN>(p, mask, streams, f, from, to, live, token, channel);
     if constexpr (APPLY == SITE_EITHER) {
-        const coefs<N> k = load_coefs<N>(from);
+        coefs<N> k = load_coefs<N>(from);
         uint32_t keep = 0;
+        if constexpr (MODE == FULL) keep = kept_bits<L, N, OWN>(mask, token, channel);
         if constexpr (MODE != PLAIN)
-            if (mask.on) keep = kept_bits<L, N, OWN>(mask, token, channel);
-        if (p.in_out)
-            mix_some<T, L, N, MODE, true, true, OWN>(p, mask, keep, streams, f, k, to, live, token, channel);
+            if (p.in_out) transpose(k); /* instead of a copy of what follows */
+        if (p.unmixed)
+            mix_some<T, L, N, MODE, SITE_UNMIXED, true, OWN>(p, mask, keep, streams, f, k, to, live, token,
+                                                             channel);
+        else if (MODE == PLAIN && p.in_out)
+            mix_some<T, L, N, MODE, SITE_IN_OUT, true, OWN>(p, mask, keep, streams, f, k, to, live, token, channel);
         else
-            mix_some<T, L, N, MODE, false, true, OWN>(p, mask, keep, streams, f, k, to, live, token, channel);
+            mix_some<T, L, N, MODE, SITE_OUT_IN, true, OWN>(p, mask, keep, streams, f, k, to, live, token, channel);
+    } else if (p.unmixed) {
+        mix_some<T, L, N, MODE, SITE_UNMIXED, false, OWN>(p, mask, 0, streams, f, from, to, live, token, channel);
     } else {
-        mix_some<T, L, N, MODE, APPLY == SITE_IN_OUT, false, OWN>(p, mask, 0, streams, f, from, to, live, token,
-                                                                  channel);
+        mix_some<T, L, N, MODE, APPLY, false, OWN>(p, mask, 0, streams, f, from, to, live, token, channel);
     }
 }
 
@@ -488,7 +563,7 @@ static __device__ __forceinline__ void norm_rows(const site_args &p, uint32_t fr
 {
     float x[8], w[8];
     unpack(x, load_piece<T>(from));
-    if (has(p.sub_weight)) get_param<8>(w, p.sub_weight, channel);
+    if (has(p.sub_weight)) load_weights<8>(w, p, channel, false);
 #pragma unroll
     for (int k = 0; k < 8; k++) x[k] = has(p.sub_weight) ? x[k] * inverse * w[k] : x[k] * inverse * 1.0f;
     store<T, 8>((T *)p.v + token * p.v_token + channel, x);
@@ -513,9 +588,13 @@ static __device__ __forceinline__ void mix_warp(const site_args &p, const site_b
     ring_cursor mixing, aggregating, norming;
     site_f<T, L, N, PAIRS> f;
     weft_mask mask = {};
-    if constexpr (KIND == SITE_BOUNDARY && MODE == FULL) {
-        wait_for_previous();
-        mask = weft_mask_open(&p.dropout, p.channels);
+    const bool gain = p.norm && has(p.sub_weight), bias = KIND == SITE_BOUNDARY && MODE == FULL && has(p.bias);
+    if (MODE == FULL || gain) wait_for_previous();
+    if constexpr (KIND == SITE_BOUNDARY && MODE == FULL) mask = weft_mask_open(&p.dropout, p.channels);
+    if (p.offset.weights && (gain || bias)) {
+        if (gain) keep_weights(p, b, warp, false);
+        if (bias) keep_weights(p, b, warp, true);
+        asm volatile("bar.sync 2, %0;" ::"n"(MIX_WARPS * 32) : "memory");
     }
     cluster_wait_for_all();
 #pragma unroll 1

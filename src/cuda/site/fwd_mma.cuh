@@ -94,26 +94,44 @@ static __device__ __forceinline__ void multiply(site_sums<TILES, APART> &s, cons
     product(s.squares, y[0], y[1], y[2], y[3], y[0], y[1], T());
 }
 
-/* To [token][row]. D has row g (and g + 8) of tokens 2t, 2t + 1. */
-template <int N, site_kind KIND, bool APART>
-static __device__ __forceinline__ void
-store_partial_sums(float *to, const site_sums<site_shape<N, KIND>::tiles, APART> &s, int lane)
+static __device__ __forceinline__ void store_shared1(uint32_t to, float v)
 {
-    typedef site_shape<N, KIND> shape;
-    const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-        float *const row = to + (2 * t + e) * (shape::fours * 4);
-        if constexpr (shape::tiles == 3) {
-            row[g] = APART ? s.d[0][e] + s.d[2 * APART][e] : s.d[0][e];
-            row[g + 8] = APART ? s.d[0][2 + e] + s.d[2 * APART][2 + e] : s.d[0][2 + e];
-            row[g + 16] = s.d[1][e] + s.d[1][2 + e];
-        } else {
-            if (g < shape::rows) row[g] = s.d[0][e] + s.d[0][2 + e];
-        }
-    }
-    if (t == g >> 1) to[g * (shape::fours * 4) + shape::rows] = g & 1 ? s.squares[1] : s.squares[0];
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
 }
+
+/* Where a lane's partial sums go: [token][row]. D has row g (and g + 8) of tokens 2t, 2t + 1; a lane of the diagonal has a square, in
+ * its first element or its second. The compiler must not compute these addresses for every tile, which waits for them at the end of
+ * the products. */
+template <int N, site_kind KIND> struct site_partial_place {
+    typedef site_shape<N, KIND> shape;
+    static constexpr int token = shape::fours * 16; /* bytes */
+    uint32_t sums, square;                          /* square: 0 where there is none; bit 0: the second element */
+
+    __device__ __forceinline__ site_partial_place(uint32_t to, int lane)
+    {
+        const int g = lane >> 2, t = lane & 3;
+        sums = to + 2 * t * token + g * 4;
+        square = t == g >> 1 ? (to + g * token + shape::rows * 4) | (g & 1) : 0;
+        asm volatile("" : "+r"(sums), "+r"(square));
+    }
+    /* room: bytes to the buffer. */
+    template <bool APART>
+    __device__ __forceinline__ void store(const site_sums<shape::tiles, APART> &s, uint32_t room, int lane) const
+    {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const uint32_t row = sums + room + e * token;
+            if constexpr (shape::tiles == 3) {
+                store_shared1(row, APART ? s.d[0][e] + s.d[2 * APART][e] : s.d[0][e]);
+                store_shared1(row + 32, APART ? s.d[0][2 + e] + s.d[2 * APART][2 + e] : s.d[0][2 + e]);
+                store_shared1(row + 64, s.d[1][e] + s.d[1][2 + e]);
+            } else {
+                if ((lane >> 2) < shape::rows) store_shared1(row, s.d[0][e] + s.d[0][2 + e]);
+            }
+        }
+        if (square) store_shared1((square & ~1u) + room, square & 1 ? s.squares[1] : s.squares[0]);
+    }
+};
 
 /* psi of an MMA warp, pairs warp, warp + P, ...: the operands in registers and those in shared memory. Where the number of pairs is
  * known, the two kinds alternate, so that a shared-memory read overlaps the tensor cores. */
@@ -258,7 +276,8 @@ static __device__ __forceinline__ void mma_warp(const site_args &p, const site_b
     /* A pair is half (warp & 1) of a unit, pair >> 1; a step is two of its pieces, the second one three times. */
     const uint32_t piece =
         (warp >> 1) * BOX_BYTES + (b.lane & 7) * TMA_ROW + (((b.lane > 7) ^ (b.lane & 7) ^ (warp & 1) << 2) << 4);
-    float *const partial_sums = (float *)(b.shared + p.offset.sums) + warp * partials::each;
+    const site_partial_place<N, KIND> place(shared_address(b.shared + p.offset.sums) + warp * partials::each * 4,
+                                            b.lane);
     partials partial;
     ring_cursor c;
     cluster_wait_for_all();
@@ -284,7 +303,7 @@ static __device__ __forceinline__ void mma_warp(const site_args &p, const site_b
         }
         /* Epilogue: partial sums */
         barrier_wait(b.barrier.partial_empty + partial.buffer * 8, partial.parity ^ 1);
-        store_partial_sums<N, KIND, APART>(partial_sums + partial.buffer * partials::floats, s, b.lane);
+        place.store(s, partial.buffer * (partials::floats * 4), b.lane);
         barrier_arrive(b.barrier.partial_full + partial.buffer * 8);
     }
 }

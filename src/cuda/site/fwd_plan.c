@@ -74,6 +74,8 @@ static void lay_out(weft_site_plan *p, const weft_site_facts *f)
     r->aside = take(&at, n * 4);
     r->logits = take(&at, site_batches(p->pairs) * site_batch(p->pairs) * n * n * 4);
     r->barriers = take(&at, (6 * p->stages + 2 * p->slots + SITE_PSI_FULL + (once ? p->psi_boxes : 1)) * 8);
+    const int64_t weights = (f->post ? 2 : 1) * p->boxes * SITE_BOX * 4;
+    r->weights = at + weights <= f->shared ? take(&at, weights) : 0;
     r->bytes = at;
 }
 
@@ -87,8 +89,6 @@ weft_site_plan weft_cuda_site_plan(const weft_site_facts *f)
         p.path = WEFT_SITE_OTHER_GPU;
     else if (!f->half)
         p.path = WEFT_SITE_DTYPE;
-    else if (f->unmixed)
-        p.path = WEFT_SITE_UNMIXED;
     else if (f->streams != 2 && f->streams != 4)
         p.path = WEFT_SITE_STREAMS;
     else if (f->channels % 8)
@@ -125,7 +125,6 @@ const char *weft_cuda_site_path_text(weft_site_path path)
         [WEFT_SITE_NO_TOKENS] = "unfused: there are no tokens",
         [WEFT_SITE_DTYPE] =
             "unfused: streams, f, u and v are not bf16 or f16 throughout, or other values are not fp32",
-        [WEFT_SITE_UNMIXED] = "unfused: there is no fused kernel without a residual mix",
         [WEFT_SITE_STREAMS] = "unfused: there is no kernel for this number of streams",
         [WEFT_SITE_CHANNELS] = "unfused: the number of channels is not a multiple of 8",
         [WEFT_SITE_LAYOUT] = "unfused: rows cannot be copied 16 bytes at a time",

@@ -83,12 +83,18 @@ enum {
  * post that writes the streams. */
 typedef enum site_kind { SITE_HEAD, SITE_PRE, SITE_BOUNDARY } site_kind;
 
+/* Rows of the projection that the kernels of a site have. Without a residual mix phi has the first 2n alone and psi is zero in the
+ * others: the products are the same, so the gates have the same bits whether the site is a pre or a boundary. */
+SITE_FN int64_t site_psi_rows(int64_t streams, site_kind kind)
+{
+    return kind == SITE_HEAD ? streams : 2 * streams + streams * streams;
+}
+
 /* The path of a call: the fused kernel, or the reason why it falls back to the unfused kernels. */
 typedef enum weft_site_path {
     WEFT_SITE_FUSED = 0,
     WEFT_SITE_NO_TOKENS,
     WEFT_SITE_DTYPE,
-    WEFT_SITE_UNMIXED,
     WEFT_SITE_STREAMS,
     WEFT_SITE_CHANNELS,
     WEFT_SITE_LAYOUT,
@@ -103,12 +109,11 @@ typedef enum weft_site_path {
  * others. */
 typedef struct weft_site_facts {
     int64_t tokens, streams, channels;
-    int64_t rows; /* of the projection */
+    int64_t rows; /* of the projection: site_psi_rows */
     bool
         half; /* the streams, f, u and v are all bf16 or all f16; coefficients that are inputs or the projection's outputs are fp32 */
-    bool layout;  /* (n, C) or (C, n), the same for all streams, in rows that can be copied 16 bytes at a time */
-    bool unmixed; /* the site has no residual mix, or the post in front of it */
-    bool post;    /* the streams are written here: f is an input */
+    bool layout; /* (n, C) or (C, n), the same for all streams, in rows that can be copied 16 bytes at a time */
+    bool post;   /* the streams are written here: f is an input */
     int32_t capability;              /* of the code that would run, times ten */
     int64_t shared;                  /* bytes of a block's shared memory */
     int32_t resident[SITE_CLUSTERS]; /* clusters of each size that the device runs at once */
@@ -118,7 +123,9 @@ typedef struct weft_site_facts {
 /* Offsets in shared memory, in bytes. The tiles come first, after f where it has a buffer of its own. At start-up psi in its memory
  * layout occupies the last tiles, from first_psi on. */
 typedef struct weft_site_room {
-    int32_t f, tiles, stage, first_psi, psi, coef, pre, sums, received, inverse, aside, logits, barriers, bytes;
+    int32_t f, tiles, stage, first_psi, psi, coef, pre, sums, received, inverse, aside, logits, barriers;
+    int32_t weights; /* gain and bias of the block's channels in fp32; 0: no room, they are read from memory */
+    int32_t bytes;
 } weft_site_room;
 
 typedef struct weft_site_plan {

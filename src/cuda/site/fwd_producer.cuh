@@ -36,7 +36,7 @@ template <int N> struct site_lines {
         for (int r = 0; r < rounds; r++) {
             const int e = r * 32 + b.lane, line = e % each;
             const view &v = line == 0 ? p.post : p.res;
-            token[r] = e / each < SITE_TILE ? e / each : SITE_TILE;
+            token[r] = e / each < SITE_TILE && (line == 0 || !p.unmixed) ? e / each : SITE_TILE;
             from[r] =
                 v.data + (site_token(p, b, 0, token[r]) * v.stride[0] + (line ? line - 1 : 0) * v.stride[1]) * 4;
             step[r] = (int64_t)p.clusters * SITE_TILE * v.stride[0] * 4;
@@ -64,6 +64,7 @@ static __device__ __noinline__ void copy_loose(const site_args &p, const site_bl
         const int row = e / EACH, k = e - row * EACH - N;
         const bool valid = first + row < p.tokens;
         const int64_t token = valid ? first + row : 0;
+        if (k >= 0 && p.unmixed) continue;
         const int64_t offset = k < 0 ? token * p.post.stride[0] + (k + N) * p.post.stride[1]
                                      : token * p.res.stride[0] + k / N * p.res.stride[1] + k % N * p.res.stride[2];
         copy_line<4>(to + e * 4, (k < 0 ? p.post.data : p.res.data) + offset * 4, valid);

@@ -29,7 +29,7 @@ template <class T, int N, site_kind KIND, int PAIRS> struct site_reduction {
 #pragma unroll
         for (int k = 0; k < times; k++) deal[k].begin(p, k * each + row);
         if constexpr (scaled) {
-            constexpr int rows = site_shape<N, KIND>::rows;
+            const int rows = p.phi_rows;
             wait_for_previous();
 #pragma unroll
             for (int e = 0; e < 4; e++) down[e] = four * 4 + e < rows ? p.down[b.rank * rows + four * 4 + e] : 1.0f;
@@ -71,39 +71,54 @@ template <class T, int N, site_kind KIND, int PAIRS> struct site_reduction {
     }
 };
 
-/* Sends the norm's factor of a token that this block owns to all blocks. */
-static __device__ __forceinline__ void add_squares(const site_args &p, const site_block &b, const site_owned &at)
+/* Sends the norm's factors of tokens that this block owns to all blocks: as many at a time as have arrived and as the warp has room for
+ * numbers. The order of a sum is that of warp_sum, whose first steps add zeros where there are few numbers. */
+template <int LANES>
+static __device__ __forceinline__ void add_squares(const site_args &p, const site_block &b, uint32_t all,
+                                                   site_queue &queue)
 {
-    const float *const from = (const float *)(b.shared + p.offset.received) + at.slot * p.cluster * SITE_ROW;
-    const uint32_t to = shared_address(b.shared + p.offset.inverse) + (at.stage * SITE_TILE + at.row) * 4;
-    const int boxes = p.cluster * p.boxes;
+    const int part = b.lane % LANES, ahead = b.lane / LANES, boxes = p.cluster * p.boxes;
+    const int many = LANES == 32 ? 1 : queue.arrived<LANES>(p, b.barrier.squares, ahead, queue.k + ahead < all);
+    const int slot = queue.slot_of(p, ahead < many ? ahead : 0);
+    const float *const from = (const float *)(b.shared + p.offset.received) + slot * p.cluster * SITE_ROW;
     float squares = 0.0f;
+    if constexpr (LANES == 32) {
 #pragma unroll 1
-    for (int box = b.lane; box < boxes; box += 32) squares += from[box];
-    squares = warp_sum(squares);
+        for (int box = part; box < boxes; box += 32) squares += from[box];
+    } else if (part < boxes) {
+        squares = from[part];
+    }
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step >>= 1) squares += __shfl_xor_sync(0xffffffffu, squares, step);
     const float inverse = inverse_rms(squares, p.channels, p.sub_eps);
-    if (b.lane == 0) tma_expect(b.barrier.squares + at.slot * 8, (uint32_t)boxes * 4);
+    if (part == 0 && ahead < many) tma_expect(b.barrier.squares + slot * 8, (uint32_t)boxes * 4);
     __syncwarp();
-    if (b.lane < p.cluster)
-        cluster_send(cluster_address(to, b.lane), inverse,
-                     cluster_address(b.barrier.inverse + at.stage * 8, b.lane));
+    const site_place at(p, b, queue.k + ahead);
+    const uint32_t to = shared_address(b.shared + p.offset.inverse) + (at.stage * SITE_TILE + at.row) * 4;
+    if (part < p.cluster && ahead < many)
+        cluster_send(cluster_address(to, part), inverse, cluster_address(b.barrier.inverse + at.stage * 8, part));
+    queue.next(p, many);
 }
 
 template <class T, int N, site_kind KIND, int PAIRS>
 static __device__ __forceinline__ void reduction_warp(const site_args &p, const site_block &b)
 {
     site_reduction<T, N, KIND, PAIRS> sums(p, b);
-    site_owned norm(p, b);
+    site_queue norm;
+    const uint32_t all = p.norm ? site_owned(p, b, (int64_t)b.count * SITE_TILE) : 0;
     int added = 0;
-    if (!p.norm) norm.tile = b.count;
 #pragma unroll 1
-    while (added < b.count || norm.tile < (uint32_t)b.count) {
-        if (added < b.count && is_over(sums.barrier(b), sums.partial.parity))
+    while (added < b.count || norm.k < all) {
+        if (added < b.count && is_over(sums.barrier(b), sums.partial.parity)) {
             sums.add(p, b), added++;
-        else if (norm.tile < (uint32_t)b.count && is_over(b.barrier.squares + norm.slot * 8, norm.parity))
-            add_squares(p, b, norm), norm.next(p);
-        else
+        } else if (norm.k < all && is_over(b.barrier.squares + norm.slot * 8, norm.parity)) {
+            if (p.cluster * p.boxes <= 16)
+                add_squares<16>(p, b, all, norm);
+            else
+                add_squares<32>(p, b, all, norm);
+        } else {
             __nanosleep(20);
+        }
     }
 }
 

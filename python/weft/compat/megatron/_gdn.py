@@ -2,11 +2,13 @@
 """What stands in front of the gated delta rule in Megatron's GatedDeltaNet, fused and in plain PyTorch: functions with
 the arguments that Megatron's methods pass on."""
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from weft.compat import _require as require
-from weft.torch import GdnHeads, GdnOptions, gdn_pre
+from weft.torch import GdnHeads, GdnOptions, GdnPieces, gdn_pre
 from weft.torch.grads import any_takes_part
 
 from ._switch import uses_native
@@ -32,18 +34,21 @@ def fused_mega_pre_gated_delta_rule(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Projection rows [s, b, columns] -> query, key [b, s, Hv, Dk], value, gate [b, s, Hv, Dv], beta and g [b, s, Hv],
     in one pass. A bias, key and value heads of different widths and a call without the norm are served, too. seq_idx
-    follows from cu_seqlens, and is not looked at; nothing is read back from the device."""
+    follows from cu_seqlens, and is not looked at; nothing is read back from the device, but for cu_seqlens where a
+    cp_group of several ranks has the tokens. Each rank then gives its rows, and the cu_seqlens of the whole."""
+    op = "fused_mega_pre_gated_delta_rule"
     sizes = (num_key_heads, num_value_heads, key_head_dim, value_head_dim)
-    heads = _arguments("fused_mega_pre_gated_delta_rule", qkvzba, conv1d_weight, sizes, cp_group)
+    heads = _arguments(op, qkvzba, conv1d_weight, sizes, cp_group if uses_native() else None)
     settings = {"use_qk_l2norm": use_qk_l2norm, "cu_seqlens": cu_seqlens}
     if uses_native():
         return _native(qkvzba, conv1d_weight, conv1d_bias, A_log, dt_bias, heads, **settings)
-    options = GdnOptions(l2norm=use_qk_l2norm, l2_eps=_EPS)
     rows = qkvzba.transpose(0, 1)
     parameters = (conv1d_weight, A_log, dt_bias, conv1d_bias)
-    settings = {"heads": heads, "cu_seqlens": cu_seqlens, "options": options}
-    out = gdn_pre(rows, *parameters, **settings, main_grad=any_takes_part(*parameters))
-    return tuple(out[:6])
+    settings = {"heads": heads, "options": GdnOptions(l2norm=use_qk_l2norm, l2_eps=_EPS)}
+    settings["main_grad"] = any_takes_part(*parameters)
+    if several(cp_group):
+        return tuple(pieces_of(cp_group, rows, cu_seqlens).pre(rows, *parameters, **settings)[:6])
+    return tuple(gdn_pre(rows, *parameters, **settings, cu_seqlens=cu_seqlens)[:6])
 
 
 fused_streamed_pre_gated_delta_rule = fused_mega_pre_gated_delta_rule
@@ -71,10 +76,27 @@ def native_pre_gated_delta_rule(
     return _native(qkvzba, conv1d_weight, conv1d_bias, A_log, dt_bias, heads, use_qk_l2norm, cu_seqlens)
 
 
+def several(group) -> bool:
+    return group is not None and group.size() > 1
+
+
+def pieces_of(group, rows: Tensor, cu_seqlens: Tensor | None) -> GdnPieces:
+    """How the tokens of [b, s, ...] on all ranks make up the sequences. The offsets are those of the whole, which all ranks
+    have alike; they are read on the host."""
+    offsets = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    return _pieces(group, rows.shape[1], rows.shape[0], offsets)
+
+
+# Ranks agree on pieces when they make them, and all of them make them anew at the same calls: what one has kept, all have.
+@functools.lru_cache(maxsize=16)
+def _pieces(group, tokens: int, batch: int, offsets: tuple[int, ...] | None) -> GdnPieces:
+    return GdnPieces(tokens, batch=batch, cu_seqlens=offsets, group=group)
+
+
 def _arguments(op: str, qkvzba: Tensor, weight: Tensor, sizes: tuple[int, ...], cp_group) -> GdnHeads:
     heads = GdnHeads(*sizes)
-    if cp_group is not None and cp_group.size() > 1:
-        raise NotImplementedError(f"{op}: cp_group: expected one rank: give the rows of all tokens, by heads")
+    if several(cp_group):
+        raise NotImplementedError(f"{op}: cp_group: expected one rank in plain PyTorch: give the rows of all tokens")
     require.tensor(op, "qkvzba", qkvzba)
     require.tensor(op, "conv1d_weight", weight)
     if qkvzba.ndim != 3 or qkvzba.shape[2] != heads.columns:

@@ -7,10 +7,10 @@ import types
 import torch
 from torch import Tensor, nn
 
-from weft.compat.fla import chunk_gated_delta_rule
+from weft.compat.fla import chunk_gated_delta_rule, l2norm
 from weft.torch.grads import deposit
 
-from ._gdn import fused_streamed_pre_gated_delta_rule
+from ._gdn import fused_streamed_pre_gated_delta_rule, pieces_of, several
 from ._switch import uses_native
 
 METHODS = ("_fused_streamed_pre_gated_delta_rule", "pre_gated_delta_rule")
@@ -32,7 +32,18 @@ def gated_delta_rule(
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """What Megatron calls self.gated_delta_rule: q, k [b, s, H, K], v [b, s, Hv, V], g and beta [b, s, Hv] -> the output and
-    the state or None, by weft.torch.gdn_rule."""
+    the state or None, by weft.torch.gdn_rule. With a cp_context whose group has several ranks each of them gives its
+    tokens, behind those of the rank before, and the cu_seqlens of the whole."""
+    group = _ranks("gated_delta_rule: cp_context", kwargs.pop("cp_context", None))
+    if several(group):
+        if initial_state is not None:
+            raise ValueError("gated_delta_rule: initial_state: expected None with a cp_context of several ranks")
+        if kwargs:
+            raise TypeError(f"gated_delta_rule: expected no arguments beside a cp_context, got {', '.join(kwargs)}")
+        if use_qk_l2norm_in_kernel:
+            q, k = l2norm(q), l2norm(k)
+        pieces = pieces_of(group, v, cu_seqlens)
+        return pieces.rule(q, k, v, beta, g, scale=scale, final_state=output_final_state)
     return chunk_gated_delta_rule(
         q,
         k,
@@ -58,7 +69,7 @@ class GatedDeltaNet:
 
     Both ways in front of the rule, with gdn_pre_gated_delta_rule_fusion and without, are then
     fused_streamed_pre_gated_delta_rule; parameters and checkpoints are Megatron's. That option goes together with
-    deterministic_mode here. Heads may be divided among ranks (head-wise context parallel); tokens may not.
+    deterministic_mode here. Heads or tokens may be divided among ranks (head-wise and chunk-wise context parallel).
     rule = False in the class leaves Megatron its own gated delta rule."""
 
     rule = True
@@ -94,7 +105,8 @@ class GatedDeltaNet:
     def _fused_streamed_pre_gated_delta_rule(
         self, qkvzba, cu_seqlens_q=None, seq_idx=None, cp_group=None, cp_group_headwise=None
     ):
-        """Projection rows [s, b, columns] of this rank's heads -> query, key, value, gate, beta, g."""
+        """Projection rows [s, b, columns] of this rank's heads, or with a cp_group of its tokens -> query, key, value, gate,
+        beta, g."""
         parameters, heads = _of_this_rank(self, cp_group_headwise)
         return fused_streamed_pre_gated_delta_rule(
             qkvzba,
@@ -119,8 +131,6 @@ class GatedDeltaNet:
     ):
         """The same, as it is called without the fusion."""
         op = "pre_gated_delta_rule"
-        if chunkwise_cp_context is not None:
-            raise NotImplementedError(f"{op}: chunkwise_cp_context: expected None: tokens of one rank are served")
         ranks = 1 if cp_group_headwise is None else cp_group_headwise.size()
         if ranks != cp_size_headwise:
             raise ValueError(f"{op}: cp_size_headwise: expected {ranks}, the size of its group, got {cp_size_headwise}")
@@ -128,7 +138,11 @@ class GatedDeltaNet:
             got = tuple(qkvzba.shape)
             raise ValueError(f"{op}: qkvzba: expected ({seq_len}, {batch}, columns), got {got}")
         return GatedDeltaNet._fused_streamed_pre_gated_delta_rule(
-            self, qkvzba, cu_seqlens_q=cu_seqlens_q, cp_group_headwise=cp_group_headwise
+            self,
+            qkvzba,
+            cu_seqlens_q=cu_seqlens_q,
+            cp_group=_ranks(f"{op}: chunkwise_cp_context", chunkwise_cp_context),
+            cp_group_headwise=cp_group_headwise,
         )
 
 
@@ -144,6 +158,18 @@ def bind(module: nn.Module, rule: bool) -> nn.Module:
 
 def is_one(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in METHODS)
+
+
+def _ranks(what: str, context):
+    """The group of a context of fla's: the ranks that have the tokens one after another."""
+    if context is None:
+        return None
+    if not hasattr(context, "group"):
+        raise TypeError(f"{what}: expected a context of build_cp_context, got {type(context).__name__}")
+    layout = getattr(context, "layout", "contiguous")
+    if layout != "contiguous":
+        raise NotImplementedError(f"{what}: layout: expected contiguous, got {layout}")
+    return context.group
 
 
 def _activation(module) -> None:
