@@ -5,7 +5,7 @@
     PYTHONPATH=python bench/rule_accuracy.py [--device cuda] [--dtype bf16] [--case NAME] [--no-fla] [--json]
 
 The exact results come from the reference backend, token by token in float64, of the very numbers that the call gets. Beside each
-error stand its bound (docs/math.md, "Error bounds": token after token in fp32, or in chunks on tensor cores, as the
+error stand its bound (docs/reference/math.md, "Error bounds": token after token in fp32, or in chunks on tensor cores, as the
 call is computed) and, where it can be imported and runs, the error of fla's forward on the same inputs. Errors are those
 of the worst element, in parts of the largest exact one, and the root of the mean square in parts of that of the exact
 results. Exit status 1: something is beyond its bound, which a NaN is too.

@@ -39,7 +39,7 @@ static int is_step(const weft_op_info *op)
     return !strncmp(op->name, "gdn", 3) && !strcmp(strrchr(op->name, '_'), "_step");
 }
 
-/* One sequence of all tokens, or several; heads of 128, query and key repeated in front of the rule, a gate of its own. Where
+/* One sequence of all tokens, or several; heads of 128, query and key repeated before the rule, a gate of its own. Where
  * the shape is not one of decoding, its tokens are those of up to 256 requests. */
 static problem_spec spec_of(const bench *b, const weft_op_info *op)
 {

@@ -27,7 +27,7 @@ typedef struct bench {
 
 typedef struct timing {
     double seconds, best, bytes; /* median and fastest run */
-    double sustained;            /* GPU: median of the runs behind the first twenty; 0 where there are too few */
+    double sustained;            /* GPU: median of the runs after the first twenty; 0 where there are too few */
     const char *cache;           /* GPU: "warm" or "flushed" */
     const char *path;            /* of weft_op_path */
     char problem[700];           /* "" or why there is no time */

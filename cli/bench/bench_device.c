@@ -153,7 +153,7 @@ static window window_of(const problem *p)
     return w;
 }
 
-/* Which axis of an argument counts tokens; -1: none does. What is in front of it is 1. */
+/* Which axis of an argument counts tokens; -1: none does. What is before it is 1. */
 static int token_axis(const window *w, const problem_arg *arg)
 {
     switch (arg->info->dim[0]) {

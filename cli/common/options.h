@@ -14,7 +14,7 @@ typedef enum option_kind {
     OPTION_REAL,   /* double, positive */
     OPTION_NUMBER, /* double between low and high */
     OPTION_CHOICE, /* int: index of the word in choices */
-    OPTION_WORDS, /* option_words: the value and all words behind it that are no options; on the command line only */
+    OPTION_WORDS, /* option_words: the value and all words after it that are no options; on the command line only */
 } option_kind;
 
 /* Words of the command line, which the parser has moved to the front of argv. */

@@ -39,7 +39,7 @@ typedef struct safetensors_tensor {
     int64_t count;    /* elements */
     const void *data; /* not necessarily aligned to its element: the format does not promise it */
     size_t bytes;
-    size_t begin; /* offset of data behind the header */
+    size_t begin; /* offset of data after the header */
 } safetensors_tensor;
 
 typedef struct safetensors_pair {

@@ -12,7 +12,7 @@
 void headline(const report *r, FILE *to);
 /* The options that all runs share, the seeds, and how many runs there are. */
 void headline_options(const report *r, FILE *to);
-/* A paragraph with the figures behind the headline: gains, gradients by layer, losses with their spread. */
+/* A paragraph with the figures after the headline: gains, gradients by layer, losses with their spread. */
 void headline_figures(const report *r, FILE *to);
 /* What the unfinished runs of a kind have done: "20 of 300", or "20 to 100 of 300". */
 void headline_progress(const run_kind *k, FILE *to);

@@ -10,7 +10,7 @@
 #include "common/files.h"
 #include "common/json.h"
 
-/* How many bytes the lines up to a step have; a last line without an end was cut off by a kill. Options behind that step are
+/* How many bytes the lines up to a step have; a last line without an end was cut off by a kill. Options after that step are
  * those of a longer run which never came to a checkpoint. */
 static size_t bytes_until(const char *text, size_t bytes, int64_t step)
 {

@@ -398,7 +398,7 @@ static int load_arrays(const trainer *t, const arrays *a, const checkpoint_file 
     if (!load_part(t, model, (float *const[]){a->parameters, NULL}, (reason){why, sizeof why}))
         return fail(r, "%s/%s: %s", path, checkpoint_file_name(CHECKPOINT_MODEL), why);
     if (!t->gradients) return 1;
-    /* A run that goes on would drop what it saves as older than this one. */
+    /* A run that continues would drop what it saves as older than this one. */
     if (named >= 0 && named != model->step)
         return fail(r, "%s: holds step %" PRId64 ": a checkpoint is called after its step", path, model->step);
     return load_optimizer(t, a, model, path, r);

@@ -36,7 +36,7 @@ typedef struct session {
     char *config_text;
     char *texts;            /* of options that came from a checkpoint */
     char saved[FILES_PATH]; /* the last checkpoint; "" where there is none */
-    checkpoint_file model;  /* of the checkpoint that the run goes on from, until it is loaded */
+    checkpoint_file model;  /* of the checkpoint that the run continues from, until it is loaded */
     char error[AGREE_WHY];
     int64_t begun_with; /* --steps of the run so far; 0 where it is not resumed */
     int together;       /* all processes know that the run cannot begin: none has to end the others */

@@ -367,7 +367,7 @@ static double scheduled(const train_options *o, int64_t step, double high, doubl
 }
 
 /* Elements from tensor `first` on that AdamW takes at once: tensors that follow each other and decay alike, with the zeros between
- * them, which stay zero. `next` is the first tensor behind them. */
+ * them, which stay zero. `next` is the first tensor after them. */
 static int64_t alike(const trainer *t, int32_t first, int32_t *next)
 {
     const weft_model_param *p = &t->params[first], *last = p;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A model in training: memory, one step, validation. What a step does depends on the options, the parameters and the number of
- * the step alone, so a run that was killed goes on as if it had not been.
+ * the step alone, so a run that was killed continues as if it had not been.
  *
  * All memory is one block of the backend's. On a GPU a step is put on the device as a whole, update and clipping included, and
  * the host waits once, for the figures that it writes down. */
@@ -15,7 +15,7 @@
 #include "train/ranks.h"
 #include "train/train_options.h"
 
-/* Parameters of one layer, or of what lies before or behind the layers: neighbours in the array. */
+/* Parameters of one layer, or of what lies before or after the layers: neighbours in the array. */
 typedef struct trainer_piece {
     int64_t offset, count;
     int32_t layer; /* -1: none */

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/python.md names what the package exports, all of it and nothing else, and its examples run; so does README's."""
+"""The documents of the Python package name all that it exports and nothing else, and their examples run; so do README's."""
 
 import enum
 import importlib
@@ -14,7 +14,13 @@ import weft.torch
 
 HEADING = re.compile(r"^(##|###) `([\w.]+)`$", re.M)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
-WITH_EXAMPLES = ("docs/python.md", "README.md")
+REFERENCE, DROP_INS = "docs/reference/python.md", "docs/guides/drop-ins.md"
+# Documents with one program each; that of the guide goes on in two others.
+WITH_EXAMPLES = (f"docs/guides/pytorch.md {REFERENCE} {DROP_INS}", "README.md")
+
+
+def text_of(root, paths: str) -> str:
+    return "\n".join((root / path).read_text() for path in paths.split())
 
 
 def documented(text: str) -> dict[str, dict[str, str]]:
@@ -52,7 +58,7 @@ def is_enum(thing) -> bool:
 
 @pytest.fixture(scope="module")
 def sections(root):
-    return documented((root / "docs" / "python.md").read_text())
+    return documented((root / REFERENCE).read_text())
 
 
 @pytest.mark.parametrize("name", ["weft", "weft.torch"])
@@ -66,25 +72,25 @@ def test_every_export_is_documented(name, sections):
 
 def test_every_drop_in_is_documented(root):
     """Drop-ins have the signatures of other projects: a section for each module, which names its exports."""
-    parts = re.split(r"^## (.*)$", (root / "docs" / "python.md").read_text(), flags=re.M)
+    parts = re.split(r"^## (.*)$", (root / DROP_INS).read_text(), flags=re.M)
     texts = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert "`weft.compat`" in texts
     for name in modules():
         if name.startswith("weft.compat"):
             text = texts.get(f"`{name}`", "")
             missing = [e for e in exports(name) if f"`{e}`" not in text]
-            assert not missing, f"docs/python.md: section `{name}` does not name {', '.join(missing)}"
+            assert not missing, f"{DROP_INS}: section `{name}` does not name {', '.join(missing)}"
 
 
 def test_what_drop_ins_lack_is_true(root):
     """The table of missing names has a row for every drop-in, and a name in it is not exported."""
-    section = (root / "docs" / "python.md").read_text().split("\n## `weft.compat`\n")[1].split("\n## ")[0]
+    section = (root / DROP_INS).read_text().split("\n## `weft.compat`\n")[1].split("\n## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.M))
     assert {f"weft.compat.{name}" for name in rows} == {m for m in modules() if m.startswith("weft.compat.")}
     for name, row in rows.items():
         module = importlib.import_module(f"weft.compat.{name}")
         there = [e for e in re.findall(r"`(\w+)`", row) if hasattr(module, e)]
-        assert not there, f"docs/python.md: {name} has {', '.join(there)}"
+        assert not there, f"{DROP_INS}: {name} has {', '.join(there)}"
 
 
 def test_public_names_of_weft_torch_are_exported():
@@ -126,7 +132,7 @@ def run_blocks(text: str, path: str) -> int:
 @pytest.mark.parametrize("path", WITH_EXAMPLES)
 def test_examples_run(path, root):
     torch.manual_seed(0)
-    assert run_blocks((root / path).read_text(), path) >= 1
+    assert run_blocks(text_of(root, path), path) >= 1
 
 
 def numbers_of(text: str, name: str) -> torch.Tensor:

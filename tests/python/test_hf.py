@@ -561,7 +561,7 @@ def test_the_document_runs(root):
     assert len(blocks) == 1
     exec(compile(blocks[0], "docs/guides/hugging-face.md", "exec"), {"__name__": "example"})
     assert all(f"`{family}`" in text for family in weft.hf.families())
-    assert all(f"`{name}`" in (root / "docs" / "python.md").read_text() for name in weft.hf.__all__)
+    assert all(f"`{name}`" in (root / "docs" / "reference" / "python.md").read_text() for name in weft.hf.__all__)
 
 
 # ---- what is not served ------------------------------------------------------------------------------------------------

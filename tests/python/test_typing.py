@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from test_docs import BLOCK, WITH_EXAMPLES
+from test_docs import BLOCK, WITH_EXAMPLES, text_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 
-DOCUMENTS = (*WITH_EXAMPLES, "docs/guides/hugging-face.md", "docs/training.md")
+DOCUMENTS = (*WITH_EXAMPLES, "docs/guides/hugging-face.md", "docs/guides/training.md")
 
 # As a user has it: weft's own sources are not checked, and parts of PyTorch and transformers have no annotations.
 CONFIG = """
@@ -68,7 +68,7 @@ def report(root, tmp_path_factory) -> list[str]:
     """What mypy says about all files; one run, since most of it is PyTorch."""
     work = tmp_path_factory.mktemp("typing")
     (work / "mypy.ini").write_text(CONFIG.format(python=root / "python"))
-    sources = {path: blank_but((root / path).read_text()) for path in DOCUMENTS}
+    sources = {path: blank_but(text_of(root, path)) for path in DOCUMENTS}
     assert all(source.strip() for source in sources.values())
     sources |= {"right.py": TYPES, "wrong.py": TYPES + WRONG}
     names = {path: re.sub(r"\W", "_", path) + ".py" for path in sources}

@@ -183,8 +183,8 @@ def python_page():
     lines = [
         "# weft.torch",
         "",
-        "Signatures and docstrings of what `weft.torch` exports. The guide has the rules that hold for all of it, and an example "
-        "for each name.",
+        "Signatures and docstrings of what `weft.torch` exports. [Python](../reference/python.md) has an example for each name, "
+        "[PyTorch](../guides/pytorch.md#rules-for-all-of-it) the rules that hold for all of it.",
         "",
     ]
     for name in exported():

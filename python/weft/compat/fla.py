@@ -13,13 +13,13 @@ projection row of a whole layer, weft.torch.gdn_pre and weft.torch.gdn_rule do a
 The rule is weft.torch.gdn_rule: on a GPU in chunks of 64 tokens for bf16 heads of 64 and 128, else token after token. Up to
 eight tokens for each initial state are weft.torch.gdn_rule_step where there is nothing to differentiate.
 fused_recurrent_gated_delta_rule is the same function as chunk_gated_delta_rule and has gradients, too. Norm and gates that
-are asked for "in the kernel" are operators in front of the rule, with a rounding of query and key in between, as in fla.
+are asked for "in the kernel" are operators before the rule, with a rounding of query and key in between, as in fla.
 
 causal_conv1d_update, and ShortConvolution without gradients where there are as many tokens as sequences, work on the
 state in place and read nothing from the device. Packed, ShortConvolution then updates the cache whatever the lengths
 are; fla reads the offsets on the host, and updates it only where every sequence has one token.
 
-Gradients of parameters go into main_grad where these have one (docs/python.md)."""
+Gradients of parameters go into main_grad where these have one (the PyTorch guide)."""
 
 import torch
 from torch import Tensor, nn

@@ -6,9 +6,9 @@ stream o takes of input stream i; eps inside the root; Sinkhorn starts with a so
 fp32. n is 1 to 32 and need not be a power of two, and a CPU is enough.
 
 Activations of 32 bits, and of 64 on the reference backend, need allow_fp32=True, as in Liger. They are computed at that
-precision. Gradients of parameters go into main_grad where these have one, and those of x are summed in place (docs/python.md).
+precision. Gradients of parameters go into main_grad where these have one, and those of x are summed in place (the PyTorch guide).
 
-liger_mhc_forward, and LigerMHC, which calls it, have weft.torch.pre in front of the layer and read x once there and once
+liger_mhc_forward, and LigerMHC, which calls it, have weft.torch.pre before the layer and read x once there and once
 in the merge. liger_mhc_coeffs, liger_mhc_pre and liger_mhc_post_res are single operators, as Liger's are: the first
 two read x once each."""
 
@@ -87,7 +87,7 @@ def liger_mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) 
 def liger_mhc_apply(
     x: Tensor, f_out: Tensor, h_pre: Tensor, h_post: Tensor, h_res: Tensor, *, return_x_in: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """liger_mhc_post_res and, where return_x_in asks for it, liger_mhc_pre behind it in a pair."""
+    """liger_mhc_post_res and, where return_x_in asks for it, liger_mhc_pre after it in a pair."""
     x_out = liger_mhc_post_res(x, f_out, h_post, h_res)
     return (x_out, liger_mhc_pre(x, h_pre)) if return_x_in else x_out
 

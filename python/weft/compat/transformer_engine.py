@@ -5,7 +5,7 @@ Conventions: streams are the last axis, x is (s, b, C, n); phi is (2n + n*n, C*n
 applied as x @ H_res; Sinkhorn in log space; the eps of the RMS norm is 2^-23, inside the root; H_pre is a
 sigmoid and H_post twice a sigmoid. TransformerEngine wants n = 4; here n is 1 to 32, and N = 2n + n*n.
 
-Speed on a GPU: mhc_generate_mix_and_aggregate is weft.torch.pre on memory of the order (..., C, n). docs/python.md, "The fused
+Speed on a GPU: mhc_generate_mix_and_aggregate is weft.torch.pre on memory of the order (..., C, n). The PyTorch guide, "The fused
 kernels on a GPU", says when its forward and its backward are a fused kernel over the streams; for backward x and the
 gradient of the result are both bfloat16 or both float16, n is 2 or 4 and C a multiple of 8. The other functions are a
 kernel or a few each.
@@ -15,11 +15,11 @@ Arguments without a meaning of their own in weft:
     use_split_k     ignored: sums have an order that depends on the shape only
     recompute_hist  ignored: backward always recomputes the iterations and stores none of them
 
-Gradients of phi, alpha, beta and norm_weight go into main_grad where these have one (docs/python.md); that of the bias in
+Gradients of phi, alpha, beta and norm_weight go into main_grad where these have one (the PyTorch guide); that of the bias in
 mhc_fused_expand_combine, which belongs to the sub-layer, goes to autograd.
 
 Gradients of x are summed in place, in its dtype, between mhc_generate_mix_and_aggregate and mhc_fused_expand_combine of one x
-(docs/python.md, "Gradients of the streams"); mhc_fused_projection has a view of x, whose gradient autograd adds. Or there is
+(the PyTorch guide, "Gradients of the streams"); mhc_fused_projection has a view of x, whose gradient autograd adds. Or there is
 fused_grad_x_acc_buffer: an fp32 tensor of x.numel() elements, uninitialised, given to projection (or
 mhc_generate_mix_and_aggregate), aggregate and expand_combine of one x. Backward sums the three gradients of x
 in it; x gets the sum, rounded once, in memory of its own. Order of the calls: the projection opens the buffer

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hyper-connections of transformers' models: sites, heads, and decoder layers whose merge goes together with the site
-behind it.
+after it.
 
 A decoder layer runs as site, norm, sub-layer, and merge, twice. Here the norm is part of the site's operator, and the
 merge is one operator with the next site: inside a layer always, and from layer to layer where nothing else reads

@@ -206,7 +206,7 @@ def _replace_in_class(kind: Any, row: Row) -> str | None:
 
 def remove(target: nn.Module | str) -> int:
     """Takes back what `apply` did to a model or `apply_to` to a family, and returns how many forwards that were. A model
-    whose classes were replaced goes on with weft until the family is removed."""
+    whose classes were replaced continues with weft until the family is removed."""
     if isinstance(target, str):
         return sum(_restore_class(kind) for _, kind in _classes(_family("remove", target)) if kind is not None)
     served = [(path, module) for path, module in target.named_modules() if hasattr(type(module), "weft_base")]

@@ -13,11 +13,11 @@ from . import functional as F
 from .modules import HyperConnection, _keywords_of
 from .stack import HyperConnectionStack
 
-Part = tuple[str | None, str]  # names of a norm and of the sub-layer behind it
+Part = tuple[str | None, str]  # names of a norm and of the sub-layer after it
 
 
 class Normed(nn.Module):
-    """A sub-layer behind a norm of its own: sublayer(norm(u), ...)."""
+    """A sub-layer after a norm of its own: sublayer(norm(u), ...)."""
 
     def __init__(self, norm: nn.Module, sublayer: nn.Module):
         super().__init__()
@@ -44,8 +44,8 @@ def convert_blocks(
 
     plain=True begins with the function of the blocks: gates that read the mean of the streams, write to all of them alike
     and mix them evenly, whatever they hold; without a residual mix it is that function as long as the streams are alike,
-    as behind the entry. It is exact up to rounding where the numerics have no eps ("transformer_engine"), and up to about
-    that eps for every part elsewhere. fold_norms=True hands RMSNorms to the operator in front of the sub-layer; a norm
+    as after the entry. It is exact up to rounding where the numerics have no eps ("transformer_engine"), and up to about
+    that eps for every part elsewhere. fold_norms=True hands RMSNorms to the operator before the sub-layer; a norm
     that is none is a ValueError. Options are those of HyperConnectionStack."""
     blocks = list(blocks)
     if "norm" in options:

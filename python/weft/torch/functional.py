@@ -30,7 +30,7 @@ CONTRACTIONS = ("mean", "sum")
 
 
 class Pre(NamedTuple):
-    """What stands in front of a sub-layer: its input and the coefficients."""
+    """What comes before a sub-layer: its input and the coefficients."""
 
     u: Tensor  # [..., C]
     pre: Tensor  # [..., n]
@@ -39,7 +39,7 @@ class Pre(NamedTuple):
 
 
 class Boundary(NamedTuple):
-    """The streams after one sub-layer, and what stands in front of the next."""
+    """The streams after one sub-layer, and what comes before the next."""
 
     y: Tensor  # [..., n, C]
     u: Tensor
@@ -239,7 +239,7 @@ def pre(
     precision: str = "full",
     main_grad: bool = False,
 ) -> Pre:
-    """Everything in front of a sub-layer in one call: projection, gates, Sinkhorn, aggregate, and with sub_norm the
+    """Everything before a sub-layer in one call: projection, gates, Sinkhorn, aggregate, and with sub_norm the
     sub-layer's RMSNorm (gain sub_weight [C], or 1). pre_in [..., n] makes the shifted form: u is aggregated with the
     coefficients that the previous site predicted."""
     tf32 = choice("mhc_pre: precision", precision, PRECISIONS)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated DeltaNet: what stands between the input projection of a layer and the gated delta rule, the rule itself, and
-the gated norm behind it, as functions of tensors with gradients.
+the gated norm after it, as functions of tensors with gradients.
 
 Shapes: B sequences of S tokens, or B = 1 and `cu_seqlens`, which cuts the S tokens into N sequences. Where there is
 only one row of tokens, the leading [B, S] may be [T], and results are [T, ...] too. Memory of the order (S, B, ...) is
@@ -117,7 +117,7 @@ def gdn_pre(
     beta_dtype: torch.dtype | None = None,
     main_grad: bool = False,
 ) -> GdnPre:
-    """Everything in front of the gated delta rule in one call: causal convolution of q, k, v (weight [C, W] or
+    """Everything before the gated delta rule in one call: causal convolution of q, k, v (weight [C, W] or
     [C, 1, W], bias [C]), silu, unit length of query and key, beta = sigmoid(b), g = -exp(a_log) softplus(a + dt_bias).
 
     proj is rows [B, S, columns] of q | k | v | z | b | a, or GdnSections. heads may be left out where q and v are
@@ -328,7 +328,7 @@ def gdn_norm(
     gate: str = "silu",
     main_grad: bool = False,
 ) -> Tensor:
-    """The gated norm behind the rule: o / sqrt(mean(o^2) + eps) * weight * f(z) over the last dimension, with f(z) =
+    """The gated norm after the rule: o / sqrt(mean(o^2) + eps) * weight * f(z) over the last dimension, with f(z) =
     silu(z) or, with gate="sigmoid", sigmoid(z), in fp32 and rounded once. o and z are rows [..., C], of a head or of anything
     else; z may be a view of the projection. weight is [C]. main_grad as everywhere."""
     if o.dim() < 1 or z.shape != o.shape:

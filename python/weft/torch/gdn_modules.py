@@ -126,7 +126,7 @@ class GatedDeltaFront(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """The norm behind the gated delta rule, with the output gate: `gdn_norm`. Parameter: weight [C], ones at first; none
+    """The norm after the gated delta rule, with the output gate: `gdn_norm`. Parameter: weight [C], ones at first; none
     with affine=False."""
 
     def __init__(
@@ -225,11 +225,11 @@ class GatedDeltaNet(nn.Module):
         cache: GdnCache | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """x [B, S, channels] -> [B, S, channels]; packed sequences are B = 1 and cu_seqlens. With a cache the sequences go on
+        """x [B, S, channels] -> [B, S, channels]; packed sequences are B = 1 and cu_seqlens. With a cache the sequences continue
         from its rows (0, 1, .. unless told) and leave their states there; gradients do not pass through it. Rows are
         distinct and in range; padding is for `step`. On the CPU other rows are a ValueError, on a GPU their values are not
         looked at and the caches of other requests may be lost. With gradients a call with a cache does not go inside an
-        activation checkpoint, whose second forward would go on from where the first has ended: a RuntimeError there."""
+        activation checkpoint, whose second forward would continue from where the first has ended: a RuntimeError there."""
         if cache is None:
             front = self.front(self.in_proj(x), cu_seqlens)
             o, _ = gdn_rule(*_of_the_rule(front), cu_seqlens=cu_seqlens, head_map=self.front.options.head_map)
@@ -258,7 +258,7 @@ class GatedDeltaNet(nn.Module):
         and gives what the output projection makes of zeros. Without gradients."""
         with torch.no_grad():
             proj = self.in_proj(x)
-            # The cache of the convolution moves on first: what the rule would refuse is refused in front of it.
+            # The cache of the convolution moves on first: what the rule would refuse is refused before it.
             self._check_cache(cache)
             self._check_dtype("cache.rule", cache.rule.dtype, proj.dtype)
             front = self.front.step(proj, cache.conv, rows, cu_seqlens)

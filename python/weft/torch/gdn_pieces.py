@@ -58,12 +58,12 @@ class _Passed(torch.autograd.Function):
 
 class GdnPieces:
     """How sequences are divided among the ranks of `group`: this rank has `tokens` tokens of each of `batch` sequences,
-    behind those of the ranks before it. With cu_seqlens, the offsets of the whole, the tokens of all ranks side by side
+    after those of the ranks before it. With cu_seqlens, the offsets of the whole, the tokens of all ranks side by side
     are packed sequences, and a piece may begin and end in the middle of one.
 
     All ranks make it together; what does not fit together is a ValueError on all of them. It serves all layers and
     steps with these sizes. `start` is the number of the piece's first token, `cu_seqlens` the offsets of the sequences
-    in this piece, `joins_before` and `joins_after` whether one of them goes on there."""
+    in this piece, `joins_before` and `joins_after` whether one of them continues there."""
 
     def __init__(
         self,
@@ -169,10 +169,10 @@ class GdnPieces:
         final_state: bool = False,
         waves: int = 1,
     ) -> tuple[Tensor, Tensor | None]:
-        """`gdn_rule` of this rank's piece, behind the ranks before it. With final_state=True the last rank, or with
+        """`gdn_rule` of this rank's piece, after the ranks before it. With final_state=True the last rank, or with
         cu_seqlens each rank for the sequences in its piece, has the states after the last of its tokens; None on other
         ranks. The heads are computed in so many waves, one after another: the rank after begins with the first while
-        this one goes on with the second."""
+        this one continues with the second."""
         lead = query.shape[:-2] if query.dim() == 4 else (1, *query.shape[:-2])
         heads, unlike = query.shape[-2], query.shape[-2] != value.shape[-2]
         self._check("gdn_rule: query", lead, (*value.shape[-2:], *query.shape[-2:], value.dtype, head_map, waves))
@@ -212,7 +212,7 @@ class GdnPieces:
     # ---- hops ----------------------------------------------------------------------------------------------------------
 
     def _tails(self, parts, heads: GdnHeads, slots: int, inputs) -> Tensor:
-        """Sends the last rows of this piece to the rank after, and returns the state in front of this one."""
+        """Sends the last rows of this piece to the rank after, and returns the state before this one."""
         with torch.no_grad():
             own = self.tokens if self._offsets is None else self._offsets[-1] - self._offsets[-2]
             full = wide(parts[0])
@@ -235,7 +235,7 @@ class GdnPieces:
         return self._as_state(received, (*parts, *inputs))
 
     def _as_state(self, received: Tensor, inputs) -> Tensor:
-        """The states in front of the sequences of this piece: of the first one, or of all of a batch, what came."""
+        """The states before the sequences of this piece: of the first one, or of all of a batch, what came."""
         anchor = next((t for t in inputs if t is not None and t.requires_grad), None)
         if torch.is_grad_enabled() and anchor is not None:
             received = _Received.apply(self, received, anchor)
@@ -255,7 +255,7 @@ class GdnPieces:
         from_after: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Sends to the rank after and to the one before, and fills memory with what they send. What is only sent is under
-        way afterwards, one message at a time, and its memory kept; work may go on."""
+        way afterwards, one message at a time, and its memory kept; work may continue."""
         calls = [
             dist.P2POp(call, t.contiguous() if call is dist.isend else t, self._global(step), self.group)
             for call, t, step in (

@@ -78,7 +78,7 @@ def _fill(to: nn.Parameter, values: Tensor) -> None:
 
 
 class HyperConnection(nn.Module):
-    """One site: the parameters in front of one sub-layer, `forward` (everything before the sub-layer) and `merge`
+    """One site: the parameters before one sub-layer, `forward` (everything before the sub-layer) and `merge`
     (everything after it).
 
     Parameters: phi [N, n*C] (rows pre, post, res), alpha [3], beta [N]; norm_weight [n*C] with norm_weight=True;

@@ -349,7 +349,7 @@ class Node(torch.autograd.Function):
     """The autograd node of every operator. Arguments: the operator, a sink (grads.py) that says where gradients go or
     None, and the operator's own."""
 
-    OWN = 2  # arguments in front of the operator's
+    OWN = 2  # arguments before the operator's
 
     @staticmethod
     def forward(ctx, operator, sink, *args):

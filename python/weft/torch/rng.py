@@ -36,7 +36,7 @@ def capturing() -> bool:
 
 
 def _copies(states: dict[str, Any]) -> dict[str, Any]:
-    # A generator is a live handle that goes on counting; only its copy is a snapshot.
+    # A generator is a live handle that continues counting; only its copy is a snapshot.
     return {k: s.clone_state() if isinstance(s, torch.Generator) else s.clone() for k, s in states.items()}
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stack of layers as one module.
 
-Neighbours in it are joined: the merge of one and what stands in front of the next are one operator (`boundary`), which
+Neighbours in it are joined: the merge of one and what comes before the next are one operator (`boundary`), which
 reads and writes the streams once instead of three times. So is the first layer with the entry, where the streams are
 made. A joined layer's own `forward` is not called. So a layer that somebody has put something on, hooks for instance,
 is not joined, and called as a module."""
@@ -71,11 +71,11 @@ class HyperConnectionStack(nn.Module):
     first one is stream 0, and contract="pre" aggregates the output with those of the last site. The stages of a
     pipeline then hand on pairs (streams, pre).
 
-    join=True makes one operator of the merge of a layer and what stands in front of the next, and of the entry and what
-    stands in front of the first, wherever it can; `joins` and `joins_entry` tell where it cannot. join=False runs layer
+    join=True makes one operator of the merge of a layer and what comes before the next, and of the entry and what
+    comes before the first, wherever it can; `joins` and `joins_entry` tell where it cannot. join=False runs layer
     by layer.
 
-    rebuild=True keeps the streams in front of every second layer only, and makes the others again in backward, one at a
+    rebuild=True keeps the streams before every second layer only, and makes the others again in backward, one at a
     time. recompute=k keeps the streams and sub-layer inputs of every group of k sub-layers only until the group's
     forward pass has ended, and rebuilds them in one call when its backward pass begins; what is kept is the input of
     each group, the sub-layers' outputs and the coefficients. Results are bitwise the same with either."""

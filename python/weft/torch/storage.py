@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storages that are emptied and filled again behind the tensors that look at them.
+"""Storages that are emptied and filled again after the tensors that look at them.
 
 Autograd keeps a tensor for backward as a reference to its storage, and so does every view. Work on the storage
 itself therefore reaches all of them at once, and leaves their version counters alone, which a write through one

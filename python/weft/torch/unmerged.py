@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer between its sub-layer and its merge. There a stack decides: merge with the streams, or merge and go on to the
+"""A layer between its sub-layer and its merge. There a stack decides: merge with the streams, or merge and continue to the
 next layer in one operator. The input of a stack is such a layer, too."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Unmerged(NamedTuple):
         return self._merged(y)
 
     def follow(self, site: HyperConnection, pre_in: Tensor | None, keep: bool = True) -> tuple[F.Pre, Tensor]:
-        """The streams after the layer, and what stands in front of the next one, whose site is given."""
+        """The streams after the layer, and what comes before the next one, whose site is given."""
         coef, y = site.follow(
             self.layer.connection,
             self.x,
@@ -140,6 +140,6 @@ class Entry(NamedTuple):
         return self.made_of
 
     def follow(self, site: HyperConnection, pre_in: Tensor | None, keep: bool = True) -> tuple[F.Pre, Tensor]:
-        """The streams that the stack begins with, and what stands in front of its first layer, whose site is given."""
+        """The streams that the stack begins with, and what comes before its first layer, whose site is given."""
         x, f, post, res, *_ = self.made_of
         return site.follow(site, x, f, F.Pre(None, None, post, res), None, pre_in, keep=keep)

@@ -7,7 +7,7 @@
                                                puts them into the slots of dev's or dsv4's own module
     get_bias_dropout_add                       with dev's mhc_recompute_manager
     build_mhc_recompute_layer_plan, finalize_mhc_recompute_layer    as in weft.torch
-    GatedDeltaNet                              to be put in front of branch dev's class of that name; `bind` does the same
+    GatedDeltaNet                              to be put before branch dev's class of that name; `bind` does the same
                                                to a module of it
     fused_mega_pre_gated_delta_rule, fused_streamed_pre_gated_delta_rule, native_pre_gated_delta_rule
                                                what GatedDeltaNet does between its projection and the gated delta rule
@@ -21,10 +21,10 @@ starts Sinkhorn with a softmax and adds 1e-6 to H_pre. The class follows main, t
 Both differ from Megatron in one point: coefficients are fp32 all the way, whatever the activations are.
 
 On a GPU, HyperConnectionModule.forward without a recompute manager and learned_output_contract are fused kernels over the
-streams under the conditions of weft.torch.pre (docs/python.md): bf16, 2 or 4 streams, up to 7168 or 14336 channels,
+streams under the conditions of weft.torch.pre (the PyTorch guide): bf16, 2 or 4 streams, up to 7168 or 14336 channels,
 code for compute capability 9.0. Everything else here is one operator after the other.
 
-Gradients of the streams are summed in place in HyperConnectionModule (docs/python.md, "Gradients of the streams"); dev's own
+Gradients of the streams are summed in place in HyperConnectionModule (the PyTorch guide, "Gradients of the streams"); dev's own
 module projects a view of them, whose gradient autograd adds.
 
 native_* are plain PyTorch. use_native(True), or WEFT_COMPAT_NATIVE=1 in the environment, makes everything else

@@ -123,7 +123,7 @@ def learned_output_contract(
 def bind(module: nn.Module, preset: str = "megatron_dev", *, rule: bool = True) -> nn.Module:
     """Puts weft into the slots of a HyperConnectionModule of branch dev ("megatron_dev"), of dsv4 ("megatron_dsv4")
     or of the 26.04 alpha ("megatron_main"): _sinkhorn_op, _h_aggregate_op, ... The slots carry no dropout. Into a
-    GatedDeltaNet of branch dev go what stands in front of the gated delta rule and, unless rule is False, the rule."""
+    GatedDeltaNet of branch dev go what comes before the gated delta rule and, unless rule is False, the rule."""
     if _gdn_class.is_one(module):
         return _gdn_class.bind(module, rule)
     if preset not in PRESETS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in front of the gated delta rule in Megatron's GatedDeltaNet, fused and in plain PyTorch: functions with
+"""What comes before the gated delta rule in Megatron's GatedDeltaNet, fused and in plain PyTorch: functions with
 the arguments that Megatron's methods pass on."""
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slots of branch dev's GatedDeltaNet: the two methods in front of the gated delta rule, and the rule itself."""
+"""The slots of branch dev's GatedDeltaNet: the two methods before the gated delta rule, and the rule itself."""
 
 import copy
 import types
@@ -33,7 +33,7 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """What Megatron calls self.gated_delta_rule: q, k [b, s, H, K], v [b, s, Hv, V], g and beta [b, s, Hv] -> the output and
     the state or None, by weft.torch.gdn_rule. With a cp_context whose group has several ranks each of them gives its
-    tokens, behind those of the rank before, and the cu_seqlens of the whole."""
+    tokens, after those of the rank before, and the cu_seqlens of the whole."""
     group = _ranks("gated_delta_rule: cp_context", kwargs.pop("cp_context", None))
     if several(group):
         if initial_state is not None:
@@ -60,14 +60,14 @@ def gated_delta_rule(
 
 
 class GatedDeltaNet:
-    """Stands in front of Megatron's class of the same name, of branch dev, among the bases of a class for a layer spec:
+    """comes before Megatron's class of the same name, of branch dev, among the bases of a class for a layer spec:
 
         from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Megatron
         from weft.compat.megatron import GatedDeltaNet as Weft
 
         class GatedDeltaNet(Weft, Megatron): pass
 
-    Both ways in front of the rule, with gdn_pre_gated_delta_rule_fusion and without, are then
+    Both ways before the rule, with gdn_pre_gated_delta_rule_fusion and without, are then
     fused_streamed_pre_gated_delta_rule; parameters and checkpoints are Megatron's. That option goes together with
     deterministic_mode here. Heads or tokens may be divided among ranks (head-wise and chunk-wise context parallel).
     rule = False in the class leaves Megatron its own gated delta rule."""
