@@ -27,12 +27,13 @@ enum {
     MAX_TIMES = 300
 };
 
-static const size_t fill_bytes = (size_t)64 << 20;
+static const size_t evict_least = (size_t)64 << 20;
+static const size_t random_bytes = (size_t)8 << 20; /* of a tensor; the rest repeats them */
 static const size_t copy_bytes = (size_t)1 << 30;
 
 static size_t evict_bytes(const bench *b)
 {
-    return 2 * b->gpu.l2 > fill_bytes ? 2 * b->gpu.l2 : fill_bytes;
+    return 2 * b->gpu.l2 > evict_least ? 2 * b->gpu.l2 : evict_least;
 }
 
 /* Reads the buffer that evicts the L2 with an operator that writes sixteen bytes for every 32 KiB it reads. */
@@ -81,7 +82,7 @@ void bench_device_close(bench *b)
 const char *bench_device_fill(const problem *p, const problem_arg *arg)
 {
     size_t size = weft_dtype_size(arg->tensor->dtype), bytes = problem_bytes(arg);
-    size_t first = bytes < fill_bytes ? bytes : fill_bytes;
+    size_t first = bytes < random_bytes ? bytes : random_bytes;
     char *data = arg->tensor->data, *host = malloc(first + 1);
     if (!host) return "not enough memory";
     problem_fill_block(p, arg, host, (int64_t)(first / size));
@@ -101,11 +102,11 @@ double bench_device_copy(bench *b)
 {
     double times[MIN_TIMES], rate = 0;
     char *from = device_alloc(copy_bytes), *to = device_alloc(copy_bytes);
-    uint64_t *host = malloc(fill_bytes);
+    uint64_t *host = malloc(random_bytes);
     const char *wrong = from && to && host ? NULL : "not enough memory";
-    for (size_t i = 0; !wrong && i < fill_bytes / sizeof *host; i++) host[i] = random_bits(1, i);
-    for (size_t done = 0; !wrong && done < copy_bytes; done += fill_bytes)
-        wrong = device_put(from + done, host, fill_bytes);
+    for (size_t i = 0; !wrong && i < random_bytes / sizeof *host; i++) host[i] = random_bits(1, i);
+    for (size_t done = 0; !wrong && done < copy_bytes; done += random_bytes)
+        wrong = device_put(from + done, host, random_bytes);
     for (int warm = 0; !wrong && warm < 3; warm++)
         wrong = device_timer_copy(b->timer, to, from, copy_bytes, &times[0]);
     for (int i = 0; !wrong && i < MIN_TIMES; i++)

@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(C / 16 * 128 + PRODUCERS) back_kernel(const ba
     const tile ay_hi = addressed(y_hi), ay_lo = addressed(y_lo), ao_hi = addressed(o_hi), ao_lo = addressed(o_lo);
 
     if (threadIdx.x >= THREADS) {
-        fetch_ahead(count, p.stages, [&](int c, int part) {
+        fetch_ahead<THREADS>(count, p.stages, [&](int c, int part) {
             back_fetch<DK, C>(p, room, p.stages == 2 && (c & 1) ? R::stage : 0, at, slot, count - 1 - c, h, kh,
                               first_column, threadIdx.x - THREADS, part);
         });
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(C / 16 * 128 + PRODUCERS) back_kernel(const ba
         const int64_t x = (slot + c) * p.r.value_heads + h, first = at.start + (int64_t)c * CHUNK;
 #pragma unroll
         for (int m = 0; m < TILES; m++) put_split(room, t_hi, t_lo, row + m * 16, column, s[m]);
-        __syncthreads();
+        meet<THREADS>();
 #pragma unroll
         for (int j = threadIdx.x; j < DK * (C / 8); j += THREADS) {
             const int r = j / (C / 8), z = j % (C / 8);
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(C / 16 * 128 + PRODUCERS) back_kernel(const ba
         }
         put_split(room, x_hi, x_lo, token, column, d);
         put_split(room, o_hi, o_lo, token, column, o);
-        __syncthreads();
+        meet<THREADS>();
 
         float y[2][4] = {}, one[2][4] = {}, two[2][4] = {};
 #pragma unroll
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(C / 16 * 128 + PRODUCERS) back_kernel(const ba
             }
         }
         put_split(room, y_hi, y_lo, token, column, y);
-        __syncthreads();
+        meet<THREADS>();
 
         const float whole = from[CHUNK - 1];
 #pragma unroll
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(C / 16 * 128 + PRODUCERS) back_kernel(const ba
                 multiply(s[m], a, hi);
             }
         }
-        if (p.stages == 1) __syncthreads();
+        if (p.stages == 1) meet<THREADS>();
     }
 #pragma unroll
     for (int m = 0; m < TILES; m++)

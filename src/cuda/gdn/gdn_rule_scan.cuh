@@ -75,21 +75,28 @@ static __device__ __forceinline__ void scan_fetch(const scan_params &p, unsigned
     }
 }
 
-/* What they do: bring(c, part) begins to move a third of the c-th chunk. */
-template <class Bring> static __device__ __forceinline__ void fetch_ahead(int count, int stages, Bring bring)
+/* A barrier of the block that those who compute and those who move reach at different places, where __syncthreads may not stand. */
+template <int THREADS> static __device__ __forceinline__ void meet()
+{
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS + PRODUCERS) : "memory");
+}
+
+/* What they do: bring(c, part) begins to move a third of the c-th chunk. THREADS: of those that compute. */
+template <int THREADS, class Bring>
+static __device__ __forceinline__ void fetch_ahead(int count, int stages, Bring bring)
 {
     for (int c = 0; c < count; c++) {
         const bool ahead = stages == 2 && c + 1 < count;
         if (c == 0 || stages == 1) bring(c, 0), bring(c, 1), bring(c, 2);
         copy_commit();
         copy_wait<0>();
-        __syncthreads(); /* the chunk is there, and no warp reads the one before */
+        meet<THREADS>(); /* the chunk is there, and no warp reads the one before */
         if (ahead) bring(c + 1, 0);
-        __syncthreads(); /* the two barriers between the steps of those that compute */
+        meet<THREADS>(); /* the two barriers between the steps of those that compute */
         if (ahead) bring(c + 1, 1);
-        __syncthreads();
+        meet<THREADS>();
         if (ahead) bring(c + 1, 2);
-        if (stages == 1) __syncthreads(); /* no warp reads this one */
+        if (stages == 1) meet<THREADS>(); /* no warp reads this one */
     }
 }
 
@@ -120,7 +127,7 @@ __global__ void __launch_bounds__(C / 16 * 128 + PRODUCERS) scan_kernel(const sc
     const tile ad = addressed(d_one), ae_hi = addressed(e_hi), ae_lo = addressed(e_lo);
 
     if (threadIdx.x >= THREADS) {
-        fetch_ahead(count, p.stages, [&](int c, int part) {
+        fetch_ahead<THREADS>(count, p.stages, [&](int c, int part) {
             scan_fetch<DK, C, OUTPUTS>(p, room, p.stages == 2 && (c & 1) ? R::stage : 0, at, slot, c, h, kh,
                                        first_column, threadIdx.x - THREADS, part);
         });
@@ -146,7 +153,7 @@ __global__ void __launch_bounds__(C / 16 * 128 + PRODUCERS) scan_kernel(const sc
         const int64_t x = (slot + c) * p.r.value_heads + h;
 #pragma unroll
         for (int m = 0; m < TILES; m++) put_split(room, s_hi, s_lo, row + m * 16, column, s[m]);
-        __syncthreads();
+        meet<THREADS>();
         if (!OUTPUTS)
 #pragma unroll
             for (int i = threadIdx.x; i < DK * (C / 8); i += THREADS) {
@@ -183,7 +190,7 @@ __global__ void __launch_bounds__(C / 16 * 128 + PRODUCERS) scan_kernel(const sc
             }
         }
         put_split(room, r_hi, r_lo, token, column, ks);
-        __syncthreads();
+        meet<THREADS>();
 
         float d[2][4] = {}, one[2][4] = {}, two[2][4] = {};
 #pragma unroll
@@ -212,7 +219,7 @@ __global__ void __launch_bounds__(C / 16 * 128 + PRODUCERS) scan_kernel(const sc
                 e[nn][2 * kk] = d[nn][2 * kk] * end[kk], e[nn][2 * kk + 1] = d[nn][2 * kk + 1] * end[kk];
             }
         put_split(room, e_hi, e_lo, token, column, e);
-        __syncthreads();
+        meet<THREADS>();
 
         if (OUTPUTS) {
 #pragma unroll
@@ -268,7 +275,7 @@ __global__ void __launch_bounds__(C / 16 * 128 + PRODUCERS) scan_kernel(const sc
                 }
             }
         }
-        if (p.stages == 1) __syncthreads();
+        if (p.stages == 1) meet<THREADS>();
     }
 #pragma unroll
     for (int m = 0; m < TILES; m++)
