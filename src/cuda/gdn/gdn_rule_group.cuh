@@ -680,10 +680,12 @@ __global__ void __launch_bounds__(GROUPS *GROUP + GROUP, 1) group_back_kernel(co
         wgmma_fence();                                                                                             \
         solve_back_step<K>(y, x_hi[K], x_lo[K], m_hi, m_lo);                                                       \
     }
-            STEP(3)
-            STEP(2) STEP(1) STEP(0)
+            STEP(3);
+            STEP(2);
+            STEP(1);
+            STEP(0);
 #undef STEP
-                wgmma_commit();
+            wgmma_commit();
             wgmma_settle(s);
             uint32_t o_hi[4][4], o_lo[4][4];
 #pragma unroll
