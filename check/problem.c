@@ -228,11 +228,12 @@ static uint64_t seed_of(const problem *p, const problem_arg *arg)
     return p->layers ? random_bits(seed, (uint64_t)(arg - p->arg)) : seed;
 }
 
-/* Offsets that leave the last token out, some sequences being empty; rows of a cache from its end, one of padding. */
+/* Offsets that leave the last token out, some sequences being empty, or even ones; rows of a cache from its end, one of padding. */
 static double index_value(const problem *p, const problem_arg *arg, int64_t i)
 {
     const problem_spec *s = &p->spec;
     if (arg->info->dim[0] != WEFT_DIM_OFFSETS) return i % 7 == 5 ? -1 : (double)(s->sequences - i);
+    if (s->even) return (double)(i * s->steps / s->sequences);
     int64_t end = s->steps > 1 ? s->steps - 1 : s->steps;
     return (double)(i == 0 ? 0 : i == s->sequences ? end : end * (i / 2) / s->sequences);
 }

@@ -32,6 +32,7 @@ typedef struct problem_spec {
     /* weft/gdn.h; steps 0: all of it from tokens (all of them), streams (value heads) and channels */
     int64_t batch, steps, sequences, key_heads, value_heads, key_dim, value_dim, width, history;
     int packed, repeat; /* cu_seqlens; query and key with the heads of value */
+    int even;           /* packed sequences are equally long and leave no token out */
     weft_gdn_options gdn;
     uint64_t seed;
 } problem_spec;

@@ -232,19 +232,21 @@ def largest(rows, op):
 
 
 def of_paths(path):
-    """Which path the fused suites took, by dtype and layout, and how close to the copy bandwidth."""
+    """Which path the fused suites took, by residual mix, dtype and layout, and how close to the copy bandwidth."""
     header, timings, _, _ = read(path)
     lines, shapes = [], set()
     for suite in (s for s in SUITES if s.startswith("fused") and s in timings):
         for op in ("mhc_boundary", "mhc_pre", "mhc_head"):
             passes = largest(timings[suite], op)
-            if passes:
-                row = passes["fwd"]
+            row = passes and passes["fwd"]
+            mixed = row and row["preset"] != "hy_v4"
+            if passes and (mixed or op != "mhc_head"):
                 shapes.add(shape_of(row, False))
                 layout = {"nc": "(n, C)", "cn": "(C, n)"}[row["layout"]]
                 times = (f"{microseconds(passes[p])} us, {per_cent(passes[p])}" for p in ("fwd", "bwd"))
-                lines.append([f"`{op}`", row["dtype"], layout, *times, row["path"].partition(":")[0]])
-    head = ["operator", "dtype", "layout", "forward", "backward", "path"]
+                mix = "yes" if mixed else "none"
+                lines.append([f"`{op}`", mix, row["dtype"], layout, *times, row["path"].partition(":")[0]])
+    head = ["operator", "residual mix", "dtype", "layout", "forward", "backward", "path"]
     about = (
         f"{header['gpu']}, record of {header['date']}, 4 streams, {', '.join(sorted(shapes))} tokens x channels; per cent of "
         "the copy bandwidth."

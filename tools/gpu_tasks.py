@@ -199,7 +199,7 @@ def sanitizer(build):
     found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
     def read(status, text):
-        summary = re.findall(r"^=+ .*SUMMARY: (.*)$", text, re.M)
+        summary = re.findall(r"^=+ .*SUMMARY: (?!.*not printed)(.*)$", text, re.M)
         return {"result": verdict(status), "summary": summary[-1] if summary else "no summary"}
 
     def task(tool, planned):

@@ -49,6 +49,7 @@ static problem_spec spec_of(const bench *b, const weft_op_info *op)
     s.batch = step ? (b->decoding || s.tokens < 256 ? s.tokens : 256) : 1;
     s.steps = step ? 1 : s.tokens;
     s.packed = !step && b->sequences > 0;
+    s.even = is_rule(op); /* the time of the rule is that of the longest */
     s.sequences = s.packed ? b->sequences : s.batch;
     s.key_heads = b->key_heads;
     s.value_heads = b->value_heads;
