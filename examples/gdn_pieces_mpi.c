@@ -65,6 +65,9 @@ static int they_join(const piece *all)
             if (own[i] != first[i])
                 snprintf(why, sizeof why, "%s: expected %lld as on rank 0, got %lld", names[i], (long long)first[i],
                          (long long)own[i]);
+        if (!why[0] && (own[4] < 1 || own[4] % own[3]))
+            snprintf(why, sizeof why, "value heads: expected a multiple of %lld, got %lld", (long long)own[3],
+                     (long long)own[4]);
         if (!why[0] && own[1] - own[0] < TAIL)
             snprintf(why, sizeof why, "tokens: expected at least %d, which the convolution reads, got %lld", TAIL,
                      (long long)(own[1] - own[0]));

@@ -246,7 +246,8 @@ void headline_options(const report *r, FILE *to)
         const char *option, *before, *behind;
     } parts[] = {{"layers", "", " layers"},    {"channels", "", " channels"}, {"context", "context ", ""},
                  {"batch", "batch ", ""},      {"steps", "", " steps"},       {"rate", "rate ", ""},
-                 {"rate-end", "down to ", ""}, {"optimizer", "", ""},         {"backend", "on ", ""}};
+                 {"rate-end", "down to ", ""}, {"mixer", "mixer ", ""},       {"optimizer", "", ""},
+                 {"backend", "on ", ""}};
     char text[64], rate[64] = "";
     int told = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {

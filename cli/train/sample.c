@@ -96,6 +96,7 @@ static int generate(trainer *t, const sampler *o, int64_t back)
     int32_t *prompt = malloc(length * sizeof *prompt);
     window w = {.tokens = malloc((size_t)back * sizeof *w.tokens), .length = back};
     int code = EXIT_UNUSABLE;
+    if (t->state.memory && t->config.mixer == WEFT_MIXER_GDN) w.length = 1; /* nothing looks back */
     for (size_t i = 0; prompt && i < length; i++) prompt[i] = (unsigned char)start[i];
     if (prompt && w.tokens)
         code = write_text(t, o, &w, prompt, (int64_t)length);
@@ -122,7 +123,8 @@ static int open_model(trainer *t, const sampler *o, const train_options *run, co
     const int state = config->mixer != WEFT_MIXER_ATTENTION && !o->whole;
     const int64_t room = state && config->mixer == WEFT_MIXER_GDN && back > PIECE ? PIECE : back;
     if (o->whole && config->mixer == WEFT_MIXER_ATTENTION) {
-        snprintf(error, size, "--whole: rejected with a model of attention alone, which has no state");
+        snprintf(error, size,
+                 "--whole: expected a run of --mixer gdn or hybrid, got one of attention, which has no state");
         return 0;
     }
     if (trainer_open(t, run, config, NULL, alone, 1, room) && (!state || trainer_remember(t, back))) return 1;

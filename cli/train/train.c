@@ -206,9 +206,9 @@ static void introduce(const session *s)
     const weft_model_config *c = &s->config;
     const trainer *t = &s->trainer;
     if (s->options.quiet || s->ranks.rank != 0) return;
-    printf("%s: %d layers, %lld channels, %d streams; %.2f M parameters; %zu bytes of text in %zu files\n",
-           weft_residual_name(c->residual), (int)c->layers, (long long)c->channels, (int)c->streams,
-           (double)t->elements * 1e-6, s->text.bytes, s->text.num_files);
+    printf("%s, %s: %d layers, %lld channels, %d streams; %.2f M parameters; %zu bytes of text in %zu files\n",
+           weft_residual_name(c->residual), weft_mixer_name(c->mixer), (int)c->layers, (long long)c->channels,
+           (int)c->streams, (double)t->elements * 1e-6, s->text.bytes, s->text.num_files);
     if (t->exec.backend == WEFT_BACKEND_CUDA) {
         device_facts gpu;
         if (device_facts_of(t->exec.device, &gpu))

@@ -550,6 +550,8 @@ int trainer_go_on(trainer *t, const int32_t *tokens, int64_t count, float *to)
     enum { MOST = 64 };
     int64_t piece = 0;
     for (; count > 0; tokens += piece, count -= piece) {
+        /* The copy of the piece before reads the host's tokens, and may not have begun. */
+        if (piece && on_cuda(t) && !well(t, device_wait())) return 0;
         /* Pieces of few different lengths, as above. */
         for (piece = MOST; piece > count || piece > t->length;) piece /= 2;
         if (piece != t->model.length &&

@@ -181,7 +181,8 @@ typedef struct weft_model {
     weft_recompute recompute;
     int32_t phase;
     weft_model_config config;
-    uint64_t reserved[29];
+    size_t product_room; /* of the workspace, which threads share */
+    uint64_t reserved[28];
 } weft_model;
 
 WEFT_API weft_status weft_model_query(const weft_exec *exec, const weft_model_config *config, int64_t sequences,

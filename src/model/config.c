@@ -178,7 +178,7 @@ static weft_status check_mixer(const weft_model_config *c)
     if (!c->key_heads && c->heads % 2)
         return weft_fail(
             WEFT_ERR_ARGUMENT,
-            "model: heads: expected an even number with the mixer %s and half as many key heads, got %d",
+            "model: heads: expected an even number with the mixer %s, or key_heads that divide them, got %d",
             mixers[c->mixer], (int)c->heads);
     if (c->key_heads && c->heads % c->key_heads)
         return weft_fail(WEFT_ERR_ARGUMENT,

@@ -110,6 +110,15 @@ static weft_recompute_desc recompute_desc(const weft_model_config *c, int64_t to
                                  .dtype = c->dtype};
 }
 
+/* Room of a product, which grows with the threads that there are. */
+static size_t product_room(const weft_nn *nn)
+{
+    weft_nn ask = *nn;
+    ask.query = true, ask.need = 0, ask.blas = NULL;
+    (void)ask.table->matmul(&ask, &(weft_matmul){.m = 1, .n = 1, .k = 1});
+    return ask.need;
+}
+
 static weft_status open_run(run *r, const char *call, const weft_exec *exec, weft_model *model,
                             const weft_model_args *args, bool query)
 {
@@ -442,6 +451,7 @@ static weft_status shape_model(const weft_exec *exec, const weft_model_config *c
         r.state = &empty;
         WEFT_TRY(forward(&r));
     }
+    m->product_room = product_room(&r.nn);
     m->bytes.workspace = r.need > r.nn.need ? r.need : r.nn.need;
     m->bytes.total = weft_bytes_plus(l.workspace, m->bytes.workspace);
     return m->bytes.total > WEFT_MOST_BYTES ? too_large() : WEFT_OK;
@@ -561,6 +571,9 @@ static weft_status enter_pass(run *r, pass which, const weft_exec *exec, weft_mo
     if (args->training != 0 && args->training != 1)
         return weft_fail(WEFT_ERR_ARGUMENT, "%s: training: expected 0 or 1, got %d", call, (int)args->training);
     r->state = state;
+    if (product_room(&r->nn) > model->product_room)
+        return weft_fail(WEFT_ERR_WORKSPACE, "%s: exec: expected no more threads than the model was bound with",
+                         call);
     if (which == ONE_STEP) {
         if (args->targets || args->loss || args->training)
             return weft_fail(WEFT_ERR_ARGUMENT, "%s: %s: expected %s, a step has no loss and no dropout", call,
@@ -569,6 +582,7 @@ static weft_status enter_pass(run *r, pass which, const weft_exec *exec, weft_mo
                                            : "training",
                              args->targets || args->loss ? "NULL" : "0");
         WEFT_TRY(state_check(state, model));
+        WEFT_TRY(state_room(r));
     }
     WEFT_TRY(check_arrays(r, call, which != BACKWARD));
     return check_tokens(r, call);

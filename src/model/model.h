@@ -320,6 +320,7 @@ weft_status exit_backward(run *r, const weft_tensor *x);
 /* Steps (state.c): what is remembered of a layer, without memory in a query; what an empty state begins with. */
 state_memory state_at(const run *r, int32_t layer);
 weft_status state_begin(run *r);
+weft_status state_room(const run *r);
 weft_status state_check(const weft_model_state *state, const weft_model *model);
 
 /* The sub-layers (branch.c): v to f, and the gradient of f (row_a) to that of v (row_b). */

@@ -71,6 +71,20 @@ weft_status attention_step(run *r, int32_t layer, const linear *in, const linear
     return linear_forward(r, out, query ? NULL : (char *)kept.o + (size_t)before * narrow, s->f);
 }
 
+/* Is there the room that attention takes with the threads of this step? */
+weft_status state_room(const run *r)
+{
+    const state_memory none = {0};
+    const weft_model_state *s = r->state;
+    if (!attends(r->config)) return WEFT_OK;
+    weft_nn ask = r->nn;
+    ask.query = true, ask.need = 0;
+    const weft_attention all = attention_of(r->config, &none, s->position + r->tokens);
+    WEFT_TRY(ask.table->attention_fwd(&ask, &all));
+    if (ask.need <= s->bytes - remembered(r->config, s->capacity)) return WEFT_OK;
+    return weft_fail(WEFT_ERR_WORKSPACE, "model_step: state: expected one that was bound for as many threads");
+}
+
 /* ---- public ------------------------------------------------------------------------------------------------------------------------ */
 
 static weft_status shape_state(const weft_exec *exec, const weft_model_config *config, int64_t capacity,

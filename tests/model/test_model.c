@@ -681,6 +681,33 @@ static void a_state_is_of_constant_size(void **state)
     }
 }
 
+/* Memory of a product and of attention grows with the threads: what was bound for fewer is not enough. */
+static void more_threads_than_bound_are_refused(void **state)
+{
+    (void)state;
+    weft_model_config c = gpt_config(WEFT_RESIDUAL_PLAIN, WEFT_F32);
+    weft_model_state remembered;
+    size_t bytes;
+    gpt g;
+    c.context = 256, c.channels = 64;
+    gpt_open(&g, &c, 1, 4, 0);
+    g.exec = on_cpu(0, 8);
+    gpt_bind(&g);
+    const weft_exec one = on_cpu(0, 1);
+    weft_model_args args = {.struct_size = sizeof args, .parameters = g.parameters, .tokens = g.tokens};
+    assert_int_equal(weft_model_state_query(&one, &c, 256, &bytes), WEFT_OK);
+    char *memory = must_alloc(bytes);
+    assert_int_equal(weft_model_state_bind(&one, &c, 256, memory, bytes, &remembered), WEFT_OK);
+    assert_int_equal(weft_model_step(&g.exec, &g.model, &remembered, &args), WEFT_ERR_WORKSPACE);
+    assert_non_null(strstr(weft_last_error(), "as many threads"));
+    assert_int_equal(weft_model_step(&one, &g.model, &remembered, &args), WEFT_OK); /* fewer than the model's */
+    const weft_exec more = on_cpu(0, 64);
+    assert_int_equal(weft_model_forward(&more, &g.model, &args), WEFT_ERR_WORKSPACE);
+    assert_non_null(strstr(weft_last_error(), "no more threads than the model was bound with"));
+    free(memory);
+    gpt_close(&g);
+}
+
 static void bad_steps(void **state)
 {
     (void)state;
@@ -1073,6 +1100,7 @@ int main(void)
         cmocka_unit_test(every_parameter_learns),
         cmocka_unit_test(cpu_follows_the_reference),
         cmocka_unit_test(threads_change_nothing),
+        cmocka_unit_test(more_threads_than_bound_are_refused),
         cmocka_unit_test(begins_as_the_plain_residual),
         cmocka_unit_test(parameters_lie_side_by_side),
         cmocka_unit_test(first_mixes),
