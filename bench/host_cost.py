@@ -122,7 +122,7 @@ def sides(device: torch.device) -> list[tuple[str, str, object]]:
         ("torch", "empty", lambda: torch.empty(TOKENS, CHANNELS, device=device)),
         ("torch", "relu", lambda: torch.relu(x)),
     ]
-    if device.type == "cpu":  # the rule has no kernels for a GPU
+    if device.type == "cpu":  # timed on the CPU only
         rows.append(("op", "gdn_rule", lambda: weft_ops.gdn_rule.default(*rule)))
         rows.append(("grad", "gdn_rule", with_backward(weft_ops.gdn_rule.default, *rule)))
     return rows

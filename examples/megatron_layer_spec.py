@@ -17,7 +17,7 @@ On the branches dev and dsv4 the spec stays as it is, and the modules of the fin
 GatedDeltaNet too:
 
     bind_weft(model)                          # dsv4: bind_weft(model, "megatron_dsv4")
-    bind_weft(model, rule=False)              # on a GPU: GatedDeltaNet keeps Megatron's gated delta rule
+    bind_weft(model, rule=False)              # GatedDeltaNet keeps Megatron's own gated delta rule
 
 Run as a program, it prints where the two modules went in the spec of the Megatron that is installed."""
 

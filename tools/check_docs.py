@@ -12,6 +12,7 @@
   with the name of an operator cites one: from an equation to its code in every backend, and back.
 - Every operator of src/core/ops.def is named in docs/reference/math.md.
 - The table of docs/internals/design.md about what is remembered names the files under src/ with static variables, and no others.
+- No document, script or source has a line that a merge conflict left.
 """
 
 import re
@@ -29,6 +30,11 @@ FENCE = re.compile(r"^(`{3,})[^\n`]*\n.*?^\1$", re.M | re.S)
 # A variable that keeps its value between calls: no constant, no function.
 STATIC = re.compile(r"^[ \t]*static (?!inline\b|__)(?![^;=\n]*\bconst)(?![^;=\n]*\()[^;=\n]*[;=]", re.M)
 PATH = re.compile(r"^[\w.*<>{},+-]+(/[\w.*<>{},+-]+)*/?$")
+
+# What git leaves of two versions that it could not merge.
+CONFLICT = re.compile(r"^(?:<{7}|={7}$|>{7})", re.M)
+TEXT = {".c", ".cu", ".cuh", ".def", ".h", ".md", ".py", ".sh"}
+FOLDERS = ("bench", "check", "cli", "docs", "examples", "include", "lab", "python", "src", "tests", "tools")
 
 # Characters that a heading loses in its anchor; spaces become dashes.
 NOT_IN_ANCHOR = re.compile(r"[^\w\- ]")
@@ -217,6 +223,16 @@ def check_remembered():
         fail(design, text, start, f"{name} keeps no static variable")
 
 
+def check_conflicts(documents):
+    found = {
+        path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in TEXT and path.is_file()
+    }
+    for path in sorted(found.union(document for document in documents if document.is_file())):
+        text = path.read_text(encoding="utf-8")
+        for match in CONFLICT.finditer(text):
+            fail(path, text, match.start(), "a conflict of a merge")
+
+
 def main():
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
     for document in documents:
@@ -232,6 +248,7 @@ def main():
     else:
         failures.append("docs/reference/math.md is missing")
     check_remembered()
+    check_conflicts(documents)
     print(*failures, sep="\n", end="\n" if failures else "")
     print(f"docs: {len(documents)} documents, {tags} tags, {len(failures)} problems")
     return 1 if failures else 0

@@ -7,9 +7,9 @@
  *               x_{s+1}[o] = dropout(post[o] (f + bias)) + sum_i W(i,o) x_s[i]
  *     logits = head rmsnorm(exit(x_last))
  *
- * With mhc and mhc_single_pass neighbouring sites are one operator, mhc_boundary, and so are the entry and the first site: the
- * streams are read and written once between two sub-layers. Losses and activations have the bits of site by site; gradients of
- * the streams are rounded once less on their way, which changes no bit where they are f32 on cpu.
+ * With mhc, mhc_single_pass and independent neighbouring sites are one operator, mhc_boundary, and so are the entry and the first
+ * site: the streams are read and written once between two sub-layers. Losses and activations have the bits of site by site;
+ * gradients of the streams are rounded once less on their way, which changes no bit where they are f32 on cpu.
  *
  * F mixes tokens at even sites and is a SwiGLU MLP at odd ones. What mixes tokens is causal attention with rotary positions, or a
  * Gated DeltaNet layer (weft/gdn.h): proj v, gdn_pre, gdn_rule, gdn_norm with the gate z, and the map out. Equations and gradients of
@@ -100,9 +100,9 @@ typedef struct weft_model_config {
     double dropout;                   /* on the branch, in training; mask per stream */
     uint64_t dropout_seed;
     double norm_eps, rope_base, init_alpha; /* init_alpha: first value of a connection's alpha */
-    weft_mhc_numerics numerics;             /* mhc and mhc_single_pass; hc takes rms_eps */
-    weft_first_mix first_mix;               /* mhc and mhc_single_pass; uniform with the others */
-    int32_t separate; /* 1: mhc and mhc_single_pass run site by site as well, for measurements and tests */
+    weft_mhc_numerics numerics;             /* mhc, mhc_single_pass, independent; hc takes rms_eps */
+    weft_first_mix first_mix;               /* mhc, mhc_single_pass, independent; uniform with the others */
+    int32_t separate; /* 1: these three run site by site as well, for measurements and tests */
     /* gdn layers have `heads` value heads of channels / heads, and key heads of the same size. With attention the two are 0. */
     weft_mixer mixer;
     int32_t key_heads;  /* divides heads; 0: half of them, which makes a layer as large as one of attention */

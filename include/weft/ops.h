@@ -100,9 +100,9 @@ WEFT_API weft_status weft_op_call(const weft_op_info *op, const weft_exec *exec,
 WEFT_API weft_status weft_op_workspace(const weft_op_info *op, const weft_exec *exec, const void *args,
                                        size_t *bytes);
 /* Which path this call takes where a backend has several for the operator, and why: "fused: one kernel reads each stream
- * once", or "unfused: there is no kernel for this number of streams" where it falls back to the unfused kernels. A sentence
- * without a full stop that lives as long as the library. Of tensor data only addresses are looked at; NULL stands for data
- * aligned to 16 bytes. */
+ * once", or "unfused: there is no kernel for this number of streams" where it falls back to the unfused kernels; for the gated
+ * delta rule "in chunks: ..." or "token after token: ..." and the reason. A sentence without a full stop that lives as long as the
+ * library. Of tensor data only addresses are looked at; NULL stands for data aligned to 16 bytes. */
 WEFT_API weft_status weft_op_path(const weft_op_info *op, const weft_exec *exec, const void *args,
                                   const char **path);
 

@@ -428,5 +428,5 @@ def test_misuse(call, error, words):
 
 
 def test_enforce_deterministic():
-    """Always, as docs/guides/pytorch.md says."""
+    """Always, as docs/guides/drop-ins.md says."""
     assert te.ENFORCE_DETERMINISTIC is True

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drop-ins: public functions of other projects for mHC and Gated DeltaNet, with their names, arguments and
-conventions, over weft. The guide to drop-ins lists the names that are not here.
+conventions, computed by weft. The guide to drop-ins lists the names that are not here.
 
     from weft.compat.transformer_engine import mhc_fused_projection, mhc_fused_expand_combine, ...
     from weft.compat.megatron import HyperConnectionModule

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash-linear-attention's gated delta rule, short convolution, l2 norm and gate over weft (fla.ops.gated_delta_rule,
-fla.modules.causal_conv1d, fla.modules.norm.l2norm).
+"""flash-linear-attention's gated delta rule, short convolution, l2 norm and gate, computed by weft
+(fla.ops.gated_delta_rule, fla.modules.causal_conv1d, fla.modules.norm.l2norm).
 
 Conventions: tokens are [B, T, ...], or [1, T, ...] with cu_seqlens; query and key have H heads, value, g and beta HV, a
 multiple of H; g is in natural logarithms; a state of the rule is [N, HV, K, V] in fp32. The weight of a convolution is
@@ -10,8 +10,9 @@ The eps of the norm is inside the root. Arithmetic is fp32, with one rounding wh
 Arguments without a meaning here: backend, chunk_indices, chunk_size, cu_seqlens_cpu; seq_idx beside cu_seqlens. With the
 projection row of a whole layer, weft.torch.gdn_pre and weft.torch.gdn_rule do all of this in two calls.
 
-The rule is weft.torch.gdn_rule: on a GPU in chunks of 64 tokens for bf16 heads of 64 and 128, else token after token. Up to
-eight tokens for each initial state are weft.torch.gdn_rule_step where there is nothing to differentiate.
+The rule is weft.torch.gdn_rule: on a GPU in chunks of 64 tokens for bf16 with keys of 64 or 128 and values of 64, 128, 192 or
+256 channels a head, else token after token. Up to eight tokens for each initial state are weft.torch.gdn_rule_step where there is
+nothing to differentiate.
 fused_recurrent_gated_delta_rule is the same function as chunk_gated_delta_rule and has gradients, too. Norm and gates that
 are asked for "in the kernel" are operators before the rule, with a rounding of query and key in between, as in fla.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger-Kernel's mHC functions and module (liger_kernel.ops.mhc, liger_kernel.transformers.mhc) over weft.
+"""Liger-Kernel's mHC functions and module (liger_kernel.ops.mhc, liger_kernel.transformers.mhc), computed by weft.
 
 Conventions: x is (..., n, C); phi is (n*C, 2n + n*n), the transpose of what others have; h_res[o, i] is what output
 stream o takes of input stream i; eps inside the root; Sinkhorn starts with a softmax plus eps. Coefficients are

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek TileKernels' mHC functions (tile_kernels.modeling.mhc and its ops) over weft.
+"""DeepSeek TileKernels' mHC functions (tile_kernels.modeling.mhc and its ops), computed by weft.
 
 Conventions: a residual is (..., n, C), k = i*C + c in fn; comb_mix[i, o] is what output stream o takes of input
 stream i; eps inside the root; pre = sigmoid + pre_eps; Sinkhorn starts with a softmax plus eps. The defaults are
@@ -9,8 +9,8 @@ trailing axis of size 1. Activations may be bf16, fp16 or fp32, n is 1 to 32, C 
 n_splits is ignored: sums have an order that depends on the shape only. So is fuse_grad_acc: no gradient is left on a
 storage for another function to find.
 On a GPU mhc_pre, mhc_pre_big_fuse and mhc_head are fused kernels over the residual, forward and backward, where
-weft.torch.pre is (the PyTorch guide): bf16, n 2 or 4, C a multiple of 8 up to 7168 (n = 4) or 14336 (n = 2), code for
-compute capability 9.0. Everything else takes a chain of kernels; fp32 and fp16 are slower by more than their bytes.
+weft.torch.pre is (the PyTorch guide): bf16 or fp16, n 2 or 4, C a multiple of 8, forward up to 7168 (n = 4) or 14336
+(n = 2), code for compute capability 9.0. Everything else takes a chain of kernels; fp32 is slower by more than its bytes.
 Gradients of a residual are summed in place, in its dtype (the PyTorch guide, "Gradients of the streams"); weft.torch.GradX sums
 them in fp32. Gradients of parameters go into main_grad where these have one. norm_weight counts in inference as it does in
 training, and mhc_head can be trained."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerEngine's mHC functions (transformer_engine.pytorch.triton.mhc) over weft.
+"""TransformerEngine's mHC functions (transformer_engine.pytorch.triton.mhc), computed by weft.
 
 Conventions: streams are the last axis, x is (s, b, C, n); phi is (2n + n*n, C*n) with k = c*n + i; H_res is
 applied as x @ H_res; Sinkhorn in log space; the eps of the RMS norm is 2^-23, inside the root; H_pre is a

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's hyper connections, and the front of its GatedDeltaNet, over weft.
+"""Megatron-LM's hyper connections, and the front of its GatedDeltaNet, computed by weft.
 
     HyperConnectionModule                      for the layer spec of branch main: same parameters, same methods
     fused_*, native_*, learned_output_contract for branch dev (megatron.core.fusions.fused_mhc_kernels and
@@ -21,8 +21,9 @@ starts Sinkhorn with a softmax and adds 1e-6 to H_pre. The class follows main, t
 Both differ from Megatron in one point: coefficients are fp32 all the way, whatever the activations are.
 
 On a GPU, HyperConnectionModule.forward without a recompute manager and learned_output_contract are fused kernels over the
-streams under the conditions of weft.torch.pre (the PyTorch guide): bf16, 2 or 4 streams, up to 7168 or 14336 channels,
-code for compute capability 9.0. Everything else here is one operator after the other.
+streams under the conditions of weft.torch.pre (the PyTorch guide): bf16 or fp16, 2 or 4 streams, a multiple of 8 channels,
+forward up to 7168 (4 streams) or 14336 (2), code for compute capability 9.0. Everything else here is one operator after the
+other.
 
 Gradients of the streams are summed in place in HyperConnectionModule (the PyTorch guide, "Gradients of the streams"); dev's own
 module projects a view of them, whose gradient autograd adds.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The free functions of branch dev over weft, what binds them to a module, and bias, dropout, add."""
+"""The free functions of branch dev, computed by weft, what binds them to a module, and bias, dropout, add."""
 
 import functools
 from collections.abc import Callable

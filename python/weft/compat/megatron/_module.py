@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The module of branch main over weft."""
+"""The module of branch main, computed by weft."""
 
 import torch
 from torch import Tensor, nn
