@@ -42,7 +42,7 @@ def main():
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
         text = work / "text.txt"
-        text.write_bytes(b"".join(p.read_bytes() for p in sorted(ROOT.glob("docs/*.md")) + [ROOT / "README.md"]))
+        text.write_bytes(b"".join(p.read_bytes() for p in sorted(ROOT.glob("docs/**/*.md")) + [ROOT / "README.md"]))
         for turn in range(args.rounds):
             for kind, seconds in runs.items():
                 seconds.append(seconds_of(args, kind, text, work / f"{kind}-{turn}"))

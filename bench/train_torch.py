@@ -123,7 +123,7 @@ def main():
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
         text = work / "text.txt"
-        text.write_bytes(b"".join(p.read_bytes() for p in sorted(ROOT.glob("docs/*.md")) + [ROOT / "README.md"]))
+        text.write_bytes(b"".join(p.read_bytes() for p in sorted(ROOT.glob("docs/**/*.md")) + [ROOT / "README.md"]))
         for kind, mixer in cases:
             name = kind if mixer == "attention" else f"{kind}, {mixer}"
             first = work / f"{kind}-{mixer}-first"

@@ -72,11 +72,12 @@ def test_threads(model, tokens):
     assert torch.equal(model(few), want)
 
 
+@pytest.mark.parametrize("heads", [(2, 4, 64, 64), (16, 32, 64, 64)], ids=["few", "many"])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)], indirect=True)
-def test_rule_in_chunks(example, device, monkeypatch):
+def test_rule_in_chunks(example, device, heads, monkeypatch):
     """Heads of 64 in bf16: the GPU computes their rule in chunks of 64 tokens, so pieces are multiples of that, but for
-    the last."""
-    monkeypatch.setattr(example, "HEADS", wt.GdnHeads(key_heads=2, value_heads=4, key_dim=64, value_dim=64))
+    the last. Many heads take other kernels than few."""
+    monkeypatch.setattr(example, "HEADS", wt.GdnHeads(*heads))
     model = example.Model(256, layers=1).to(device, torch.bfloat16)
     tokens = torch.randint(0, 64, (3, 141)).to(device)
     together = model(tokens)

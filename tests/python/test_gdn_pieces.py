@@ -227,6 +227,7 @@ ONE_PROCESS = [
     Case((64, 128, 37), 2, None, torch.bfloat16, heads=WIDE),
     Case((128, 64, 37), 1, (0, 50, 64, 220, 229), torch.bfloat16, heads=WIDE),
     Case((64, 71), 1, None, torch.bfloat16, heads=wt.GdnHeads(1, 2, 128, 128)),
+    Case((64, 71), 1, None, torch.bfloat16, heads=wt.GdnHeads(8, 16, 128, 128)),
     Case((33, 2, 1, 14), 2, None, torch.float32, heads=WIDE),
     Case((33, 17), 1, (0, 30, 48), torch.float32, heads=WIDE),
 ]

@@ -172,7 +172,8 @@ class GdnPieces:
         """`gdn_rule` of this rank's piece, after the ranks before it. With final_state=True the last rank, or with
         cu_seqlens each rank for the sequences in its piece, has the states after the last of its tokens; None on other
         ranks. The heads are computed in so many waves, one after another: the rank after begins with the first while
-        this one continues with the second."""
+        this one continues with the second. On a GPU of compute capability 9.0 a wave of fewer than 2048 value channels
+        takes other kernels than more of them, whose results differ by rounding."""
         lead = query.shape[:-2] if query.dim() == 4 else (1, *query.shape[:-2])
         heads, unlike = query.shape[-2], query.shape[-2] != value.shape[-2]
         self._check("gdn_rule: query", lead, (*value.shape[-2:], *query.shape[-2:], value.dtype, head_map, waves))

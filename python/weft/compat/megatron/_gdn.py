@@ -84,13 +84,18 @@ def pieces_of(group, rows: Tensor, cu_seqlens: Tensor | None) -> GdnPieces:
     """How the tokens of [b, s, ...] on all ranks make up the sequences. The offsets are those of the whole, which all ranks
     have alike; they are read on the host."""
     offsets = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    return _pieces(group, rows.shape[1], rows.shape[0], offsets)
+    return _pieces_within(group)(rows.shape[1], rows.shape[0], offsets)
 
 
-# Ranks agree on pieces when they make them, and all of them make them anew at the same calls: what one has kept, all have.
-@functools.lru_cache(maxsize=16)
-def _pieces(group, tokens: int, batch: int, offsets: tuple[int, ...] | None) -> GdnPieces:
-    return GdnPieces(tokens, batch=batch, cu_seqlens=offsets, group=group)
+# Ranks agree on pieces when they make them, and all of a group make them anew at the same calls: what one has kept, all have. Of
+# groups together that would not hold, for a rank may be in another one with calls of its own.
+@functools.cache
+def _pieces_within(group):
+    @functools.lru_cache(maxsize=16)
+    def pieces(tokens: int, batch: int, offsets: tuple[int, ...] | None) -> GdnPieces:
+        return GdnPieces(tokens, batch=batch, cu_seqlens=offsets, group=group)
+
+    return pieces
 
 
 def _arguments(op: str, qkvzba: Tensor, weight: Tensor, sizes: tuple[int, ...], cp_group) -> GdnHeads:
