@@ -234,7 +234,7 @@ static void send_to(int to, const weft_tensor *t)
     MPI_Send(t->data, (int)count_of(t), MPI_FLOAT, to, 0, MPI_COMM_WORLD);
 }
 
-/* Leaves the zeros that are there where nobody sends. */
+/* From MPI_PROC_NULL nothing is received: the tensor keeps its zeros. */
 static void receive_from(int from, const weft_tensor *t)
 {
     MPI_Recv(t->data, (int)count_of(t), MPI_FLOAT, from, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);

@@ -181,13 +181,14 @@ typedef struct weft_model {
     weft_recompute recompute;
     int32_t phase;
     weft_model_config config;
-    size_t product_room; /* of the workspace, which threads share */
+    size_t product_room; /* bytes of the workspace that a product takes with the threads bound for */
     uint64_t reserved[28];
 } weft_model;
 
 WEFT_API weft_status weft_model_query(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
                                       int64_t length, weft_model_bytes *bytes);
-/* sequences * length is at most 2^31 - 1. memory: bytes.total of the backend's, aligned to 64 bytes. Passes run with the exec that the model was bound with. */
+/* sequences * length is at most 2^31 - 1. memory: bytes.total of the backend's, aligned to 64 bytes. Passes run with the exec that
+ * the model was bound with; one with more threads is refused, since products take memory for each thread. */
 WEFT_API weft_status weft_model_bind(const weft_exec *exec, const weft_model_config *config, int64_t sequences,
                                      int64_t length, void *memory, size_t bytes, weft_model *model);
 
@@ -242,8 +243,8 @@ typedef struct weft_model_state {
 /* capacity: 1 to the context; where no layer attends it is not looked at, and a sequence has no longest length. */
 WEFT_API weft_status weft_model_state_query(const weft_exec *exec, const weft_model_config *config,
                                             int64_t capacity, size_t *bytes);
-/* A state of no tokens; memory is as for weft_model_bind, and bytes what the query says. A sequence is begun anew by binding
- * again. */
+/* A state of no tokens; memory is as for weft_model_bind, and bytes what the query says. A step with more threads than `exec` has
+ * here is refused where a layer attends. A sequence is begun anew by binding again. */
 WEFT_API weft_status weft_model_state_bind(const weft_exec *exec, const weft_model_config *config, int64_t capacity,
                                            void *memory, size_t bytes, weft_model_state *state);
 /* Forward over the next tokens of the state's sequence, as many as the model's length; the model is bound with one sequence.
